@@ -1,0 +1,150 @@
+"""The frozen description of a model, whichever checkpoint layout it came from."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mtpkit.errors import UserError
+
+LAYER_KINDS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
+"""Letters of a layer pattern that can be built."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of a hybrid language model with multi-token-prediction (MTP) heads.
+
+    Field names are megatron-core's where it has one. Instances are checked on construction; `UserError` names every
+    offending field.
+    """
+
+    family: str
+    """Name of the weight-name table in `mtpkit.checkpoint.families`, such as `nemotron_h`."""
+    vocab_size: int
+    hidden_size: int
+    pattern: str
+    """One letter a base layer, see `LAYER_KINDS`."""
+    max_position_embeddings: int = 4096
+
+    mtp_pattern: str = ""
+    """Layers of one MTP depth; empty when the model has no heads."""
+    mtp_num_depths: int = 0
+    """K, the number of depths the heads are trained for. A repeated head may be unrolled further when serving."""
+    mtp_use_repeated_layer: bool = True
+    """One physical layer shared by all depths (Nemotron 3), rather than one a depth (DeepSeek-V3)."""
+
+    num_attention_heads: int = 1
+    num_query_groups: int = 1
+    kv_channels: int = 64
+    """Width of one attention head."""
+    position_embedding_type: Literal["none", "rope"] = "none"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    qk_layernorm: bool = False
+
+    ffn_hidden_size: int = 0
+    activation: Literal["relu2", "swiglu"] = "relu2"
+
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
+    mamba_num_groups: int = 1
+    mamba_conv_kernel: int = 4
+    mamba_chunk_size: int = 128
+    mamba_dt_limit: tuple[float, float] = (0.0, float("inf"))
+    """Clamp of dt after its softplus."""
+
+    num_moe_experts: int = 0
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    """0: no shared expert."""
+    moe_latent_size: int = 0
+    """Width the routed experts work in (Nemotron 3 Super); 0: the hidden size."""
+    moe_router_topk_scaling_factor: float = 1.0
+    moe_router_num_groups: int = 1
+    moe_router_group_topk: int = 1
+
+    layernorm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    init_std: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise UserError("model config: " + "; ".join(problems))
+
+    def _problems(self):
+        """Yield one clause for every setting that cannot be built."""
+        for field in ("pattern", "mtp_pattern"):
+            unknown = sorted(set(getattr(self, field)) - set(LAYER_KINDS))
+            if unknown:
+                known = ", ".join(f"{letter} ({name})" for letter, name in LAYER_KINDS.items())
+                yield f"{field} has unknown layer letter(s) {', '.join(map(repr, unknown))}; known: {known}"
+        if not self.pattern:
+            yield "pattern is empty"
+        if bool(self.mtp_pattern) != bool(self.mtp_num_depths):
+            yield f"mtp_pattern {self.mtp_pattern!r} and mtp_num_depths {self.mtp_num_depths} must be set together"
+        letters = set(self.pattern + self.mtp_pattern)
+        needed = {
+            "*": ("num_attention_heads", "num_query_groups", "kv_channels"),
+            "M": ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel"),
+            "-": ("ffn_hidden_size",),
+            "E": ("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+        }
+        required = ["vocab_size", "hidden_size", *(f for letter in "*M-E" if letter in letters for f in needed[letter])]
+        missing = [field for field in required if getattr(self, field) <= 0]
+        if missing:
+            yield f"must be positive: {', '.join(missing)}"
+            return
+        if "*" in letters and self.num_attention_heads % self.num_query_groups:
+            yield f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups {self.num_query_groups}"
+        if "M" in letters and self.mamba_num_heads % self.mamba_num_groups:
+            yield f"mamba_num_heads {self.mamba_num_heads} is not a multiple of mamba_num_groups {self.mamba_num_groups}"
+        if "E" in letters and self.moe_router_topk > self.num_moe_experts:
+            yield f"moe_router_topk {self.moe_router_topk} exceeds num_moe_experts {self.num_moe_experts}"
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of physical MTP layers: 1 when repeated, one a depth otherwise, 0 without heads."""
+        return min(1, self.mtp_num_depths) if self.mtp_use_repeated_layer else self.mtp_num_depths
+
+    @property
+    def hybrid_layer_pattern(self) -> str:
+        """Megatron's unified pattern, such as `M-*-/*-/*-` for two depths."""
+        return "/".join([self.pattern, *[self.mtp_pattern] * self.mtp_num_depths])
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values; `from_dict` reads them back."""
+        values = dataclasses.asdict(self)
+        values["mamba_dt_limit"] = [None if bound == float("inf") else bound for bound in self.mamba_dt_limit]
+        values["eos_token_ids"] = list(self.eos_token_ids)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Build from `to_dict`'s values.
+
+        Raises:
+            UserError: unknown or missing keys, all of them named.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(fields))
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        missing = sorted(required - set(values))
+        if unknown or missing:
+            raise UserError(f"model config: unknown keys {unknown}, missing keys {missing}")
+        values = dict(values)
+        if "mamba_dt_limit" in values:
+            low, high = values["mamba_dt_limit"]
+            values["mamba_dt_limit"] = (float(low), float("inf") if high is None else float(high))
+        if "eos_token_ids" in values:
+            values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        return cls(**values)

@@ -1,0 +1,17 @@
+"""Errors that a user sees. Each is one line: what is wrong, with which thing, and what to do."""
+
+
+class MtpkitError(Exception):
+    """A failure that is reported as one line. `exit_code` is what a command exits with."""
+
+    exit_code = 1
+
+
+class UserError(MtpkitError, ValueError):
+    """The input is at fault: a flag, a config, a prompt, a checkpoint. Exit code 2."""
+
+    exit_code = 2
+
+
+class StorageError(MtpkitError, OSError):
+    """Reading or writing failed for a reason outside the user's input, such as a full disk."""

@@ -1,0 +1,94 @@
+"""Attention: over whole sequences, over a paged cache, and over the depths of a multi-token-prediction head."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sequence_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Causal attention inside each document.
+
+    Args:
+        q: [b, s, heads, d]; k, v: [b, s, kv_heads, d].
+        documents: [b, s] int; None: one document a row.
+
+    Returns:
+        [b, s, heads, d].
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = None
+    if documents is not None:
+        mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def depth_attention(
+    q: Tensor,
+    first_k: Tensor,
+    first_v: Tensor,
+    later_k: list[Tensor],
+    later_v: list[Tensor],
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Attention of MTP depth k at every position i, as serving does it: over depth 1's entries at j <= i, and over the
+    entries of depths 2..k at the same i.
+
+    Args:
+        q: [b, s, heads, d], queries of depth k.
+        first_k, first_v: [b, s, kv_heads, d], depth 1.
+        later_k, later_v: depths 2..k in order, each [b, s, kv_heads, d].
+        documents: [b, s] int; None: one document a row.
+
+    Returns:
+        [b, s, heads, d] in the dtype of q.
+    """
+    batch, length, heads, width = q.shape
+    groups = first_k.shape[2]
+    grouped = q.view(batch, length, groups, heads // groups, width).permute(0, 2, 3, 1, 4).float() / math.sqrt(width)
+    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if documents is not None:
+        mask = mask & (documents[:, :, None] == documents[:, None, :])[:, None, None]
+    keys, values = (t.permute(0, 2, 1, 3).float()[:, :, None] for t in (first_k, first_v))  # [b, g, 1, s, d]
+    scores = [(grouped @ keys.transpose(-1, -2)).masked_fill(~mask, float("-inf"))]
+    diagonal = torch.stack(later_k, 3).permute(0, 2, 1, 3, 4).float()  # [b, g, s, depths, d]
+    scores.append(torch.einsum("bgrsd,bgsed->bgrse", grouped, diagonal))
+    probs = torch.cat(scores, -1).softmax(-1)
+    out = probs[..., :length] @ values
+    diagonal_v = torch.stack(later_v, 3).permute(0, 2, 1, 3, 4).float()
+    out = out + torch.einsum("bgrse,bgsed->bgrsd", probs[..., length:], diagonal_v)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, width).to(q.dtype)
+
+
+def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> Tensor:
+    """Causal attention of the newest T tokens of R rows over their paged keys and values, which include their own.
+
+    Query t of row r stands at position context_lens[r] + t and sees the positions up to its own.
+
+    Args:
+        q: [R, T, heads, d].
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, d].
+        block_tables: [R, B] int64; only blocks that hold positions below context_lens[r] + T are read.
+        context_lens: [R] int64, tokens before the T new ones.
+
+    Returns:
+        [R, T, heads, d].
+    """
+    rows, tokens, heads, width = q.shape
+    block_size, groups = key_cache.shape[1:3]
+    span = block_tables.shape[1] * block_size
+    places = torch.arange(span, device=q.device)
+    # Free and foreign entries may hold anything, NaN included: they are replaced, not only masked.
+    used = places < (context_lens + tokens)[:, None]
+    keys, values = (
+        torch.where(used[..., None, None], cache[block_tables].view(rows, span, groups, width), 0).to(q.dtype)
+        for cache in (key_cache, value_cache)
+    )
+    mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
+    # Heads of a group share keys: stack them as further queries.
+    stacked = q.view(rows, tokens, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(rows, groups, -1, width)
+    mask = mask.repeat(1, heads // groups, 1)[:, None]
+    out = F.scaled_dot_product_attention(stacked, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
+    return out.view(rows, groups, -1, tokens, width).permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)

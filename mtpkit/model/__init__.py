@@ -1,0 +1,30 @@
+"""The model: megatron-core's HybridModel with mtpkit's layers, and the passes over it."""
+
+import mtpkit.platform  # noqa: F401  (quiets megatron-core, so it comes first)
+from mtpkit.model.build import build_model, cache_specs, init_weights
+from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.mtp import (
+    base_forward,
+    compute_logits,
+    embed,
+    mtp_forward,
+    output_weight,
+    shift_tokens,
+    unroll_depths,
+)
+
+__all__ = [
+    "DepthInput",
+    "SequenceInput",
+    "StepInput",
+    "base_forward",
+    "build_model",
+    "cache_specs",
+    "compute_logits",
+    "embed",
+    "init_weights",
+    "mtp_forward",
+    "output_weight",
+    "shift_tokens",
+    "unroll_depths",
+]

@@ -1,0 +1,116 @@
+"""Build megatron-core's HybridModel from a `ModelConfig`."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from mtpkit.config import ModelConfig
+from mtpkit.model.backends import get_backend
+from mtpkit.model.inputs import CacheSpec
+from mtpkit.model.layers.attention import SelfAttention
+from mtpkit.model.layers.mamba import MambaMixer
+from mtpkit.model.specs import stack_spec, transformer_config
+from mtpkit.platform import cpu_redirect, ensure_distributed
+
+
+def build_model(
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    backend: str = "local",
+    seed: int = 0,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+) -> HybridModel:
+    """A model with freshly initialised weights, in eval mode.
+
+    Sets up torch.distributed and megatron-core's groups if that was not done. `model.mtpkit_config` is `config`. On a
+    pipeline stage other than the first and last, only that stage's layers are built.
+
+    Raises:
+        UserError: unknown backend, or parallel sizes that do not fit the processes.
+    """
+    modules = get_backend(backend)
+    ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    stage, stages = groups.pp.rank(), groups.pp.size()
+    with cpu_redirect() if not torch.cuda.is_available() else torch.no_grad():
+        model = HybridModel(
+            config=transformer_config(config, dtype, tensor_parallel, pipeline_parallel, expert_parallel),
+            hybrid_stack_spec=stack_spec(modules, config),
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            hybrid_layer_pattern=config.hybrid_layer_pattern,
+            pre_process=stage == 0,
+            post_process=stage == stages - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            position_embedding_type=config.position_embedding_type,
+            rotary_base=int(config.rotary_base),
+            rotary_percent=config.rotary_percent,
+            pg_collection=groups,
+        )
+    model.mtpkit_config = config
+    for name, layer in caching_layers(model).items():
+        layer.cache_name = name
+    init_weights(model, config, seed + 1000 * stage + groups.tp.rank())
+    if device is not None:
+        model = model.to(device)
+    return model.eval()
+
+
+def caching_layers(model: HybridModel) -> dict[str, Any]:
+    """Mixers that keep keys and values or a state, by name, such as `decoder.layers.3` and `mtp.layers.0.layers.0`."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, SelfAttention | MambaMixer):
+            found[name.rpartition(".")[0].replace(".mtp_model_layer", "")] = module
+    return found
+
+
+def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
+    """What each layer caches, by the key it looks up in `StepInput.caches`."""
+    return {name: layer.cache_spec() for name, layer in caching_layers(model).items()}
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
+    """Initialise the parameters whose names start with `prefix`, deterministically from `seed`.
+
+    Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are one;
+    Mamba2's A, dt and convolution as in its paper's code.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape: torch.Size, std: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    def uniform(shape: torch.Size, low: float, high: float) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) * (high - low) + low
+
+    residual_std = config.init_std / math.sqrt(2 * len(config.pattern))
+    for name, parameter in model.named_parameters():
+        if not name.startswith(prefix):
+            continue
+        kind, shape = name.rpartition(".")[2], parameter.shape
+        if kind == "A_log":
+            value = uniform(shape, 1, 16).log()
+        elif kind == "D" or "norm" in name.rpartition(".")[0].rpartition(".")[2] or kind == "layer_norm_weight":
+            value = torch.ones(shape)
+        elif kind == "dt_bias":
+            dt = uniform(shape, math.log(1e-3), math.log(1e-1)).exp()
+            value = dt + torch.log(-torch.expm1(-dt))  # inverse of softplus
+        elif kind in ("conv1d_weight", "conv1d_bias"):
+            bound = 1 / math.sqrt(config.mamba_conv_kernel)
+            value = uniform(shape, -bound, bound)
+        elif parameter.dim() == 1:
+            value = torch.zeros(shape)
+        else:
+            writes_residual = any(part in name for part in ("out_proj", "linear_proj", "linear_fc2"))
+            value = normal(shape, residual_std if writes_residual else config.init_std)
+        parameter.copy_(value)

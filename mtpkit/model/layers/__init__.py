@@ -1,0 +1,1 @@
+"""mtpkit's own layers, with Megatron's parameter names."""

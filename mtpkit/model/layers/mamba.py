@@ -1,0 +1,250 @@
+"""Mamba2 mixer: chunked scan over sequences, recurrence over decode steps, readout at MTP depths."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from mtpkit.kernels.ssd import ssd_chunk_scan
+from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
+from mtpkit.model.inputs import DepthInput, MambaCacheSpec, SequenceInput, SnapshotCache, StepInput
+from mtpkit.model.layers.norm import GatedRMSNorm
+
+
+class ScanInputs(NamedTuple):
+    """What the recurrence consumes for each token, after the convolution: x [b, s, h, p], dt [b, s, h], B, C [b, s, g, n]."""
+
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+
+
+class MambaMixer(MegatronModule):
+    """Mamba2 (Dao and Gu 2024, arXiv:2405.21060) with the parameters and sharding of Megatron's mixer."""
+
+    cache_name: str
+    """Key of this layer in `StepInput.caches` and `DepthInput.streams`, set when the model is built."""
+
+    def __init__(
+        self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, name: str | None = None, **_: Any
+    ) -> None:
+        super().__init__(config)
+        model_config = config.mtpkit
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        ranks = self.tp_group.size()
+        self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
+        self.num_heads, self.num_groups = config.mamba_num_heads // ranks, config.mamba_num_groups // ranks
+        self.inner = self.num_heads * self.head_dim
+        self.bc_width = self.num_groups * self.state_dim
+        self.conv_dim = self.inner + 2 * self.bc_width
+        self.conv_kernel = model_config.mamba_conv_kernel
+        self.chunk_size, self.dt_limit = model_config.mamba_chunk_size, model_config.mamba_dt_limit
+        common = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            ranks * sum(self._in_proj_parts().values()),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        device, dtype = torch.cuda.current_device(), config.params_dtype
+
+        def sharded(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            parameter = nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+            return parameter
+
+        self.conv1d_weight = sharded(self.conv_dim, 1, self.conv_kernel, dtype=dtype)
+        self.conv1d_bias = sharded(self.conv_dim, dtype=dtype)
+        self.dt_bias = sharded(self.num_heads, dtype=dtype)
+        self.A_log = sharded(self.num_heads, dtype=torch.float32)
+        self.D = sharded(self.num_heads, dtype=torch.float32)
+        self.norm = GatedRMSNorm(config, self.inner, self.inner // self.num_groups, self.tp_group)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            ranks * self.inner,
+            d_model,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    def _in_proj_parts(self) -> dict[str, int]:
+        """Rows of `in_proj` on this rank, in order."""
+        return {"z": self.inner, "x": self.inner, "B": self.bc_width, "C": self.bc_width, "dt": self.num_heads}
+
+    def cache_spec(self) -> MambaCacheSpec:
+        """What this layer caches for a request."""
+        return MambaCacheSpec(
+            self.conv_dim, self.conv_kernel, self.num_heads, self.head_dim, self.state_dim, self.num_groups
+        )
+
+    def forward(self, hidden_states: Tensor, inference_context: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+        """Mix along the sequence.
+
+        Args:
+            hidden_states: [s, b, h].
+            inference_context: a `SequenceInput`, `DepthInput` or `StepInput` (then b = 1, s = T).
+
+        Returns:
+            ([s, b, h], bias or None).
+        """
+        inputs = SequenceInput() if inference_context is None else inference_context
+        projected = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, ...]
+        z, conv_in, dt = projected.split([self.inner, self.conv_dim, self.num_heads], -1)
+        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit)
+        if isinstance(inputs, StepInput):
+            y = self._step(conv_in, dt, inputs)
+        elif isinstance(inputs, DepthInput):
+            y = self._depth(conv_in, dt, inputs)
+        else:
+            conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
+            y = self._scan(self._scan_inputs(conv_out, dt), documents=inputs.documents)[0]
+        return self.out_proj(self.norm(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)))
+
+    @property
+    def _A(self) -> Tensor:
+        return -torch.exp(self.A_log)
+
+    def _scan_inputs(self, conv_out: Tensor, dt: Tensor) -> ScanInputs:
+        x, B, C = conv_out.split([self.inner, self.bc_width, self.bc_width], -1)
+        return ScanInputs(
+            x.unflatten(-1, (self.num_heads, self.head_dim)),
+            dt,
+            B.unflatten(-1, (self.num_groups, self.state_dim)),
+            C.unflatten(-1, (self.num_groups, self.state_dim)),
+        )
+
+    def _scan(self, inputs: ScanInputs, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return ssd_chunk_scan(
+            inputs.x, inputs.dt, self._A, inputs.B, inputs.C, self.D, chunk_size=self.chunk_size, **kwargs
+        )
+
+    def _step(self, conv_in: Tensor, dt: Tensor, step: StepInput) -> Tensor:
+        """Decode rows, then prefill chunks: conv_in [1, T, c], dt [1, T, h] to y [1, T, h, p]."""
+        outputs, start = [], step.num_decode_tokens
+        cache = step.caches[self.cache_name]
+        if start:
+            outputs.append(self._decode(conv_in[0, :start], dt[0, :start], step, cache))
+        for row, length in enumerate(step.prefill_lens, step.num_decode_rows):
+            span = slice(start, start + length)
+            outputs.append(self._prefill(conv_in[:, span], dt[:, span], row, step, cache))
+            start += length
+        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+
+    def _decode(self, conv_in: Tensor, dt: Tensor, step: StepInput, cache: Any) -> Tensor:
+        rows = step.num_decode_rows
+        slots, committed = step.state_slots[:rows], step.committed[:rows]
+        conv_in, dt = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, dt))
+        conv_out = causal_conv1d_update(conv_in, cache.conv, self.conv1d_weight, self.conv1d_bias, slots, committed)
+        x, dt, B, C = self._scan_inputs(conv_out, dt)
+        if isinstance(cache, SnapshotCache):
+            y = ssm_snapshot_update(cache.state, slots, committed, x, dt, self._A, B, C, self.D)
+        else:
+            y = ssm_replay_update(
+                cache.state, cache.x, cache.B, cache.dt, slots, step.ring_lens[:rows], x, dt, self._A, B, C, self.D
+            )
+        return y.flatten(0, 1)[None]
+
+    def _prefill(self, conv_in: Tensor, dt: Tensor, row: int, step: StepInput, cache: Any) -> Tensor:
+        """One chunk [1, length, ...] of one row; leaves its final state and window as committed entry 0.
+
+        A chunk never follows a decode step of the same request, so that what it continues is entry 0 too.
+        """
+        slot = step.state_slots[row]
+        continues = (step.context_lens[row] > 0).to(torch.float32)
+        taps = self.conv_kernel - 1
+        window = torch.where(continues > 0, cache.conv[slot, None, :, :taps], 0).to(conv_in)
+        conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, initial=window)
+        cache.conv[slot, :, :taps] = torch.cat([window, conv_in.transpose(1, 2)], -1)[0, :, -taps:].to(cache.conv)
+        state = cache.state[:, 0] if isinstance(cache, SnapshotCache) else cache.state
+        initial = torch.where(continues > 0, state[slot, None], 0)
+        y, final = self._scan(self._scan_inputs(conv_out, dt), initial_state=initial)
+        state[slot] = final[0].to(state.dtype)
+        return y
+
+    def _depth(self, conv_in: Tensor, dt: Tensor, inputs: DepthInput) -> Tensor:
+        """MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`.
+
+        With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i; so y^k_i is C_k's readout of S_i,
+        decayed, plus one term for each of depths 2..k.
+        """
+        streams = inputs.streams.setdefault(self.cache_name, [])
+        if inputs.depth == 1:
+            conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
+            current = self._scan_inputs(conv_out, dt)
+            streams.append((conv_in, current))
+            return self._scan(current, documents=inputs.documents)[0]
+        conv_out = self._depth_conv([stream[0] for stream in streams] + [conv_in], inputs.documents)
+        current = self._scan_inputs(conv_out, dt)
+        streams.append((conv_in, current))
+        first, later = streams[0][1], [entry for _, entry in streams[1:]]
+        A, rep = self._A, self.num_heads // self.num_groups
+        readout, _ = ssd_chunk_scan(
+            first.x.float(), first.dt, A, first.B, current.C, documents=inputs.documents, chunk_size=self.chunk_size
+        )
+        log_decay = torch.zeros_like(dt)  # from the depth at hand to depth k
+        y = current.x.float() * self.D[:, None]
+        for entry in reversed(later):
+            score = (current.C.float() * entry.B.float()).sum(-1).repeat_interleave(rep, -1)
+            y = y + (torch.exp(log_decay) * score * entry.dt)[..., None] * entry.x.float()
+            log_decay = log_decay + entry.dt * A
+        return (y + torch.exp(log_decay)[..., None] * readout).to(current.x.dtype)
+
+    def _depth_conv(self, raw: list[Tensor], documents: Tensor | None) -> Tensor:
+        """Convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at i, the older ones depth 1 at i,
+        i - 1, .. inside the document. raw[d - 1]: inputs of depth d, [b, s, c]."""
+        first, length = raw[0], raw[0].shape[1]
+        out = self.conv1d_bias
+        for lag in range(self.conv_kernel):
+            back = lag - (len(raw) - 1)  # positions before i at depth 1; negative while later depths are read
+            source = raw[len(raw) - 1 - lag] if back < 0 else F.pad(first, (0, 0, back, 0))[:, :length]
+            if back > 0 and documents is not None:
+                before = F.pad(documents, (back, 0), value=-1)[:, :length]
+                source = source * (before == documents)[..., None]
+            out = out + source * self.conv1d_weight[:, 0, -1 - lag]
+        return F.silu(out)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Megatron's distributed-checkpoint entries: `in_proj` and the convolution split into their parts, so that a
+        checkpoint loads at any tensor parallelism."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        entries = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets=sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            entries.update(
+                sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
+            )
+        conv_parts = {"x": self.inner, "B": self.bc_width, "C": self.bc_width}
+        for entry, parts in (("in_proj.weight", self._in_proj_parts()), ("conv1d_weight", conv_parts), ("conv1d_bias", conv_parts)):
+            key = prefix + entry
+            entries[key].key = key.replace("conv1d_", "conv1d.")
+            entries[key] = _split_tensor_factory(entries[key], list(parts.values()), list(parts), 0)
+        return entries

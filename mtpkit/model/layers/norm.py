@@ -1,0 +1,72 @@
+"""RMS norms, alone and in front of a linear."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm of x [..., hidden_size], same dtype."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def get_extra_state(self) -> None:
+        """Nothing; present so that checkpoints have the keys that Transformer Engine's norms write."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignored."""
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """Column-parallel linear with the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = nn.Parameter(
+            torch.ones(input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Linear of the norm of x [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
+        return super().forward(F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps), *args, **kwargs)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS norm of x * silu(z) in groups, as Mamba2 applies it before its output projection."""
+
+    def __init__(self, config: Any, hidden_size: int, group_size: int, tp_group: Any) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.group_size, self.tp_group = group_size, tp_group
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x, z: [..., hidden_size]; returns the dtype of x, computed in fp32."""
+        gated = (x.float() * F.silu(z.float())).unflatten(-1, (-1, self.group_size))
+        return F.rms_norm(gated, (self.group_size,), eps=self.eps).flatten(-2).to(x.dtype) * self.weight
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The weight, split over tensor-parallel ranks."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

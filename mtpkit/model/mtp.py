@@ -1,0 +1,116 @@
+"""Forward passes of the base and of its multi-token-prediction heads; the one place the MTP recurrence is written.
+
+Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput
+
+DepthAttention = Literal["serving", "per_depth"]
+
+
+def embed(model: HybridModel, token_ids: Tensor) -> Tensor:
+    """Embeddings [s, b, h] of token_ids [b, s]."""
+    return model.embedding(input_ids=token_ids, position_ids=None)
+
+
+def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInput) -> Tensor:
+    """Hidden states of the base after its final norm.
+
+    Args:
+        token_ids: [b, s] int64; ignored on a pipeline stage after the first, which reads its input tensor.
+        inputs: a `SequenceInput`, or a `StepInput` with b = 1 and s = T.
+
+    Returns:
+        [s, b, h] (s / tp under sequence parallelism).
+    """
+    hidden = embed(model, token_ids) if model.pre_process else None
+    return model.decoder(hidden_states=hidden, attention_mask=None, inference_context=inputs)
+
+
+def output_weight(model: HybridModel) -> Tensor:
+    """This rank's rows of the lm_head, [v / tp, h]."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
+    """Logits [..., v] of hidden states [..., h], gathered over tensor-parallel ranks."""
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden)
+    return gather_from_tensor_model_parallel_region(F.linear(hidden, output_weight(model)))
+
+
+def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
+    """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding); hnorm(g^{k-1})]))).
+
+    DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth.
+
+    Args:
+        depth: k, from 1.
+        hidden: [s, b, h], g^{k-1}; for depth 1 the base's hidden states after its final norm.
+        token_ids: [b, s], already shifted: element i is t_{i+k}.
+        inputs: `SequenceInput`, `DepthInput`, or `StepInput`.
+
+    Returns:
+        g^k, [s, b, h].
+
+    Example, tokens A B C D: depth 1 reads hidden h_A h_B h_C with tokens B C D and predicts C D ..
+    """
+    layers = model.mtp.layers
+    layer = layers[0] if model.mtpkit_config.mtp_use_repeated_layer else layers[depth - 1]
+    x = torch.cat([layer.enorm(embed(model, token_ids)), layer.hnorm(hidden)], -1)
+    x = gather_from_tensor_model_parallel_region(layer.eh_proj(x)[0])
+    if model.config.sequence_parallel:
+        x = scatter_to_sequence_parallel_region(x)
+    x = layer.mtp_model_layer(hidden_states=x, attention_mask=None, inference_context=inputs)
+    return layer.final_layernorm(x)
+
+
+def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:
+    """token_ids [b, s] moved left by `depth`; the places that have no such token hold 0 and must be masked."""
+    return F.pad(token_ids[:, depth:], (0, min(depth, token_ids.shape[1])))
+
+
+def unroll_depths(
+    model: HybridModel,
+    hidden: Tensor,
+    token_ids: Tensor,
+    num_depths: int,
+    attention: DepthAttention = "serving",
+    documents: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Yield g^1 .. g^K over whole sequences.
+
+    g^k_i is meaningful where t_{i+k} exists in the document of i; elsewhere it is finite and to be masked out.
+
+    Args:
+        hidden: [s, b, h], the base's after its final norm.
+        token_ids: [b, s].
+        attention: `serving`, the mask that decoding produces (repeated heads), or `per_depth`, causal attention of each
+            depth over its own stream (what Megatron trains).
+        documents, positions: [b, s], see `SequenceInput`.
+    """
+    streams: dict = {}
+    for depth in range(1, num_depths + 1):
+        inputs: LayerInput
+        if attention == "serving" and model.mtpkit_config.mtp_use_repeated_layer:
+            inputs = DepthInput(documents, positions, depth, streams)
+        else:
+            inputs = SequenceInput(documents, positions)
+        hidden = mtp_forward(model, depth, hidden, shift_tokens(token_ids, depth), inputs)
+        yield hidden

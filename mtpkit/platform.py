@@ -1,0 +1,97 @@
+"""Where the code runs: devices, process groups, and what megatron-core needs in order to run without a GPU."""
+
+import functools
+import logging
+import os
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from mtpkit.errors import UserError
+
+# megatron-core warns, while it is imported, of every optional GPU package that is absent.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+warnings.filterwarnings("ignore", message="Apex is not installed")
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def default_device() -> torch.device:
+    """The current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class _CpuInsteadOfCuda(TorchFunctionMode):
+    """Redirects `device="cuda"` to the CPU inside factory calls."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def prepare_megatron() -> None:
+    """Let megatron-core run on a machine without a GPU; does nothing where there is one.
+
+    megatron-core asks torch.cuda for the current device when it allocates. Idempotent.
+    """
+    if torch.cuda.is_available():
+        return
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+
+
+def cpu_redirect() -> TorchFunctionMode:
+    """A context in which `device="cuda"` means the CPU; for building megatron-core modules without a GPU."""
+    return _CpuInsteadOfCuda()
+
+
+def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
+    """Initialise torch.distributed and megatron-core's process groups, once.
+
+    Under torchrun its environment is used; otherwise a group of one process is made without opening a port.
+
+    Raises:
+        UserError: the number of processes does not divide, or groups of another shape exist already.
+    """
+    from megatron.core import parallel_state
+
+    prepare_megatron()
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            dist.init_process_group(backend)
+        else:
+            store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mtpkit-"), "store"), 1)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    model_parallel = tensor_parallel * pipeline_parallel
+    if dist.get_world_size() % model_parallel:
+        raise UserError(
+            f"{dist.get_world_size()} processes cannot be split into groups of tensor_parallel {tensor_parallel} x "
+            f"pipeline_parallel {pipeline_parallel}; change --nproc-per-node or the parallel sizes"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+        if sizes != (tensor_parallel, pipeline_parallel, expert_parallel):
+            raise UserError(
+                f"process groups exist with (tensor, pipeline, expert) parallel sizes {sizes}, asked for "
+                f"{(tensor_parallel, pipeline_parallel, expert_parallel)}; use one shape in a process"
+            )
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
+        expert_model_parallel_size=expert_parallel,
+    )
