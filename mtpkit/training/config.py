@@ -1,0 +1,225 @@
+"""The settings of a training run: a YAML file, `key=value` overrides, and checks that name the key that mends them."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpkit.errors import UserError
+from mtpkit.training.loss import LossKind
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the heads are trained and evaluated on."""
+
+    train: tuple[str, ...]
+    """Files or directories of text, jsonl or parquet."""
+    eval: tuple[str, ...] = ()
+    """Held-out files or directories, for acceptance during training; empty: no evaluation."""
+    text_column: str = "text"
+    """Column of jsonl and parquet that holds plain text; every token of it is trained on."""
+    prompt_column: str = "prompt"
+    """Column of the prompt in prompt/response data; its tokens are read but not trained on."""
+    response_column: str = "response"
+    """Column of the response in prompt/response data; its tokens are trained on."""
+    sequence_length: int = 1024
+    """Tokens of a packed sequence."""
+    micro_batch_size: int = 1
+    """Sequences of one forward and backward on one rank."""
+    global_batch_size: int = 8
+    """Sequences of one optimizer step over all ranks; a multiple of micro_batch_size times the number of ranks."""
+    eval_sequences: int = 32
+    """Held-out sequences read at each evaluation, over all ranks."""
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """Which heads are trained, and how they see the past."""
+
+    num_depths: int = 3
+    """K, the number of tokens the heads learn to predict beyond the base's own."""
+    init: Literal["auto", "checkpoint", "fresh"] = "auto"
+    """`checkpoint`: go on from the heads that the model has. `fresh`: new ones. `auto`: its own if it has any."""
+    pattern: str = "*-"
+    """Layers of one depth of fresh heads, in the letters of `ModelConfig.pattern`."""
+    repeated: bool = True
+    """Fresh heads share one block over all depths, rather than one a depth."""
+    attention: Literal["auto", "serving", "per_depth"] = "auto"
+    """`serving`: each depth sees what it will see when decoding. `per_depth`: plain causal attention over each depth's own
+    stream. `auto`: `serving` for a repeated head; for distinct heads, whose depths have caches of their own,
+    `per_depth` is what serving does."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the heads learn."""
+
+    kind: LossKind = "kl"
+    """`kl` forward KL to the base's distribution, `tv` total variation distance to it, `ce` against the tokens."""
+    temperature: float = 1.0
+    """Of both distributions in `kl`."""
+    depth_weights: tuple[float, ...] = ()
+    """Weight of each depth, normalised to sum to 1; empty: beta^(k-1)."""
+    beta: float = 0.6
+    """Decay of the default depth weights."""
+    chunk_size: int = 1024
+    """Tokens whose logits are held at once."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float = 1e-4
+    """Learning rate of the last step."""
+    warmup_steps: int = 20
+    """Steps from zero to `lr`."""
+    weight_decay: float = 0.01
+    """Of matrices; norms and biases do not decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global norm of the gradient; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All settings of a run. Read one with `load_config`; construction checks it.
+
+    Raises:
+        UserError: settings that cannot be run, all of them named.
+    """
+
+    model: str
+    """Directory of the base, in the Hugging Face or the Megatron layout."""
+    output: str
+    """Directory of the run: checkpoints, resolved config, metrics."""
+    data: DataConfig
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    seed: int = 0
+    """Of fresh heads, of the order of the data and of torch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; the optimizer works in fp32 either way."""
+    log_interval: int = 10
+    """Steps between lines in the metrics files."""
+    eval_interval: int = 100
+    """Steps between evaluations; there is always one after the last step."""
+    save_interval: int = 200
+    """Steps between checkpoints; there is always one after the last step."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    resume: bool = True
+    """Go on from the newest checkpoint in `output`, if there is one."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise UserError("training config: " + "; ".join(problems))
+
+    def _problems(self):
+        """Yield one clause for every setting that cannot be run."""
+        data, heads, loss, optimizer = self.data, self.heads, self.loss, self.optimizer
+        least = {
+            "data.sequence_length": heads.num_depths + 2,
+            **dict.fromkeys(("data.micro_batch_size", "data.global_batch_size", "data.eval_sequences"), 1),
+            **dict.fromkeys(("heads.num_depths", "loss.chunk_size", "steps", "keep_checkpoints"), 1),
+            **dict.fromkeys(("log_interval", "eval_interval", "save_interval"), 1),
+            **dict.fromkeys(("optimizer.warmup_steps", "optimizer.clip_grad", "optimizer.min_lr"), 0),
+            **dict.fromkeys(("optimizer.weight_decay", "loss.beta"), 0),
+        }
+        for key, smallest in least.items():
+            value = self._get(key)
+            if value < smallest:
+                yield f"{key} must be at least {smallest}, not {value}"
+        if not data.train:
+            yield "data.train is empty: name at least one file"
+        if data.global_batch_size % max(1, data.micro_batch_size):
+            yield (
+                f"data.global_batch_size {data.global_batch_size} is not a multiple of "
+                f"data.micro_batch_size {data.micro_batch_size}"
+            )
+        if loss.temperature <= 0:
+            yield f"loss.temperature must be positive, not {loss.temperature}"
+        if loss.temperature != 1 and loss.kind != "kl":
+            yield f"loss.temperature has no effect on loss.kind={loss.kind}: set loss.temperature=1 or loss.kind=kl"
+        if loss.depth_weights and len(loss.depth_weights) != heads.num_depths:
+            yield f"loss.depth_weights has {len(loss.depth_weights)} entries for heads.num_depths={heads.num_depths}"
+        if loss.depth_weights and (min(loss.depth_weights) < 0 or sum(loss.depth_weights) <= 0):
+            yield "loss.depth_weights must not be negative, nor all zero"
+        if optimizer.lr < optimizer.min_lr:
+            yield f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}"
+        if optimizer.warmup_steps > self.steps:
+            yield f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds steps {self.steps}"
+
+    def _get(self, key: str) -> Any:
+        value: Any = self
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value
+
+    def depth_weights(self) -> tuple[float, ...]:
+        """One weight a depth, summing to 1."""
+        loss = self.loss
+        weights = loss.depth_weights or tuple(loss.beta**depth for depth in range(self.heads.num_depths))
+        return tuple(weight / sum(weights) for weight in weights)
+
+
+def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
+    """Read a YAML file and put `key=value` overrides on top, such as `loss.kind=tv` or `data.train=[a.txt,b.txt]`.
+
+    Raises:
+        UserError: an unreadable file, an unknown key, a missing or wrongly typed value, settings that clash.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+    from yaml import YAMLError
+
+    malformed = [override for override in overrides if "=" not in override]
+    if malformed:
+        raise UserError(f"overrides must be key=value: {', '.join(malformed)}")
+    try:
+        from_file = OmegaConf.load(path) if path is not None else OmegaConf.create()
+    except OSError as error:
+        raise UserError(f"cannot read config {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, YAMLError) as error:
+        raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), from_file, OmegaConf.from_dotlist(list(overrides)))
+        return OmegaConf.to_object(merged)
+    except MissingMandatoryValue as error:
+        raise UserError(f"config {path or 'overrides'}: {error.full_key} is required, set {error.full_key}=...") from error
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"config {path or 'overrides'}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """OmegaConf's message without its internals; it spreads them over lines."""
+    message, *details = str(error).splitlines()
+    key = next((line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")), "")
+    return f"{key}: {message}" if key and f"'{key}'" not in message else message
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved config as YAML, atomically."""
+    import yaml
+
+    temporary = path.with_name(path.name + ".tmp")
+    values = _plain(dataclasses.asdict(config))
+    temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, for YAML."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value

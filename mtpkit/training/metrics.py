@@ -1,0 +1,98 @@
+"""Where the numbers of a run go: a JSON line a step, TensorBoard when it is installed, and a progress bar."""
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class MetricsLog:
+    """Writes to `output/metrics.jsonl` and `output/tensorboard`; on any rank but the first it does nothing."""
+
+    def __init__(self, output: Path, first_step: int, steps: int, enabled: bool):
+        self.enabled = enabled
+        self._file = None
+        self._board = None
+        self._bar = tqdm(total=steps, initial=first_step, desc="train", unit="step", disable=not enabled)
+        if enabled:
+            path = output / "metrics.jsonl"
+            _drop_lines_after(path, first_step)
+            self._file = path.open("a", encoding="utf-8")
+            self._board = _tensorboard(output / "tensorboard", first_step)
+
+    def progress(self, **shown: Any) -> None:
+        """Advance the bar by one step and show these values beside it."""
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append one line `{"kind": .., "step": .., **values}`; lists become one TensorBoard scalar an entry."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                entries = {f"_{depth}": v for depth, v in enumerate(value, 1)} if isinstance(value, list) else {"": value}
+                for suffix, scalar in entries.items():
+                    self._board.add_scalar(f"{kind}/{name}{suffix}", scalar, step)
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.enabled:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._bar.close()
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+
+
+class Throughput:
+    """Tokens a second since the last call of `rate`."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._since = time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        """Count tokens of one step."""
+        self._tokens += tokens
+
+    def rate(self) -> float:
+        """The rate; starts a new window."""
+        now = time.perf_counter()
+        rate = self._tokens / (now - self._since)
+        self._tokens, self._since = 0, now
+        return rate
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Forget what a run that was cut off wrote after the checkpoint that it goes on from."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return float("inf")  # cut off in the middle of a write
+
+
+def _tensorboard(directory: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        warnings.warn(f"no TensorBoard curves: {error}", stacklevel=2)
+        return None
+    return SummaryWriter(str(directory), purge_step=first_step + 1)

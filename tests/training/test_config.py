@@ -1,0 +1,74 @@
+"""Settings: defaults, overrides, and one-line errors that name the key."""
+
+import pytest
+
+from mtpkit.errors import UserError
+from mtpkit.training.config import load_config, save_config
+
+NEEDED = ["model=base", "output=run", "data.train=[a.txt]"]
+
+
+def test_file_and_overrides(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: base\noutput: run\nsteps: 7\ndata: {train: [a.txt]}\noptimizer: {warmup_steps: 2}\n")
+    config = load_config(path, ["loss.kind=tv", "data.train=[b.txt,c.txt]"])
+    assert (config.steps, config.loss.kind, config.data.train) == (7, "tv", ("b.txt", "c.txt"))
+
+
+def test_saved_config_reads_back(tmp_path):
+    config = load_config(None, [*NEEDED, "loss.depth_weights=[3,2,1]", "optimizer.betas=[0.8,0.9]"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_depth_weights_sum_to_one():
+    weights = load_config(None, [*NEEDED, "heads.num_depths=3"]).depth_weights()
+    assert weights == pytest.approx([1 / 1.96, 0.6 / 1.96, 0.36 / 1.96])
+    assert load_config(None, [*NEEDED, "loss.depth_weights=[2,1,1]"]).depth_weights() == (0.5, 0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("stepz=3", "stepz"),
+        ("loss.sort=kl", "loss.sort"),
+        ("loss.kind=huber", "loss.kind"),
+        ("steps=many", "steps"),
+        ("steps=0", "steps must be at least 1"),
+        ("heads.num_depths=-1", "heads.num_depths must be at least 1"),
+        ("data.train=[]", "data.train is empty"),
+        ("data.sequence_length=4", "data.sequence_length must be at least 5"),
+        ("data.micro_batch_size=3", "data.global_batch_size 8 is not a multiple of data.micro_batch_size 3"),
+        ("loss.temperature=0", "loss.temperature must be positive"),
+        ("loss.depth_weights=[1,2]", "loss.depth_weights has 2 entries for heads.num_depths=3"),
+        ("optimizer.min_lr=1", "optimizer.min_lr 1.0 exceeds optimizer.lr"),
+        ("optimizer.warmup_steps=1001", "optimizer.warmup_steps 1001 exceeds steps 1000"),
+        ("verbose", "overrides must be key=value: verbose"),
+        ("loss.depth_weights=[1,2", "while parsing"),
+    ],
+)
+def test_errors_name_the_key(override, says):
+    with pytest.raises(UserError) as error:
+        load_config(None, [*NEEDED, override])
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_problem_is_named_at_once():
+    with pytest.raises(UserError, match=r"steps must.*loss\.temperature has no effect on loss\.kind=tv"):
+        load_config(None, [*NEEDED, "steps=0", "loss.kind=tv", "loss.temperature=2"])
+
+
+@pytest.mark.parametrize("content", [None, "a: [1", "just words", "\x00"])
+def test_unreadable_files(tmp_path, content):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(UserError, match=r"model is required"):
+        load_config(None, [])

@@ -1,0 +1,110 @@
+"""Which tokens count, where documents end, and how accepted drafts are counted."""
+
+import pytest
+import torch
+from tests.training.toy import cut, toy_batch, toy_model
+
+from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.training.depths import DepthSums, count_accepted, run_depths, select_targets
+from mtpkit.training.freeze import freeze_base
+from mtpkit.training.loss import LossOptions
+
+ATTENTION = ["serving", "per_depth"]
+BATCH = [[7, 1, 2, 10, 3], [4, 4, 13, 1, 1]]
+
+
+def slow_selection(batch, num_depths):
+    """{(depth, i, row)}: depth k at i reads t_i .. t_{i+k} and predicts t_{i+k+1}, all of one document."""
+    found = set()
+    rows, length = batch.token_ids.shape
+    for row in range(rows):
+        documents = batch.documents[row].tolist()
+        for depth in range(1, num_depths + 1):
+            for i in range(length - depth - 1):
+                one_document = len(set(documents[i : i + depth + 2])) == 1
+                if one_document and batch.loss_mask[row, i + depth + 1]:
+                    found.add((depth, i, row))
+    return found
+
+
+def test_selection_equals_a_plain_loop():
+    batch = toy_batch(BATCH)
+    selected = select_targets(batch.loss_mask, batch.documents, 4)
+    got = {(depth + 1, target - depth - 1, row) for depth, target, row in selected.nonzero().tolist()}
+    assert got == slow_selection(batch, 4)
+
+
+def test_sequences_shorter_than_the_depths_select_nothing():
+    batch = toy_batch([[3]], wanted=1.0)
+    assert select_targets(batch.loss_mask, batch.documents, 4).sum(dim=(1, 2)).tolist() == [1, 0, 0, 0]
+
+
+def test_accepted_drafts_equal_a_plain_loop():
+    batch = toy_batch(BATCH)
+    selected = select_targets(batch.loss_mask, batch.documents, 3)
+    matches = torch.rand(selected.shape, generator=torch.Generator().manual_seed(1)) < 0.6
+    chosen = slow_selection(batch, 3)
+    offered, accepted = [0, 0, 0], [0, 0, 0]
+    for row in range(2):
+        for i in range(batch.token_ids.shape[1]):
+            for depth in (1, 2, 3):
+                if (depth, i, row) not in chosen:
+                    break
+                offered[depth - 1] += 1
+                if not matches[depth - 1, i + depth, row]:
+                    break
+                accepted[depth - 1] += 1
+    assert count_accepted(matches, selected).tolist() == [offered, accepted]
+
+
+def test_acceptance_length_is_one_plus_the_mean_accepted_prefix():
+    # 8 positions: 4 accept nothing, 1 accepts one draft, 1 two, 2 all three.
+    sums = DepthSums(torch.tensor([[0.0] * 3, [8.0] * 3, [8.0, 4.0, 3.0], [4.0, 3.0, 2.0]]))
+    assert sums.conditional_acceptance() == pytest.approx([4 / 8, 3 / 4, 2 / 3])
+    assert sums.acceptance_length() == pytest.approx(1 + (1 + 2 + 2 * 3) / 8)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_losses_and_matches_equal_whole_logits(attention):
+    model, batch = toy_model(), toy_batch(BATCH)
+    freeze_base(model)
+    losses, sums = run_depths(model, batch, 3, attention, LossOptions(chunk_size=5))
+    hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+    base = compute_logits(model, hidden).log_softmax(-1)
+    states = list(unroll_depths(model, hidden, batch.token_ids, 3, attention, batch.documents, batch.positions))
+    heads = [compute_logits(model, state).log_softmax(-1) for state in states]
+    chosen, expected, agreed = slow_selection(batch, 3), torch.zeros(3), 0
+    for depth, i, row in chosen:
+        teacher, student = base[i + depth, row], heads[depth - 1][i, row]
+        expected[depth - 1] += (teacher.exp() * (teacher - student)).sum().detach()
+        agreed += depth == 1 and bool(teacher.argmax() == student.argmax())
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert sums.values[1].tolist() == [sum(d == depth for d, _, _ in chosen) for depth in (1, 2, 3)]
+    assert sums.values[3, 0].item() == agreed
+
+
+def losses_and_grads(model, batch, attention):
+    heads = freeze_base(model)
+    losses, _ = run_depths(model, batch, 3, attention, LossOptions())
+    model.zero_grad()
+    (losses * torch.tensor([1.0, 0.6, 0.36])).sum().backward()
+    return losses.detach(), {name: parameter.grad.clone() for name, parameter in heads.items()}
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("mtp_pattern", ["*-", "M*"])
+def test_a_packed_document_is_trained_as_if_alone(attention, mtp_pattern):
+    model, batch = toy_model(mtp_pattern=mtp_pattern), toy_batch([[7, 10, 3]])
+    packed = losses_and_grads(model, batch, attention)
+    parts = [losses_and_grads(model, cut(batch, 0, *ends), attention) for ends in ((0, 7), (7, 17), (17, 20))]
+    torch.testing.assert_close(packed[0], sum(losses for losses, _ in parts), rtol=1e-5, atol=1e-6)
+    for name, grad in packed[1].items():
+        torch.testing.assert_close(grad, sum(grads[name] for _, grads in parts), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_wrongly_shifted_masks_would_be_seen():
+    model, batch = toy_model(), toy_batch([[7, 10, 3]])
+    right, _ = losses_and_grads(model, batch, "serving")
+    shifted = batch.__class__(batch.token_ids, batch.loss_mask.roll(1, 1), batch.documents, batch.positions)
+    wrong, _ = losses_and_grads(model, shifted, "serving")
+    assert not torch.allclose(right, wrong, rtol=1e-2)

@@ -1,0 +1,145 @@
+"""The chunked losses against dense autograd, alone and with the vocabulary split over two ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtpkit.training.loss import LossOptions, head_losses
+
+KINDS = ["kl", "tv", "ce"]
+
+
+def make_inputs(num_tokens, vocab, hidden=6, num_depths=3, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
+    students = [normal(num_tokens, hidden).requires_grad_() for _ in range(num_depths)]
+    targets = torch.randint(vocab, (num_tokens,), generator=generator)
+    mask = torch.rand(num_depths, num_tokens, generator=generator) < 0.7
+    return students, normal(num_tokens, hidden), normal(vocab, hidden), targets, mask
+
+
+def dense_losses(students, teacher, weight, targets, mask, options):
+    """The definition, with every logit held."""
+    temperature = options.temperature if options.kind == "kl" else 1.0
+    base = (teacher @ weight.t() / temperature).log_softmax(-1)
+    losses = []
+    for student in students:
+        log_probs = (student @ weight.t() / temperature).log_softmax(-1)
+        if options.kind == "kl":
+            loss = (base.exp() * (base - log_probs)).sum(-1) * temperature**2
+        elif options.kind == "tv":
+            loss = (base.exp() - log_probs.exp()).abs().sum(-1) / 2
+        else:
+            loss = torch.nn.functional.nll_loss(log_probs, targets, reduction="none")
+        losses.append(loss)
+    return (torch.stack(losses) * mask).sum(-1)
+
+
+def weighted_grads(losses, students):
+    scale = torch.arange(1, len(students) + 1, dtype=losses.dtype) / 7
+    return torch.autograd.grad((losses * scale).sum(), students)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_tokens", "vocab", "chunk_size"), [(63, 500, 16), (500, 63, 499), (1, 7, 1024)])
+def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
+    students, teacher, weight, targets, mask = make_inputs(num_tokens, vocab)
+    options = LossOptions(kind, temperature=2.0, chunk_size=chunk_size)
+    losses, matches = head_losses(students, teacher, weight, targets, mask, options)
+    expected = dense_losses(students, teacher, weight, targets, mask, options)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    for got, want in zip(weighted_grads(losses, students), weighted_grads(expected, students), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    choice = (teacher @ weight.t()).argmax(-1)
+    assert torch.equal(matches, torch.stack([(student @ weight.t()).argmax(-1) == choice for student in students]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind):
+    students, teacher, weight, targets, mask = make_inputs(5, 11, num_depths=2)
+    options = LossOptions(kind, temperature=1.5, chunk_size=2)
+    assert torch.autograd.gradcheck(
+        lambda *students: head_losses(students, teacher, weight, targets, mask, options)[0], students
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_selected_tokens_loss_and_gradient_are_zero(kind):
+    students, teacher, weight, targets, mask = make_inputs(9, 13)
+    losses, _ = head_losses(students, teacher, weight, targets, torch.zeros_like(mask), LossOptions(kind))
+    assert not losses.any()
+    assert not any(grad.any() for grad in weighted_grads(losses, students))
+    empty = [student[:0] for student in students]
+    losses, matches = head_losses(empty, teacher[:0], weight, targets[:0], mask[:, :0], LossOptions(kind))
+    assert not losses.any() and matches.shape == (3, 0)
+
+
+def test_kl_and_tv_of_the_teacher_itself_are_zero():
+    _, teacher, weight, targets, _ = make_inputs(63, 500, dtype=torch.float32)
+    mask = torch.ones(1, 63, dtype=torch.bool)
+    for kind in ("kl", "tv"):
+        student = teacher.clone().requires_grad_()
+        losses, matches = head_losses([student], teacher, weight, targets, mask, LossOptions(kind))
+        assert losses.abs().item() < 63 * 1e-6
+        assert matches.all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_error_is_near_that_of_dense_bfloat16(kind):
+    students, teacher, weight, targets, mask = make_inputs(63, 500, hidden=32)
+    options = LossOptions(kind, chunk_size=16)
+    exact = weighted_grads(dense_losses(students, teacher, weight, targets, mask, options), students)
+    low = [tensor.detach().bfloat16() for tensor in (*students, teacher, weight)]
+    low_students = [tensor.requires_grad_() for tensor in low[:3]]
+    dense = weighted_grads(dense_losses(low_students, low[3], low[4], targets, mask, options), low_students)
+    ours = weighted_grads(head_losses(low_students, low[3], low[4], targets, mask, options)[0], low_students)
+    for want, reference, got in zip(exact, dense, ours, strict=True):
+        assert (got - want).norm() <= 2 * (reference - want).norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_all_tokens_are_never_held(kind):
+    students, teacher, weight, targets, mask = make_inputs(256, 512, hidden=4)
+    with LargestTensor() as largest:
+        losses, _ = head_losses(students, teacher, weight, targets, mask, LossOptions(kind, chunk_size=8))
+        losses.sum().backward()
+    assert largest.numel == 8 * 512
+
+
+def split_rank(rank, port, kind, queue):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    students, teacher, weight, targets, mask = make_inputs(63, 500)
+    shard = weight.chunk(2)[rank]
+    options = LossOptions(kind, temperature=2.0, chunk_size=16)
+    losses, matches = head_losses(students, teacher, shard, targets, mask, options, dist.group.WORLD)
+    queue.put([tensor.detach().numpy() for tensor in (losses, matches, *weighted_grads(losses, students))])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vocabulary_split_over_two_ranks(kind, free_port):
+    students, teacher, weight, targets, mask = make_inputs(63, 500)
+    losses, matches = head_losses(students, teacher, weight, targets, mask, LossOptions(kind, 2.0, 16))
+    expected = [losses.detach(), matches, *weighted_grads(losses, students)]
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(split_rank, args=(free_port, kind, queue), nprocs=2)
+    for _ in range(2):
+        for got, want in zip(queue.get(), expected, strict=True):
+            torch.testing.assert_close(torch.from_numpy(got), want, rtol=1e-10, atol=1e-12)
