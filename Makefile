@@ -1,0 +1,29 @@
+# Every target sets up $(VENV) first, once; a change of pyproject.toml sets it up again.
+VENV ?= .venv
+PYTEST_ARGS ?=
+STAMP := $(VENV)/.mtpkit-setup
+
+.PHONY: help setup demo test lint clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+
+setup: $(STAMP) ## make the virtual environment
+
+$(STAMP): pyproject.toml tools/setup.sh
+	@VENV=$(VENV) tools/setup.sh
+
+demo: $(STAMP) ## train MTP heads on the tiny base, convert them, measure the speedup
+	@$(VENV)/bin/mtpkit demo
+
+test: $(STAMP) ## run the test suite
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+
+clean: ## remove caches and outputs, keep the virtual environment
+	rm -rf outputs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

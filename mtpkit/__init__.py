@@ -1,0 +1,21 @@
+"""mtpkit: train, convert and decode with multi-token-prediction heads on hybrid language models."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpkit.engine import LLM, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_EXPORTS = {"LLM": "mtpkit.engine", "SamplingParams": "mtpkit.engine"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what `_EXPORTS` lists on first use, so that `import mtpkit` costs nothing."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,67 @@
+"""The error boundary: what went wrong becomes one line on stderr and an exit code."""
+
+import errno
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import typer
+
+from mtpkit.errors import MtpkitError
+
+USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+
+
+def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None = None) -> NoReturn:
+    """Run a command or a function of no arguments, and exit.
+
+    Exit codes: 0; 2 for a wrong command line or other input at fault (`UserError`); 1 for any other failure; 130 when
+    interrupted. A failure is reported as one line; `MTPKIT_TRACEBACK=1` adds its traceback. An exception that is
+    neither `MtpkitError` nor `OSError` is a bug and keeps its traceback.
+
+    Args:
+        args: the command line of a typer command, by default that of the process.
+    """
+    # megatron-core tells of every optional package that it misses.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    try:
+        if isinstance(command, typer.Typer):
+            # Not standalone: usage errors come here too. What comes back is the code of a `typer.Exit`, or None.
+            code = typer.main.get_command(command)(args, standalone_mode=False)
+            sys.exit(code)
+        command()
+    except MtpkitError as error:
+        _fail(str(error), error.exit_code)
+    except typer.TyperException as error:
+        message = getattr(error, "format_message", error.__str__)()
+        _fail(f"{message} (see --help)", USAGE_EXIT_CODE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    except BrokenPipeError:
+        # The reader of our output has gone; keep the interpreter from failing once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        _fail(_describe(error), 1)
+    sys.exit(0)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    if os.environ.get("MTPKIT_TRACEBACK") == "1":
+        traceback.print_exc()
+    print("mtpkit: error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(exit_code)
+
+
+def _describe(error: OSError) -> str:
+    """What the system said, of which file, and what helps."""
+    text = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        text = f"{error.filename}: {text}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += "; free some space and run again"
+    return text

@@ -1,0 +1,46 @@
+"""What all tests share: one thread, no network, uninitialised memory that shows, and a tiny tokenizer."""
+
+import os
+
+# Before torch and the Hugging Face libraries are imported; each pytest worker has one core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+# Under it torch.empty is filled with NaN.
+torch.use_deterministic_algorithms(True, warn_only=True)
+
+settings.register_profile("mtpkit", deadline=None, derandomize=True)
+settings.load_profile("mtpkit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a byte-level BPE tokenizer of 300 tokens; its eos token is `<eos>`, id 0."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = ByteLevelBPETokenizer()
+    text = ["the cat sat on the mat\n", "def add(left, right):\n    return left + right\n"] * 8
+    tokenizer.train_from_iterator(text, vocab_size=300, min_frequency=2, special_tokens=["<eos>"], show_progress=False)
+    directory = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<eos>")
+    fast.save_pretrained(directory)
+    return directory

@@ -1,0 +1,166 @@
+"""Real files of every format, and what is said about those that cannot be used."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtpkit.data import (
+    Columns,
+    PackedDataset,
+    Sample,
+    build_dataset,
+    find_files,
+    load_tokenizer,
+    read_samples,
+    tokenize,
+)
+from mtpkit.errors import UserError
+
+
+def write_jsonl(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, **columns: list) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def read(*paths: Path | str, columns: Columns | None = None) -> list[Sample]:
+    return list(read_samples(find_files(paths), columns))
+
+
+def test_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    assert read(tmp_path / "a.txt") == [Sample("one\n\ntwo\n")]
+
+
+def test_jsonl_and_parquet_rows(tmp_path: Path) -> None:
+    rows = [{"text": "one"}, {"text": "two", "other": 3}]
+    assert read(write_jsonl(tmp_path / "a.jsonl", *rows)) == [Sample("one"), Sample("two")]
+    assert read(write_parquet(tmp_path / "a.parquet", text=["one", None])) == [Sample("one"), Sample("")]
+
+
+def test_prompt_and_response_columns(tmp_path: Path) -> None:
+    plain = write_jsonl(tmp_path / "a.jsonl", {"prompt": "p", "response": "r", "text": "t"})
+    assert read(plain) == [Sample("r", "p")]
+    assert read(plain, columns=Columns(prompt="none")) == [Sample("t")]
+    renamed = write_parquet(tmp_path / "b.parquet", q=["p"], a=["r"])
+    assert read(renamed, columns=Columns(prompt="q", response="a")) == [Sample("r", "p")]
+
+
+def test_folders_and_globs(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.py").write_text("b")
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "empty.py").touch()
+    (tmp_path / ".hidden.txt").write_text("h")
+    (tmp_path / "weights.bin").write_text("w")
+    (tmp_path / "c[1].c").write_text("c")
+    assert read(tmp_path) == [Sample("a"), Sample("b")]
+    assert read(tmp_path / "*.c", f"{tmp_path}/**/*.py", tmp_path / "c[1].c") == [Sample("c"), Sample("b")]
+    assert read(f"{tmp_path}/*.txt", tmp_path / "a.txt") == [Sample("a")]
+
+
+def test_file_name_with_glob_characters(tmp_path: Path) -> None:
+    assert read(write_jsonl(tmp_path / "a[1].jsonl", {"text": "one"})) == [Sample("one")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, "missing.txt does not exist"),
+        ("empty.jsonl", b"", "empty.jsonl is empty"),
+        ("binary.txt", b"\xff\xfe", "binary.txt is not UTF-8 text"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl cannot be read as json"),
+        ("broken.parquet", b"not parquet", "broken.parquet cannot be read as parquet"),
+        ("other.jsonl", b'{"body": "a"}\n', "other.jsonl has the columns body, but neither 'text' nor both"),
+        ("number.jsonl", b'{"text": 3}\n', "number.jsonl: column 'text' holds int"),
+    ],
+)
+def test_unusable_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / name)
+
+
+def test_all_missing_paths_are_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"one\.txt does not exist.*folder has no data files.*two\* does not exist"):
+        find_files([tmp_path / "one.txt", tmp_path / "folder", tmp_path / "two*"])
+    (tmp_path / "folder" / "__init__.py").touch()
+    with pytest.raises(UserError, match=r"folder has no data files.*\*\.py holds no data"):
+        find_files([tmp_path / "folder", tmp_path / "folder" / "*.py"])
+    with pytest.raises(UserError, match="no files"):
+        find_files([])
+
+
+def test_documents_end_with_eos_and_mask_the_prompt(tokenizer_dir: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    text, pair, empty = tokenize([Sample("the cat"), Sample("sat", "the mat"), Sample("", "the")], tokenizer)
+    assert text.token_ids[-1] == tokenizer.eos_token_id and text.loss_mask.all()
+    assert tokenizer.decode(text.token_ids[:-1]) == "the cat"
+    assert tokenizer.decode(pair.token_ids[~pair.loss_mask]) == "the mat"
+    assert tokenizer.decode(pair.token_ids[pair.loss_mask]) == "sat<eos>"
+    assert not empty.has_targets
+
+
+def test_build_dataset_counts_documents_without_targets(
+    tmp_path: Path, tokenizer_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "the cat", "response": "sat on the mat"}, {"prompt": "the mat", "response": ""}]
+    file = write_jsonl(tmp_path / "a.jsonl", *rows)
+    with caplog.at_level(logging.WARNING):
+        dataset = build_dataset([file], load_tokenizer(tokenizer_dir), 4)
+    assert (dataset.num_documents, dataset.num_empty_documents) == (2, 1)
+    assert "1 of 2 documents have no token to learn" in caplog.text
+    assert dataset.num_target_tokens < dataset.num_tokens <= len(dataset) * 4
+
+
+def test_too_little_data(tmp_path: Path, tokenizer_dir: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    (tmp_path / "a.txt").write_text("the cat")
+    with pytest.raises(UserError, match="do not fill one sequence of 64"):
+        build_dataset([tmp_path / "a.txt"], tokenizer, 64)
+    empty = write_jsonl(tmp_path / "a.jsonl", {"text": ""})
+    with pytest.raises(UserError, match="no usable documents: all 1 have an empty text"):
+        build_dataset([empty], tokenizer, 4)
+    with pytest.raises(UserError, match="sequence length 1 is too short"):
+        PackedDataset([], 1, 0)
+
+
+def test_tokenizer_that_is_missing_or_broken(tmp_path: Path, tokenizer_dir: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no tokenizer; copy"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="has no eos_token"):
+        next(tokenize([Sample("a")], tokenizer))
+
+
+def test_imports_without_datasets(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    (tmp_path / "b.txt").write_text("b")
+    code = (
+        "import sys; sys.modules['datasets'] = None\n"
+        "from mtpkit.data import *\n"
+        f"print(list(read_samples(find_files([{str(tmp_path / 'b.txt')!r}]))))\n"
+        f"list(read_samples(find_files([{str(file)!r}])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "[Sample(text='b', prompt='')]" in done.stdout
+    assert "needs the package datasets" in done.stderr.splitlines()[-1]

@@ -1,0 +1,110 @@
+"""The house keeps its order: imports go one way, and the scripts stay thin."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mtpkit
+
+ROOT = Path(mtpkit.__file__).parent.parent
+ORDER = [
+    {"errors", "config", "platform"},
+    {"kernels", "data"},
+    {"model"},
+    {"checkpoint"},
+    {"training", "engine"},
+    {"bench"},
+    {"cli"},
+]
+"""Layers from the bottom up. Those that share a line, but the first, do not import each other."""
+RANK = {layer: rank for rank, layers in enumerate(ORDER) for layer in layers}
+SCRIPT_LINES = 40
+
+
+def imported_modules(source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in the source, inside functions too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def violations(layer: str, source: str) -> list[str]:
+    """Imports in a module of `layer` that the order forbids, as `line: name`."""
+    return [f"{line}: {name}" for line, name in imported_modules(source) if not _allowed(layer, name)]
+
+
+def _allowed(layer: str, name: str) -> bool:
+    root, *rest = name.split(".")
+    if root != "mtpkit":
+        return root != ""  # a relative import hides where it goes
+    target = rest[0] if rest else "__init__"
+    # What the package exports lazily belongs to the layer that defines it.
+    target = mtpkit._EXPORTS.get(target, f"mtpkit.{target}").split(".")[1]
+    if target not in RANK:
+        return target.startswith("__") and layer == "cli"
+    return target == layer or RANK[target] < RANK[layer] or RANK[target] == RANK[layer] == 0
+
+
+def package_modules() -> list[Path]:
+    return sorted((ROOT / "mtpkit").rglob("*.py"))
+
+
+def scripts() -> list[Path]:
+    return sorted(path for folder in ("train", "infer", "convert") for path in (ROOT / folder).glob("*.py"))
+
+
+def test_imports_go_one_way() -> None:
+    found = []
+    for path in package_modules():
+        layer = path.relative_to(ROOT / "mtpkit").parts[0].removesuffix(".py")
+        if layer != "__init__":
+            assert layer in RANK, f"{path} is in no layer of the design"
+            found += [f"{path.relative_to(ROOT)}:{violation}" for violation in violations(layer, path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("training", "from mtpkit.engine import LLM"),
+        ("engine", "import mtpkit.training.loop"),
+        ("training", "from mtpkit import LLM"),
+        ("training", "from mtpkit import engine"),
+        ("kernels", "import mtpkit.data as data"),
+        ("data", "from mtpkit.kernels.conv import reference"),
+        ("data", "def late():\n    from mtpkit.model import build_model"),
+        ("model", "from mtpkit.checkpoint import families"),
+        ("config", "from mtpkit.model.inputs import StepInput"),
+        ("bench", "from mtpkit.cli import run"),
+        ("model", "from .inputs import StepInput"),
+        ("model", "import mtpkit"),
+        ("cli", "import mtpkit.nowhere"),
+    ],
+)
+def test_walker_sees_a_violation(layer: str, source: str) -> None:
+    assert violations(layer, source)
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("config", "from mtpkit.errors import UserError"),
+        ("engine", "from mtpkit.model import build_model\nimport torch, numpy"),
+        ("engine", "from mtpkit.engine.blocks import Allocator"),
+        ("cli", "from mtpkit import LLM, __version__"),
+    ],
+)
+def test_walker_allows_the_order(layer: str, source: str) -> None:
+    assert not violations(layer, source)
+
+
+def test_scripts_are_thin() -> None:
+    for path in scripts():
+        tree = ast.parse(path.read_text())
+        assert len(path.read_text().splitlines()) <= SCRIPT_LINES, f"{path} does more than parse and call"
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)], path
