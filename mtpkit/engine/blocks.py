@@ -1,0 +1,60 @@
+"""Allocation of numbered things: blocks of the paged cache, slots of recurrent state."""
+
+from mtpkit.errors import MtpkitError
+
+
+class IdPool:
+    """Hands out the integers 0 .. size - 1, counts the references to each, and knows nothing of what they number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._references = [0] * size
+        self._free = list(reversed(range(size)))
+
+    @property
+    def num_free(self) -> int:
+        """How many can be allocated now."""
+        return len(self._free)
+
+    @property
+    def free_ids(self) -> list[int]:
+        """The ids that nobody holds."""
+        return sorted(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free ids, each with one reference. The caller has looked at `num_free`."""
+        assert count <= len(self._free), f"{count} of {len(self._free)} free ids"
+        ids = [self._free.pop() for _ in range(count)]
+        for taken in ids:
+            self._references[taken] = 1
+        return ids
+
+    def share(self, held: int) -> None:
+        """Add a reference to an id that somebody holds."""
+        assert self._references[held] > 0, f"id {held} is free"
+        self._references[held] += 1
+
+    def release(self, ids: list[int]) -> None:
+        """Drop one reference of each; the last one frees the id."""
+        for held in ids:
+            assert self._references[held] > 0, f"id {held} is free"
+            self._references[held] -= 1
+            if not self._references[held]:
+                self._free.append(held)
+
+    def check_integrity(self, held: list[int]) -> None:
+        """Compare with `held`, all ids that the holders have, one mention a reference.
+
+        Raises:
+            MtpkitError: an id is leaked, held although free, or listed twice.
+        """
+        counts = [0] * self.size
+        for taken in held:
+            counts[taken] += 1
+        wrong = [i for i in range(self.size) if counts[i] != self._references[i]]
+        unreferenced = [i for i in range(self.size) if not self._references[i]]
+        if wrong or sorted(self._free) != unreferenced:
+            raise MtpkitError(
+                f"allocator is inconsistent: ids {wrong} have references {[self._references[i] for i in wrong]}, "
+                f"holders have {[counts[i] for i in wrong]}; free list {self.free_ids}, unreferenced {unreferenced}"
+            )

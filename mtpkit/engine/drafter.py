@@ -1,0 +1,251 @@
+"""Proposes the tokens that the next step verifies.
+
+Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden size. p is a row's
+newest accepted position: h_p is known and t_{p+1} was just chosen.
+"""
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mtpkit.engine import sampler
+from mtpkit.engine.batch import kv_slots
+from mtpkit.engine.step import Batch, Drafts, Verdict
+from mtpkit.errors import UserError
+from mtpkit.kernels import sampling as ops
+from mtpkit.model import compute_logits, mtp_forward
+from mtpkit.model.inputs import StepInput
+
+
+class Drafter(Protocol):
+    """Anything that can propose drafts."""
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        """[S, K] drafts that continue the rows that sample, given the base's hidden states [T, 1, h]."""
+        ...
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        """Zero drafts a row."""
+        return Drafts(verdict.token_ids.new_zeros(batch.plan.num_sampling_rows, 0))
+
+
+def make_drafter(model: Any, num_speculative_tokens: int, block_size: int, num_slots: int, sample: bool) -> Drafter:
+    """The drafter that fits the heads of `model`.
+
+    Raises:
+        UserError: the model has no heads, too few, or of a kind that cannot be unrolled.
+    """
+    config, depths = model.mtpkit_config, num_speculative_tokens
+    if depths == 0:
+        return NoDrafter()
+    if not config.mtp_num_depths:
+        raise UserError(
+            f"num_speculative_tokens is {depths}, but the model has no MTP heads: train some, or set it to 0"
+        )
+    recurrent = "M" in config.mtp_pattern
+    if config.mtp_use_repeated_layer:
+        if recurrent and depths > 1:
+            raise UserError(
+                f"num_speculative_tokens is {depths}, but heads with Mamba layers (MTP pattern {config.mtp_pattern!r}) "
+                "draft one token: set it to 1"
+            )
+        return RepeatedDrafter(model, depths, block_size, sample)
+    if recurrent and depths > 1:
+        raise UserError(f"distinct MTP heads with Mamba layers ({config.mtp_pattern!r}) draft one token: set K to 1")
+    if depths > config.mtp_num_depths:
+        raise UserError(
+            f"num_speculative_tokens is {depths}, but the model has {config.mtp_num_depths} distinct MTP heads: "
+            f"set it to {config.mtp_num_depths} or less"
+        )
+    return DistinctDrafter(model, depths, block_size, sample, num_slots)
+
+
+class _MtpDrafter:
+    """What both kinds of heads share: choosing a token from a depth's hidden state."""
+
+    def __init__(self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool) -> None:
+        self.model = model
+        self.num_speculative_tokens = num_speculative_tokens
+        self.block_size = block_size
+        self.sample = sample
+
+    def _choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Draft `depth` of each row from `state` [S, h]: [S] tokens and, when drawn, [S, V] their distributions."""
+        logits = compute_logits(self.model, state)
+        if not self.sample:
+            return logits.argmax(-1), None
+        rows = torch.arange(len(state), device=state.device)
+        probs = sampler.probabilities(logits, batch.sampling, rows)
+        numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
+        return ops.sample(probs, numbers), probs
+
+    def _drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
+        if not chosen:
+            return Drafts(batch.token_ids.new_zeros(0, self.num_speculative_tokens))
+        probs = [p for _, p in chosen if p is not None]
+        return Drafts(torch.stack([tokens for tokens, _ in chosen], 1), torch.stack(probs, 1) if probs else None)
+
+
+class RepeatedDrafter(_MtpDrafter):
+    """One physical layer at every depth, with one cache.
+
+    Depth 1 runs over the whole step: entry j is made from (h_j, t_{j+1}), those of rejected drafts are overwritten
+    before anything can see them. Depth k >= 2 runs on one token a row, (g^{k-1}_p, draft_{k-1}) at position p + k - 1.
+    """
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        """See `Drafter.draft`."""
+        states = mtp_forward(self.model, 1, hidden, shifted_token_ids(batch, verdict)[None], batch.inputs)
+        chosen: list[tuple[Tensor, Tensor | None]] = []
+        if batch.plan.num_sampling_rows:
+            flat, newest = batch.newest(verdict.accepted)
+            state = states[flat]
+            chosen.append(self._choose(state[:, 0], 1, batch, newest))
+            for depth in range(2, self.num_speculative_tokens + 1):
+                inputs = self._one_token(batch, newest + depth - 1)
+                state = mtp_forward(self.model, depth, state, chosen[-1][0][None], inputs)
+                chosen.append(self._choose(state[:, 0], depth, batch, newest))
+        return self._drafts(chosen, batch)
+
+    def _one_token(self, batch: Batch, positions: Tensor) -> StepInput:
+        """One token a row, at `positions` [S]."""
+        count = batch.plan.num_sampling_rows
+        rows = torch.arange(count + 1, device=positions.device)
+        tables = batch.inputs.block_tables[:count]
+        return replace(
+            batch.inputs,
+            positions=positions,
+            query_start=rows,
+            context_lens=positions,
+            block_tables=tables,
+            kv_slots=kv_slots(tables, rows[:-1], positions, self.block_size),
+            state_slots=batch.inputs.state_slots[:count],
+            committed=batch.inputs.committed[:count],
+            ring_lens=batch.inputs.ring_lens[:count],
+            num_decode_rows=count,
+            decode_width=1,
+            prefill_lens=(),
+        )
+
+
+def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
+    """[T] the token after each of the step's: t_{j+1} for position j.
+
+    Example, K = 2: a decode row fed [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before a
+    known R gives [Q, R].
+    """
+    inputs, decode = batch.inputs, batch.inputs.num_decode_rows
+    shifted = batch.token_ids.roll(-1)
+    shifted[inputs.query_start[1:] - 1] = verdict.token_ids[:, 0]
+    shifted[: inputs.num_decode_tokens] = verdict.token_ids[:decode].flatten()
+    return shifted
+
+
+class DistinctDrafter(_MtpDrafter):
+    """One physical layer and one cache a depth.
+
+    Depth k's entry j is made from (g^{k-1}_j, t_{j+k}), so when a step begins at position c the entries c-K+1 .. c-1
+    of the deeper caches were made from drafts. Every depth therefore runs over a window of the step's positions and the
+    K - 1 before them, whose base hidden states are kept for each slot; tokens not known yet are drafts again.
+
+    Example, K = 3, one row: committed 10, fed positions 10..13, one draft accepted. The window is 8..13, p = 11,
+    t_12 was just chosen. Depth 2 reads t_10 .. t_12 at 8..10 and draft 1 at 11; depth 3 reads t_11, t_12, draft 1,
+    draft 2 at 8..11. Positions 12 and 13 hold garbage that the next window, from 10 on, replaces.
+    """
+
+    def __init__(self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool, num_slots: int) -> None:
+        super().__init__(model, num_speculative_tokens, block_size, sample)
+        weight = next(model.parameters())
+        size = (num_slots, num_speculative_tokens - 1, model.mtpkit_config.hidden_size)
+        self._tails = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        """[slots, K - 1, h] base hidden states of each slot's last committed positions, the newest last."""
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        """See `Drafter.draft`."""
+        window = _Window(batch, verdict, self.num_speculative_tokens, self.block_size)
+        state = window.hidden(hidden, self._tails)
+        self._tails[batch.inputs.state_slots] = window.tail(state)
+        count = batch.plan.num_sampling_rows
+        newest, flat = window.newest[:count], window.flat_newest[:count]
+        chosen: list[tuple[Tensor, Tensor | None]] = []
+        for depth in range(1, self.num_speculative_tokens + 1):
+            state = mtp_forward(self.model, depth, state, window.token_ids(depth)[None], window.inputs)
+            if count:
+                chosen.append(self._choose(state[flat, 0], depth, batch, newest))
+                window.future[:count, depth] = chosen[-1][0]
+        return self._drafts(chosen, batch)
+
+
+class _Window:
+    """The flat layout of a step's positions and up to K - 1 before them, W tokens in all."""
+
+    def __init__(self, batch: Batch, verdict: Verdict, depths: int, block_size: int) -> None:
+        inputs, rows, device = batch.inputs, batch.plan.rows, batch.token_ids.device
+        self.depths = depths
+        before = inputs.context_lens.clamp(max=depths - 1)
+        lengths = before + inputs.query_start.diff()
+        self.start = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        host_before = [min(row.start, depths - 1) for row in rows]
+        total = sum(row.length + b for row, b in zip(rows, host_before, strict=True))
+        self.rows = torch.arange(len(rows), device=device).repeat_interleave(lengths, output_size=total)
+        first = inputs.context_lens - before
+        self.positions = torch.arange(total, device=device) - (self.start[:-1] - first)[self.rows]
+
+        offset = verdict.accepted.clone()
+        offset[inputs.num_decode_rows :] = inputs.query_start.diff()[inputs.num_decode_rows :] - 1
+        self.newest = inputs.context_lens + offset
+        self.flat_newest = self.start[:-1] + before + offset
+
+        # Index of each window token in [kept tails; step]; the tails are right-aligned.
+        place = self.positions - inputs.context_lens[self.rows]
+        in_tail = self.rows * (depths - 1) + depths - 1 + place
+        in_step = len(rows) * (depths - 1) + inputs.query_start[self.rows] + place
+        self.source = torch.where(place < 0, in_tail, in_step)
+        self.slots = inputs.state_slots
+
+        tails = [row.request.token_ids[row.start - b : row.start] for row, b in zip(rows, host_before, strict=True)]
+        self.tokens = torch.empty(total, dtype=torch.int64, device=device)
+        self.tokens[place < 0] = torch.tensor([t for tail in tails for t in tail], dtype=torch.int64, device=device)
+        self.tokens[place >= 0] = batch.token_ids
+        self.future = torch.cat([batch.lookahead, batch.lookahead[:, :1]], dim=1)
+        """[R, 1 + K] tokens after p: the chosen one, then the drafts as they come, or a prompt's known tokens."""
+        count = batch.plan.num_sampling_rows
+        self.future[:count, 0] = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]
+        self.inputs = self._step_input(batch, before, host_before, block_size)
+
+    def _step_input(self, batch: Batch, before: Tensor, host_before: list[int], block_size: int) -> StepInput:
+        """Decode rows stay uniform unless one of them has fewer than K - 1 positions before it."""
+        inputs, decode = batch.inputs, batch.inputs.num_decode_rows
+        decode = decode if all(b == self.depths - 1 for b in host_before[:decode]) else 0
+        lengths = [row.length + b for row, b in zip(batch.plan.rows, host_before, strict=True)]
+        return replace(
+            inputs,
+            positions=self.positions,
+            query_start=self.start,
+            context_lens=inputs.context_lens - before,
+            kv_slots=kv_slots(inputs.block_tables, self.rows, self.positions, block_size),
+            num_decode_rows=decode,
+            decode_width=2 * self.depths,
+            prefill_lens=tuple(lengths[decode:]),
+        )
+
+    def hidden(self, hidden: Tensor, tails: Tensor) -> Tensor:
+        """[W, 1, h] base hidden states, from the step's [T, 1, h] and the kept ones [slots, K - 1, h]."""
+        kept = tails[self.slots].flatten(0, 1)
+        return torch.cat([kept, hidden[:, 0]])[self.source][:, None]
+
+    def tail(self, hidden: Tensor) -> Tensor:
+        """[R, K - 1, h] what to keep of `hidden` [W, 1, h]; meaningless before position 0, where it is never read."""
+        back = torch.arange(self.depths - 2, -1, -1, device=hidden.device)
+        return hidden[(self.flat_newest[:, None] - back).clamp_min(0), 0]
+
+    def token_ids(self, depth: int) -> Tensor:
+        """[W] t_{j+depth} for each position j, as far as it is known or drafted."""
+        beyond = self.positions + depth - self.newest[self.rows] - 1
+        return torch.where(beyond < 0, self.tokens.roll(-depth), self.future[self.rows, beyond.clamp(0, self.depths)])

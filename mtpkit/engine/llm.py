@@ -1,0 +1,253 @@
+"""The front door: text or tokens in, text and tokens out, in the shape that vLLM's users know."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from mtpkit.engine.drafter import make_drafter
+from mtpkit.engine.engine import Engine, EngineStats
+from mtpkit.engine.params import EngineConfig, SamplingParams
+from mtpkit.engine.request import RequestOutput
+from mtpkit.engine.runner import Runner
+from mtpkit.engine.states import CacheLayout
+from mtpkit.errors import UserError
+from mtpkit.model import cache_specs
+from mtpkit.platform import default_device
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_CPU_CACHE_BYTES = 4 << 30
+"""What caches may take on a CPU when `num_blocks` is not given."""
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+class LLM:
+    """A model that is ready to decode.
+
+    Args:
+        model: directory of a checkpoint of either layout, or a model from `mtpkit.model.build_model`.
+        num_speculative_tokens: K, drafts a step from the model's MTP heads; 0 decodes plainly.
+        dtype: of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU.
+        seed: from which requests without a seed get theirs.
+        block_size: tokens whose keys and values share a block.
+        max_model_len: longest prompt plus output; None: what the model was made for.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of a step; longer prompts are split. None: 2048, or what decoding needs.
+        gpu_memory_utilization: share of the GPU's memory that weights and caches may take.
+        num_blocks: blocks of the cache; None: what fits.
+        state_rollback: how recurrent state is taken back after a rejection, "replay" or "snapshot".
+        state_dtype: of recurrent state, "float32" or "bfloat16".
+        draft_sampling: draw drafts from the heads' distribution instead of taking their best tokens.
+        device: None: the GPU, or the CPU where there is none.
+        tokenizer: a transformers tokenizer or its directory; None: the one beside the checkpoint.
+
+    Raises:
+        UserError: settings that cannot work, or heads that are missing or too few.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        num_speculative_tokens: int = 0,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        seed: int = 0,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        num_blocks: int | None = None,
+        state_rollback: Literal["replay", "snapshot"] = "replay",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
+        draft_sampling: bool = False,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        _check_choice("dtype", dtype, ["auto", *DTYPES])
+        _check_choice("state_dtype", state_dtype, [*DTYPES])
+        decode_tokens = max_num_seqs * (1 + num_speculative_tokens)
+        # Settings are checked before a large model is read; the default of max_model_len is the model's.
+        config = EngineConfig(
+            max_model_len=1 if max_model_len is None else max_model_len,
+            num_speculative_tokens=num_speculative_tokens,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens or max(2048, decode_tokens),
+            state_rollback=state_rollback,
+            draft_sampling=draft_sampling,
+            seed=seed,
+        )
+        self.model, self.tokenizer = _load(model, dtype, device, tokenizer)
+        model_config, weight = self.model.mtpkit_config, next(self.model.parameters())
+        config = replace(config, max_model_len=max_model_len or model_config.max_position_embeddings)
+        layout = CacheLayout(cache_specs(self.model), config, weight.dtype, DTYPES[state_dtype])
+        if num_blocks is None:
+            num_blocks = _blocks_that_fit(layout, config, weight.device, gpu_memory_utilization)
+        self.engine = Engine(
+            config,
+            layout,
+            num_blocks,
+            Runner(self.model),
+            make_drafter(self.model, num_speculative_tokens, block_size, max_num_seqs, draft_sampling),
+            model_config.vocab_size,
+            weight.device,
+            self.tokenizer,
+            model_config.eos_token_ids,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Decode all prompts to their end.
+
+        Args:
+            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of such.
+            sampling_params: one for all, or one each.
+            use_tqdm: show progress.
+
+        Returns:
+            One finished output a prompt, in their order.
+
+        Raises:
+            UserError: a prompt that cannot be served; nothing is run then.
+        """
+        ids = self._add(prompts, sampling_params)
+        finished = {}
+        from tqdm import tqdm
+
+        with tqdm(total=len(ids), desc="prompts", disable=not use_tqdm) as progress:
+            for output in self._run(ids):
+                if output.finished:
+                    finished[output.request_id] = output
+                    progress.update()
+        return [finished[request_id] for request_id in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield an output whenever a request has new tokens; its tokens and text are all so far.
+
+        What could still become a stop string is held back. Closing the iterator drops the unfinished requests.
+
+        Raises:
+            UserError: a prompt that cannot be served; raised by the call itself.
+        """
+        return self._run(self._add(prompts, sampling_params))
+
+    def stats(self) -> EngineStats:
+        """Totals over all requests since the last `reset_stats`."""
+        return self.engine.stats()
+
+    def reset_stats(self) -> None:
+        """Start the totals anew."""
+        self.engine.reset_stats()
+
+    def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
+        unfinished = set(ids)
+        try:
+            while unfinished:
+                for output in self.engine.step():
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            for request_id in unfinished:
+                self.engine.abort(request_id)
+
+    def _add(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[str]:
+        """Queue all prompts, or none."""
+        listed = _as_list(prompts)
+        params = sampling_params or SamplingParams()
+        each = itertools.repeat(params, len(listed)) if isinstance(params, SamplingParams) else params
+        if not isinstance(params, SamplingParams) and len(params) != len(listed):
+            raise UserError(f"{len(listed)} prompts but {len(params)} sampling parameters: give one, or one a prompt")
+        encoded = [self._encode(prompt) for prompt in listed]
+        requests = [
+            self.engine.make_request(token_ids, one, prompt=text)
+            for (text, token_ids), one in zip(encoded, each, strict=True)
+        ]
+        for request in requests:
+            self.engine.scheduler.add(request)
+        return [request.request_id for request in requests]
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """Text, if there is one, and token ids of a prompt."""
+        if isinstance(prompt, dict):
+            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not known:
+                raise UserError(f"prompt {prompt} has neither 'prompt' nor 'prompt_token_ids'")
+            return self._encode(prompt[known[0]])
+        if not isinstance(prompt, str):
+            return None, prompt
+        if self.tokenizer is None:
+            raise UserError("a text prompt needs a tokenizer: give one, or prompt_token_ids")
+        return prompt, self.tokenizer.encode(prompt)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt as a list of one."""
+    if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _check_choice(name: str, value: str, choices: list[str]) -> None:
+    if value not in choices:
+        raise UserError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
+
+
+def _load(model: Any, dtype: str, device: torch.device | str | None, tokenizer: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer, loaded where directories are given."""
+    if isinstance(tokenizer, str | Path):
+        from mtpkit.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(tokenizer)
+    if not isinstance(model, str | Path):
+        own = next(model.parameters()).dtype
+        if dtype != "auto" and DTYPES[dtype] != own:
+            raise UserError(f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert the model")
+        return (model if device is None else model.to(device)).eval(), tokenizer
+    from mtpkit.checkpoint import load_model
+    from mtpkit.data.tokenizer import load_tokenizer
+
+    place = default_device() if device is None else torch.device(device)
+    auto = torch.bfloat16 if place.type == "cuda" else torch.float32
+    loaded = load_model(model, dtype=DTYPES.get(dtype, auto), device=place)
+    return loaded, load_tokenizer(model) if tokenizer is None else tokenizer
+
+
+def _blocks_that_fit(layout: CacheLayout, config: EngineConfig, device: torch.device, utilization: float) -> int:
+    """Blocks for `max_num_seqs` requests of full length, or as many as memory allows.
+
+    Raises:
+        UserError: not even one request of full length fits.
+    """
+    if not 0 < utilization <= 1:
+        raise UserError(f"gpu_memory_utilization is {utilization}, must be in (0, 1]")
+    one = -(-(config.max_model_len + config.lookahead) // config.block_size)
+    states = layout.slot_bytes * config.max_num_seqs
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = int(free - (1 - utilization) * total)
+    else:
+        available = _CPU_CACHE_BYTES
+    fitting = (available - states) // max(1, layout.block_bytes)
+    if fitting < one:
+        raise UserError(
+            f"{available / 1e9:.2f} GB are left for caches; the state of {config.max_num_seqs} requests takes "
+            f"{states / 1e9:.2f} GB and one request of max_model_len {config.max_model_len} needs "
+            f"{one * layout.block_bytes / 1e9:.2f} GB: lower max_num_seqs or max_model_len, or raise "
+            "gpu_memory_utilization"
+        )
+    return min(fitting, one * config.max_num_seqs)

@@ -1,0 +1,163 @@
+"""A request and its statistics, and what a user gets back."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from mtpkit.engine.detokenizer import Detokenizer
+from mtpkit.engine.params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class AcceptanceStats:
+    """Counts over decode steps, from which acceptance is computed.
+
+    A decode step verifies K drafts. Draft k is *reached* when drafts 1..k-1 were accepted and the token that its
+    verdict decided was emitted; it is *accepted* when that token is the draft. A step that a stop or max_tokens cuts
+    after e tokens therefore counts drafts 1..e at most.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted_per_depth: list[int] = field(default_factory=list)
+    reached_per_depth: list[int] = field(default_factory=list)
+
+    @classmethod
+    def for_depths(cls, num_speculative_tokens: int) -> "AcceptanceStats":
+        """Zero counts for K depths."""
+        return cls(0, 0, [0] * num_speculative_tokens, [0] * num_speculative_tokens)
+
+    def record(self, accepted: int, emitted: int) -> None:
+        """Count one decode step that accepted `accepted` drafts and emitted `emitted` of its tokens."""
+        depths = len(self.accepted_per_depth)
+        self.steps += 1
+        self.drafted += depths
+        for depth in range(min(emitted, depths)):
+            self.reached_per_depth[depth] += 1
+            self.accepted_per_depth[depth] += depth < accepted
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafts."""
+        return sum(self.accepted_per_depth)
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + mean accepted drafts a decode step."""
+        return 1 + self.accepted / max(1, self.steps)
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Per depth, the rate at which a reached draft is accepted; 0 where none was reached."""
+        return [a / max(1, r) for a, r in zip(self.accepted_per_depth, self.reached_per_depth, strict=True)]
+
+
+@dataclass
+class RequestStats(AcceptanceStats):
+    """Acceptance and cost of one request."""
+
+    preemptions: int = 0
+    state_bytes: int = 0
+    """Recurrent state that the request holds while it runs."""
+    kv_bytes: int = 0
+    """Largest size of the blocks that it held."""
+
+
+@dataclass
+class Request:
+    """Everything that belongs to one request. The scheduler alone changes it.
+
+    `token_ids` are the prompt and the output; the caches hold the first `num_computed` of them. Once there is output,
+    the newest token is fed by the next decode step, not by prefill: a preempted request recomputes the tokens before
+    it, keeps its drafts, and goes on as if nothing had happened.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    arrival: int
+    """Order of arrival; the largest is the youngest."""
+    stats: RequestStats
+    prompt: str | None = None
+    detokenizer: Detokenizer | None = None
+
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+    draft_probs: Tensor | None = None
+    block_table: list[int] = field(default_factory=list)
+    slot: int | None = None
+    committed: int = 0
+    """Index of the newest accepted token in the last step, see `StepInput.committed`."""
+    ring_len: int = 0
+    """Entries of the replay ring that are committed, see `StepInput.ring_lens`."""
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens were generated."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens that prefill computes: the prompt, or all but the newest token once there is output."""
+        return len(self.token_ids) - (self.num_output > 0)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next step of this running request is a decode step."""
+        return self.num_output > 0 and self.num_computed == self.prefill_end
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """The generated part of a request."""
+
+    token_ids: list[int]
+    text: str
+    """Without stop strings, stop tokens and special tokens; empty without a tokenizer."""
+    finish_reason: FinishReason | None
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """State of a request after a step, or at its end. `outputs` has one entry; its contents are cumulative."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    stats: RequestStats
+    finished: bool
+
+    @classmethod
+    def of(cls, request: Request) -> "RequestOutput":
+        """A copy of what a user may see of `request`. Its statistics are shared until it is finished."""
+        text = request.detokenizer.visible_text(request.finished) if request.detokenizer else ""
+        completion = CompletionOutput(request.output_token_ids, text, request.finish_reason)
+        return cls(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [completion],
+            request.stats,
+            request.finished,
+        )

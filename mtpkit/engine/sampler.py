@@ -1,0 +1,129 @@
+"""From logits to tokens, with the parameters and the randomness of each request.
+
+Shape legend: S rows that sample, N logits rows (a row of the step has 1 or 1 + K of them), V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpkit.engine.request import Request
+from mtpkit.kernels import sampling as ops
+
+TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)
+"""Independent random numbers of a token position: its token, the acceptance of its draft, the draft itself."""
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Penalties and the tokens that they look at."""
+
+    prompt_mask: Tensor
+    """[S, V] bool."""
+    output_counts: Tensor
+    """[S, V] int64."""
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    """[S] float32 each."""
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Sampling parameters of S rows. A filter or penalty that no row uses is None."""
+
+    all_greedy: bool
+    temperature: Tensor
+    """[S] float32."""
+    top_k: Tensor | None
+    """[S] int64."""
+    top_p: Tensor | None
+    min_p: Tensor | None
+    """[S] float32."""
+    seeds: Tensor
+    """[S] int64."""
+    penalties: Penalties | None
+
+
+def sampling_tensors(requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingTensors:
+    """The parameters of `requests`, in their order."""
+    params = [request.params for request in requests]
+
+    def floats(name: str) -> Tensor:
+        return torch.tensor([getattr(p, name) for p in params], dtype=torch.float32, device=device)
+
+    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+    temperature = [0.0 if p.greedy else p.temperature for p in params]
+    return SamplingTensors(
+        all_greedy=all(p.greedy for p in params),
+        temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+        top_k=torch.tensor(top_k, device=device) if any(k < vocab_size for k in top_k) else None,
+        top_p=floats("top_p") if any(p.top_p < 1 for p in params) else None,
+        min_p=floats("min_p") if any(p.min_p > 0 for p in params) else None,
+        seeds=torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device),
+        penalties=_penalties(requests, vocab_size, device) if any(p.has_penalties for p in params) else None,
+    )
+
+
+def _penalties(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Penalties:
+    params = [request.params for request in requests]
+    prompt_mask = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+    output_counts = torch.zeros(len(requests), vocab_size, dtype=torch.int64)
+    for row, request in enumerate(requests):
+        if request.params.has_penalties:
+            prompt_mask[row, request.prompt_token_ids] = True
+            output_counts[row] = torch.bincount(
+                torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=vocab_size
+            )
+    repetition, frequency, presence = (
+        torch.tensor([getattr(p, f"{name}_penalty") for p in params], dtype=torch.float32, device=device)
+        for name in ("repetition", "frequency", "presence")
+    )
+    return Penalties(prompt_mask.to(device), output_counts.to(device), repetition, frequency, presence)
+
+
+def penalise(logits: Tensor, sampling: SamplingTensors, rows: Tensor, drafts: Tensor) -> Tensor:
+    """[N, V] logits with penalties, which see the output and the drafts before each position.
+
+    Args:
+        logits: [N, V]; the first D * (1 + K) belong to the decode rows.
+        sampling: of S rows, the decode rows first.
+        rows: [N] int64, row of each.
+        drafts: [D, K] int64.
+    """
+    if sampling.penalties is None:
+        return logits
+    penalties = sampling.penalties
+    counts = penalties.output_counts[rows]
+    num_rows, depths = drafts.shape
+    seen = torch.zeros(num_rows, 1 + depths, counts.shape[-1], dtype=counts.dtype, device=counts.device)
+    seen[:, 1:].scatter_(-1, drafts[..., None], 1)
+    counts[: num_rows * (1 + depths)] += seen.cumsum(1).flatten(0, 1)
+    return ops.apply_penalties(
+        logits,
+        penalties.prompt_mask[rows],
+        counts,
+        penalties.repetition[rows],
+        penalties.frequency[rows],
+        penalties.presence[rows],
+    )
+
+
+def probabilities(logits: Tensor, sampling: SamplingTensors, rows: Tensor) -> Tensor:
+    """[N, V] float32 distributions that the rows sample from."""
+    filters = (None if values is None else values[rows] for values in (sampling.top_k, sampling.top_p, sampling.min_p))
+    return ops.probabilities(logits, sampling.temperature[rows], *filters)
+
+
+def uniforms(sampling: SamplingTensors, rows: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """[N] float64 random numbers for the tokens at `positions` [N]."""
+    return ops.uniform(sampling.seeds[rows], positions, stream)
+
+
+def sample(logits: Tensor, sampling: SamplingTensors, rows: Tensor, positions: Tensor) -> Tensor:
+    """[N] int64 tokens for `positions` [N] int64: the best ones of greedy rows, draws for the others."""
+    if sampling.all_greedy:
+        return logits.argmax(-1)
+    return ops.sample(probabilities(logits, sampling, rows), uniforms(sampling, rows, positions, TOKEN_STREAM))

@@ -1,0 +1,258 @@
+"""Continuous batching with chunked prefill. The only place that changes requests, blocks and slots."""
+
+from bisect import insort
+from collections.abc import Sequence
+
+import torch
+
+from mtpkit.engine.blocks import IdPool
+from mtpkit.engine.params import EngineConfig
+from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
+from mtpkit.engine.step import Drafts, Plan, Row, Verdict
+from mtpkit.errors import MtpkitError, UserError
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+class Scheduler:
+    """Decides what runs in a step and takes up what it gave.
+
+    Requests run in order of arrival. One is admitted when a slot is free and there are blocks for all that its prefill
+    computes and for one decode step; while it decodes, each step reserves the positions that it may write and gives
+    back the blocks that rejections emptied. When a decode step finds no blocks, the youngest running request loses its
+    own and waits to be computed anew; the oldest therefore always proceeds.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: IdPool,
+        slots: IdPool,
+        ring_length: int,
+        eos_token_ids: Sequence[int] = (),
+        block_bytes: int = 0,
+    ) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.slots = slots
+        self.ring_length = ring_length
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.block_bytes = block_bytes
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.reset_stats()
+
+    def reset_stats(self) -> None:
+        """Start the totals anew."""
+        self.num_preemptions = 0
+        self.num_generated = 0
+        self.acceptance = AcceptanceStats.for_depths(self.config.num_speculative_tokens)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def validate(self, request: Request) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            UserError: with the request's numbers and the limit they exceed.
+        """
+        prompt, output = len(request.prompt_token_ids), request.params.max_tokens
+        name = f"request {request.request_id}"
+        if not prompt:
+            raise UserError(f"{name}: the prompt is empty, give it at least one token")
+        if prompt + output > self.config.max_model_len:
+            raise UserError(
+                f"{name}: {prompt} prompt tokens + max_tokens {output} exceed max_model_len "
+                f"{self.config.max_model_len}: shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        # The newest token is never cached, and the last decode step starts before it.
+        positions = prompt + output - 2 + self.config.lookahead
+        if self._blocks_for(positions) > self.blocks.size:
+            raise UserError(
+                f"{name}: {prompt} prompt tokens + max_tokens {output} + lookahead {self.config.lookahead} need "
+                f"{self._blocks_for(positions)} blocks of {self.config.block_size}, the cache has {self.blocks.size}: "
+                "shorten the prompt, lower max_tokens or raise num_blocks"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `validate` let pass."""
+        self.validate(request)
+        insort(self.waiting, request, key=_arrival)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, if it is still there. Not between `plan` and `commit`."""
+        for request in [r for r in self.running if r.request_id == request_id]:
+            self._free(request)
+        self.waiting = [r for r in self.waiting if r.request_id != request_id]
+
+    def plan(self) -> Plan:
+        """Choose the rows of the next step and reserve their blocks. There must be an unfinished request."""
+        preemptions = self.num_preemptions
+        budget = self.config.max_num_batched_tokens
+        decode = self._plan_decode(budget)
+        budget -= len(decode) * self.config.decode_width
+        chunks = []
+        for request in self.running:
+            if budget and not request.decoding:
+                chunks.append(self._chunk(request, budget))
+                budget -= chunks[-1].length
+        while budget and preemptions == self.num_preemptions and self._admit():
+            chunks.append(self._chunk(self.running[-1], budget))
+            budget -= chunks[-1].length
+        chunks.sort(key=lambda row: not row.samples)
+        return Plan(
+            rows=(*decode, *chunks),
+            num_decode_rows=len(decode),
+            num_sampling_rows=len(decode) + sum(row.samples for row in chunks),
+        )
+
+    def _plan_decode(self, budget: int) -> list[Row]:
+        width = self.config.decode_width
+        rows: list[Row] = []
+        for request in list(self.running):
+            if request.slot is None or not request.decoding:
+                continue
+            if (len(rows) + 1) * width > budget:
+                break
+            if self._make_room(request):
+                rows.append(Row(request, request.num_computed, width, samples=True))
+        return rows
+
+    def _chunk(self, request: Request, budget: int) -> Row:
+        """The next part of a prompt; the one that ends a prompt without output samples the first token."""
+        length = min(budget, request.prefill_end - request.num_computed)
+        ends = request.num_computed + length == request.prefill_end
+        return Row(request, request.num_computed, length, samples=ends and not request.num_output)
+
+    def _admit(self) -> bool:
+        """Move the oldest waiting request to the running ones, if it fits."""
+        if not self.waiting or len(self.running) == self.config.max_num_seqs or not self.slots.num_free:
+            return False
+        request = self.waiting[0]
+        if not self._reserve(request, request.prefill_end + self.config.lookahead):
+            return False
+        (request.slot,) = self.slots.allocate(1)
+        self.waiting.pop(0)
+        insort(self.running, request, key=_arrival)
+        return True
+
+    def _make_room(self, request: Request) -> bool:
+        """Reserve a decode step, preempting from the youngest on; False when that was `request` itself."""
+        while not self._reserve(request, request.num_computed + self.config.lookahead):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _reserve(self, request: Request, positions: int) -> bool:
+        needed = self._blocks_for(positions) - len(request.block_table)
+        if needed > self.blocks.num_free:
+            return False
+        request.block_table += self.blocks.allocate(max(0, needed))
+        request.stats.kv_bytes = max(request.stats.kv_bytes, len(request.block_table) * self.block_bytes)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take back blocks and slot; tokens and drafts stay."""
+        self._free(request)
+        request.num_computed = 0
+        request.stats.preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=_arrival)
+
+    def _free(self, request: Request) -> None:
+        assert request.slot is not None
+        self.blocks.release(request.block_table)
+        self.slots.release([request.slot])
+        request.block_table, request.slot = [], None
+        self.running.remove(request)
+
+    def _blocks_for(self, positions: int) -> int:
+        return -(-positions // self.config.block_size)
+
+    def commit(self, plan: Plan, verdict: Verdict, drafts: Drafts) -> list[Request]:
+        """Take up a step's results: advance, emit, rewind, release, finish.
+
+        Returns:
+            The requests that emitted tokens.
+        """
+        # One transfer for all that the host must know.
+        width = self.config.decode_width
+        values = torch.cat([verdict.accepted[:, None], verdict.token_ids], dim=1)[: plan.num_sampling_rows]
+        host = torch.cat([values, drafts.token_ids], dim=1).tolist()
+        for index, row in enumerate(plan.rows):
+            if index >= plan.num_sampling_rows:
+                self._advance_prefill(row)
+                continue
+            accepted, emitted, next_drafts = host[index][0], host[index][1 : 1 + width], host[index][1 + width :]
+            row.request.drafts = next_drafts
+            row.request.draft_probs = None if drafts.probs is None else drafts.probs[index]
+            if index < plan.num_decode_rows:
+                self._advance_decode(row.request, accepted)
+            else:
+                self._advance_prefill(row)
+            num_emitted = self._emit(row.request, emitted[: accepted + 1])
+            if index < plan.num_decode_rows:
+                row.request.stats.record(accepted, num_emitted)
+                self.acceptance.record(accepted, num_emitted)
+            self.num_generated += num_emitted
+            self._settle(row.request)
+        return [row.request for row in plan.rows[: plan.num_sampling_rows]]
+
+    def _advance_prefill(self, row: Row) -> None:
+        row.request.num_computed += row.length
+        row.request.committed = row.request.ring_len = 0
+
+    def _advance_decode(self, request: Request, accepted: int) -> None:
+        kept = 0 if request.ring_len + self.config.decode_width > self.ring_length else request.ring_len
+        request.num_computed += accepted + 1
+        request.committed = accepted
+        request.ring_len = kept + accepted + 1
+
+    def _emit(self, request: Request, token_ids: list[int]) -> int:
+        """Append tokens until one ends the request; how many were appended."""
+        for count, token_id in enumerate(token_ids, 1):
+            request.token_ids.append(token_id)
+            request.finish_reason = self._finish_reason(request, token_id)
+            if request.finished:
+                return count
+        return len(token_ids)
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        """Whether the token just appended ends the request; stop tokens are kept out of the text."""
+        params = request.params
+        if token_id in (params.stop_token_ids or ()) or (token_id in self.eos_token_ids and not params.ignore_eos):
+            return "stop"
+        if request.detokenizer and request.detokenizer.append(token_id):
+            return "stop"
+        return "length" if request.num_output == params.max_tokens else None
+
+    def _settle(self, request: Request) -> None:
+        """Release everything of a finished request, and the blocks that a rewind emptied of the others."""
+        if request.finished:
+            if request.detokenizer:
+                request.detokenizer.flush()
+            request.drafts, request.draft_probs = [], None
+            self._free(request)
+            return
+        keep = self._blocks_for(request.prefill_end)
+        self.blocks.release(request.block_table[keep:])
+        del request.block_table[keep:]
+
+    def check_integrity(self) -> None:
+        """Compare the allocators with what the requests hold.
+
+        Raises:
+            MtpkitError: they disagree, or a waiting request holds something.
+        """
+        self.blocks.check_integrity([block for request in self.running for block in request.block_table])
+        self.slots.check_integrity([request.slot for request in self.running if request.slot is not None])
+        holders = [r.request_id for r in self.waiting if r.block_table or r.slot is not None]
+        if holders or any(r.slot is None for r in self.running):
+            raise MtpkitError(f"waiting requests hold blocks or slots: {holders}, or a running one has no slot")

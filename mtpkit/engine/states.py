@@ -1,0 +1,90 @@
+"""The caches of all layers: paged keys and values, and recurrent state with either rollback, accounted in bytes."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mtpkit.engine.params import EngineConfig
+from mtpkit.model.inputs import (
+    AttentionCache,
+    AttentionCacheSpec,
+    CacheSpec,
+    LayerCache,
+    MambaCacheSpec,
+    ReplayCache,
+    SnapshotCache,
+)
+
+POISON_VARIABLE = "MTPKIT_POISON"
+"""Set to 1, the environment variable fills new caches with NaN, so that reading what was never written shows."""
+_MIN_RING_LENGTH = 8
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Shapes of the caches of every layer; one unit is a block of keys and values or a slot of recurrent state."""
+
+    specs: Mapping[str, CacheSpec]
+    config: EngineConfig
+    dtype: torch.dtype
+    state_dtype: torch.dtype = torch.float32
+
+    @property
+    def ring_length(self) -> int:
+        """Entries of the replay ring: several steps' worth, so that state is written once in a while."""
+        return max(_MIN_RING_LENGTH, self.config.decode_width)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self._bytes(AttentionCacheSpec)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of recurrent state of one request over all layers."""
+        return self._bytes(MambaCacheSpec)
+
+    def _bytes(self, kind: type) -> int:
+        shapes = [s for spec in self.specs.values() if isinstance(spec, kind) for s in self._unit(spec).values()]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+    def _unit(self, spec: CacheSpec) -> Shapes:
+        """Shape and type of one unit of each tensor of a layer's cache."""
+        if isinstance(spec, AttentionCacheSpec):
+            page = (self.config.block_size, spec.num_kv_heads, spec.head_dim)
+            return {"key": (page, self.dtype), "value": (page, self.dtype)}
+        window = (spec.conv_dim, spec.conv_kernel - 1 + self.config.num_speculative_tokens)
+        state = (spec.num_heads, spec.head_dim, spec.state_dim)
+        if self.config.state_rollback == "snapshot":
+            return {"conv": (window, self.dtype), "state": ((self.config.decode_width, *state), self.state_dtype)}
+        ring = self.ring_length
+        return {
+            "conv": (window, self.dtype),
+            "state": (state, self.state_dtype),
+            "x": ((ring, spec.num_heads, spec.head_dim), self.dtype),
+            "B": ((ring, spec.num_groups, spec.state_dim), self.dtype),
+            "dt": ((ring, spec.num_heads), torch.float32),
+        }
+
+    def allocate(self, num_blocks: int, num_slots: int, device: torch.device) -> dict[str, LayerCache]:
+        """The cache of each layer."""
+        fill = math.nan if os.environ.get(POISON_VARIABLE) == "1" else 0.0
+        caches: dict[str, LayerCache] = {}
+        for name, spec in self.specs.items():
+            units = num_blocks if isinstance(spec, AttentionCacheSpec) else num_slots
+            tensors = {
+                field: torch.full((units, *shape), fill, dtype=dtype, device=device)
+                for field, (shape, dtype) in self._unit(spec).items()
+            }
+            caches[name] = self._cache_type(spec)(**tensors)
+        return caches
+
+    def _cache_type(self, spec: CacheSpec) -> type[LayerCache]:
+        if isinstance(spec, AttentionCacheSpec):
+            return AttentionCache
+        return SnapshotCache if self.config.state_rollback == "snapshot" else ReplayCache

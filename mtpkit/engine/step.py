@@ -1,0 +1,105 @@
+"""The values that the five calls of a step hand on. All are frozen; none is kept beyond its step.
+
+Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), D decode rows (the first of those),
+N = D * (1 + K) + (S - D) logits, K drafts, V vocabulary, h hidden size.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtpkit.engine.request import Request
+from mtpkit.engine.sampler import SamplingTensors
+from mtpkit.model.inputs import StepInput
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's share of a step: `length` tokens from position `start` on."""
+
+    request: Request
+    start: int
+    length: int
+    samples: bool
+    """Whether the step chooses a token: decode rows and the chunk that ends a prompt do."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to feed: known ones, and a decode row's drafts after them."""
+        known = self.request.token_ids[self.start : self.start + self.length]
+        return known + self.request.drafts[: self.length - len(known)]
+
+    def known_after(self, count: int) -> list[int]:
+        """The `count` tokens that follow a chunk, zeros where they are not known."""
+        end = self.start + self.length
+        known = self.request.token_ids[end : end + count]
+        return known + [0] * (count - len(known))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which requests run: decode rows first, then prefill chunks that sample, then the other chunks."""
+
+    rows: tuple[Row, ...]
+    num_decode_rows: int
+    num_sampling_rows: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A plan as tensors."""
+
+    plan: Plan
+    token_ids: Tensor
+    """[T] int64."""
+    inputs: StepInput
+    sampling: SamplingTensors
+    """Of the S sampling rows."""
+    logit_indices: Tensor
+    """[N] int64, the tokens whose logits are needed: all of the decode rows, the last of the sampling chunks."""
+    logit_rows: Tensor
+    """[N] int64, the row of each."""
+    drafts: Tensor
+    """[D, K] int64, the drafts under verification."""
+    draft_probs: Tensor | None
+    """[D, K, V], the distributions they were drawn from; None: they are the best tokens."""
+    lookahead: Tensor
+    """[R, max(K, 1)] int64, the known tokens after each chunk, zeros where unknown."""
+
+    def newest(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """[S] flat index and [S] position of each sampling row's newest accepted token, for [R] `accepted`."""
+        count, decode = self.plan.num_sampling_rows, self.plan.num_decode_rows
+        flat = self.inputs.query_start[1 : count + 1] - 1
+        flat[:decode] = self.inputs.query_start[:decode] + accepted[:decode]
+        return flat, self.inputs.positions[flat]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What the base computed."""
+
+    logits: Tensor
+    """[N, V]."""
+    hidden: Tensor
+    """[T, 1, h], after the final norm."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided."""
+
+    accepted: Tensor
+    """[R] int64, accepted drafts; 0 for prefill rows."""
+    token_ids: Tensor
+    """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. A chunk that does not sample has the known
+    token after it in its first column, so that column `accepted` is the next token of every row."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What the next step verifies."""
+
+    token_ids: Tensor
+    """[S, K] int64."""
+    probs: Tensor | None = None
+    """[S, K, V] when the drafts were drawn from a distribution."""

@@ -1,0 +1,75 @@
+"""Which drafts are accepted, in plain PyTorch.
+
+Shape legend: R rows, K drafts a row, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from mtpkit.kernels.sampling import sample
+
+
+def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept drafts while they equal the target's own choice at their position.
+
+    With the argmax as the choice this is greedy verification. With a draw from p it is exact rejection sampling
+    (Leviathan et al., 2023) of drafts whose q is one-hot: a draft d is accepted with probability p(d), and a draw that
+    differs from d is distributed as the normalised (p - q)+. The tokens are then also those that decoding without
+    drafts draws from the same uniforms.
+
+    Example: drafts [5, 7, 9], choices [5, 7, 2, 4] -> accepted 2, token ids [5, 7, 2, 0].
+
+    Args:
+        draft_token_ids: [R, K] int64.
+        sampled_token_ids: [R, 1 + K] int64, the choice at each draft's position and the one after the last.
+
+    Returns:
+        accepted [R] int64 in 0..K, and token ids [R, 1 + K]: the accepted drafts, the next token, then zeros.
+    """
+    matches = draft_token_ids == sampled_token_ids[:, :-1]
+    accepted = matches.long().cumprod(-1).sum(-1)
+    return accepted, _cut(sampled_token_ids, accepted)
+
+
+def accept_rejection(
+    draft_token_ids: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Exact rejection sampling of drafts that were drawn from q (Leviathan et al., 2023; Chen et al., 2023).
+
+    Draft d is accepted when u < p(d) / q(d); the first rejected one is replaced by a draw from the normalised
+    (p - q)+, and when none is rejected one more token is drawn from p.
+
+    Args:
+        draft_token_ids: [R, K] int64.
+        draft_probs: [R, K, V], q at each draft.
+        target_probs: [R, 1 + K, V], p at each draft and after the last.
+        accept_uniforms: [R, K] float64, the u of each draft.
+        sample_uniforms: [R, 1 + K] float64, for the replacing or the last draw.
+
+    Returns:
+        As `accept_matching`.
+    """
+    rows, _, vocab_size = target_probs.shape
+    p = target_probs[:, :-1].gather(-1, draft_token_ids[..., None])[..., 0].double()
+    q = draft_probs.gather(-1, draft_token_ids[..., None])[..., 0].double()
+    accepted = (accept_uniforms * q < p).long().cumprod(-1).sum(-1)
+
+    residual = (target_probs[:, :-1] - draft_probs).clamp_min(0)
+    # Rounding can empty a residual whose true mass is tiny; p is then within rounding of q.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs[:, :-1])
+    weights = torch.cat([residual, target_probs[:, -1:]], dim=1)
+    at_stop = accepted[:, None, None].expand(rows, 1, vocab_size)
+    chosen = sample(weights.gather(1, at_stop)[:, 0], sample_uniforms.gather(1, accepted[:, None])[:, 0])
+
+    token_ids = torch.cat([draft_token_ids, draft_token_ids.new_zeros(rows, 1)], dim=1)
+    return accepted, _cut(token_ids.scatter(1, accepted[:, None], chosen[:, None]), accepted)
+
+
+def _cut(token_ids: Tensor, accepted: Tensor) -> Tensor:
+    """Zero what follows the next token, at index `accepted`."""
+    keep = torch.arange(token_ids.shape[1], device=token_ids.device) <= accepted[:, None]
+    return token_ids * keep

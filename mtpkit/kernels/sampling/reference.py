@@ -1,0 +1,131 @@
+"""Sampling in plain PyTorch: penalties, temperature and filters, counter-based randomness, inverse CDF.
+
+Shape legend: N rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_ROUNDS = 10
+
+
+def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al., 2011): four 32-bit words that are a pure function of key and counter.
+
+    Args:
+        key: [N] int64, 64 bits.
+        counter: four [N] int64 tensors with values below 2^32.
+
+    Returns:
+        Four [N] int64 tensors with values below 2^32.
+    """
+    key0, key1 = key & _WORD, (key >> 32) & _WORD
+    c0, c1, c2, c3 = counter
+    for _ in range(_PHILOX_ROUNDS):
+        # The 64-bit products wrap to negative int64; shift and mask still find their unsigned halves.
+        left, right = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((right >> 32) & _WORD) ^ c1 ^ key0,
+            right & _WORD,
+            ((left >> 32) & _WORD) ^ c3 ^ key1,
+            left & _WORD,
+        )
+        key0, key1 = (key0 + _PHILOX_WEYL[0]) & _WORD, (key1 + _PHILOX_WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """The uniform number that belongs to a seed, a token position and a stream, whatever else is in the batch.
+
+    Args:
+        seeds: [N] int64.
+        positions: [N] int64, position of the token that the number decides.
+        stream: which of the independent numbers of that position.
+
+    Returns:
+        [N] float64 in [0, 1), multiples of 2^-48: the product with any total stays below that total.
+    """
+    zeros = torch.zeros_like(positions)
+    high, low, _, _ = philox(seeds, (positions & _WORD, (positions >> 32) & _WORD, zeros + stream, zeros))
+    return ((high << 16) + (low >> 16)).double() / 2.0**48
+
+
+def apply_penalties(
+    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Penalise tokens that were seen: repetition counts prompt and output, frequency and presence the output alone.
+
+    Args:
+        logits: [N, V].
+        prompt_mask: [N, V] bool, tokens that are in the prompt.
+        output_counts: [N, V] occurrences in the output so far.
+        repetition, frequency, presence: [N] float; 1, 0 and 0 leave a row as it is.
+
+    Returns:
+        [N, V] float32.
+    """
+    logits, counts = logits.float(), output_counts.float()
+    factor = torch.where(prompt_mask | (counts > 0), repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+
+
+def probabilities(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """The distribution that is sampled from: temperature, then min-p, top-k and top-p, then softmax.
+
+    Args:
+        logits: [N, V].
+        temperature: [N] float; 0 puts all mass on the (first) largest logit.
+        top_k: [N] int64 in 1..V (V: off), or None when no row uses it; ties with the k-th stay.
+        top_p: [N] float in (0, 1] (1: off), or None.
+        min_p: [N] float in [0, 1] (0: off), or None.
+
+    Returns:
+        [N, V] float32.
+    """
+    greedy = temperature == 0
+    scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    if min_p is not None:
+        distribution = scaled.softmax(-1)
+        scaled = scaled.masked_fill(distribution < min_p[:, None] * distribution.amax(-1, keepdim=True), -torch.inf)
+    if top_k is not None or top_p is not None:
+        scaled = _keep_top(scaled, top_k, top_p)
+    certain = torch.zeros_like(scaled).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], certain, scaled.softmax(-1))
+
+
+def _keep_top(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Mask what top-k and top-p leave out; top-p measures the mass that top-k left."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ordered = ordered.masked_fill(ordered < ordered.gather(-1, top_k[:, None] - 1), -torch.inf)
+    if top_p is not None:
+        mass = ordered.softmax(-1)
+        mass_before = mass.cumsum(-1) - mass
+        # A row without top-p is left alone: its rounded cumulative mass may reach 1 before the last token.
+        ordered = ordered.masked_fill((mass_before >= top_p[:, None]) & (top_p < 1)[:, None], -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token a row by inverting its cumulative distribution.
+
+    Args:
+        weights: [N, V], non-negative with a positive sum; need not be normalised.
+        uniforms: [N] float64 from `uniform`.
+
+    Returns:
+        [N] int64; a token of weight 0 is never drawn.
+    """
+    cumulative = weights.double().cumsum(-1)
+    threshold = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
