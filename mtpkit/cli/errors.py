@@ -1,6 +1,7 @@
 """The error boundary: what went wrong becomes one line on stderr and an exit code."""
 
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -15,6 +16,11 @@ from mtpkit.errors import MtpkitError
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 
+# megatron-core's import tells of every optional package and device that it misses. Here, and not in `run`, because
+# commands import it before they run.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
 
 def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None = None) -> NoReturn:
     """Run a command or a function of no arguments, and exit.
@@ -26,8 +32,6 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
     Args:
         args: the command line of a typer command, by default that of the process.
     """
-    # megatron-core tells of every optional package that it misses.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     try:
         if isinstance(command, typer.Typer):
             # Not standalone: usage errors come here too. What comes back is the code of a `typer.Exit`, or None.
@@ -38,6 +42,8 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
         message = getattr(error, "format_message", error.__str__)()
+        if not message:  # a group without a command has already printed its help
+            sys.exit(USAGE_EXIT_CODE)
         _fail(f"{message} (see --help)", USAGE_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)

@@ -11,7 +11,9 @@ from mtpkit import __version__
 from mtpkit.cli.errors import run
 
 COMMANDS = {
+    "train": "Train MTP heads on a frozen base.",
     "data": "Show what a data set becomes when it is tokenised and packed.",
+    "convert": "Convert checkpoints between the Hugging Face and the Megatron layout, and compare them.",
 }
 """Name of each command, which is also its module's, and its line in the help. The module's `app` is a `typer.Typer`."""
 

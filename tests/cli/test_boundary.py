@@ -56,6 +56,12 @@ def test_a_bug_keeps_its_traceback() -> None:
     assert done.stderr.startswith("Traceback") and "KeyError: 'bug'" in done.stderr
 
 
+def test_a_group_without_a_command_prints_its_help() -> None:
+    commands = "".join(f"@app.command()\ndef {name}(): ...\n" for name in "ab")
+    done = python("-c", f"{PREAMBLE}app = typer.Typer(no_args_is_help=True)\n{commands}run(app)")
+    assert done.returncode == 2 and "Usage:" in done.stdout and "error" not in done.stderr
+
+
 def test_output_into_a_closed_pipe_is_quiet() -> None:
     body = "[print('x' * 1000) for _ in range(1000)]"
     command = [sys.executable, "-c", PREAMBLE + ENTRIES["function"].format(body=body)]

@@ -1,0 +1,25 @@
+"""The command table and the modules agree."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+
+import mtpkit.cli
+from mtpkit.cli.main import COMMANDS
+
+HELPERS = {"__init__", "errors", "main", "options"}
+
+
+def test_every_command_module_is_registered() -> None:
+    modules = {path.stem for path in Path(mtpkit.cli.__file__).parent.glob("*.py")}
+    assert modules - HELPERS == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_module_has_an_app(name: str) -> None:
+    app = import_module(f"mtpkit.cli.{name}").app
+    assert isinstance(app, typer.Typer)
+    options = {option for param in typer.main.get_command(app).params for option in param.opts}
+    assert "--install-completion" not in options, "give typer.Typer add_completion=False"
