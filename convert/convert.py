@@ -1,0 +1,7 @@
+"""Convert checkpoints: python convert/convert.py {import,export,verify} SOURCE DESTINATION ..."""
+
+from mtpkit.cli import run
+from mtpkit.cli.convert import app
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,17 @@
+"""Checkpoints: two layouts, one config, one way to load."""
+
+from mtpkit.checkpoint.layout import detect_layout, find_companions, latest_iteration, load_config
+from mtpkit.checkpoint.load import load_model, load_model_weights
+from mtpkit.checkpoint.run import load_checkpoint, save_checkpoint, save_model
+
+__all__ = [
+    "detect_layout",
+    "find_companions",
+    "latest_iteration",
+    "load_checkpoint",
+    "load_config",
+    "load_model",
+    "load_model_weights",
+    "save_checkpoint",
+    "save_model",
+]

@@ -1,0 +1,116 @@
+"""Directories and files that appear whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtpkit.errors import MtpkitError, StorageError, UserError
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn a failure of the file system, however deeply torch or megatron-core wrapped it, into a `StorageError`."""
+    try:
+        yield
+    except MtpkitError:
+        raise
+    except Exception as error:
+        cause = _os_error(error)
+        if cause is None:
+            raise
+        raise StorageError(f"{path}: cannot write: {cause}; nothing was left behind") from error
+
+
+def _os_error(error: BaseException | None) -> str | None:
+    """The text of the OSError that an exception is, wraps or quotes; None if there is none."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.strerror or str(error)
+        for wrapped in getattr(error, "failures", {}).values():  # torch's CheckpointException: rank -> (error, trace)
+            found = _os_error(wrapped[0])
+            if found:
+                return found
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def check_destination(path: Path, force: bool) -> None:
+    """Refuse to write over what is there.
+
+    Raises:
+        UserError: `path` is a file, or a directory with content and not `force`, or not a checkpoint at all.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; name a directory")
+    if not any(path.iterdir()):
+        return
+    if not force:
+        raise UserError(f"{path} is not empty; name another directory, or replace it with --force")
+    if not any((path / name).exists() for name in ("config.json", "mtpkit.json", "metadata.json", ".metadata")):
+        raise UserError(f"{path} does not hold a checkpoint; remove it by hand if it is to be replaced")
+
+
+@contextmanager
+def staged_directory(path: Path, force: bool = False) -> Iterator[Path]:
+    """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
+
+    Raises:
+        UserError: see `check_destination`.
+        StorageError: writing failed, for instance on a full disk.
+    """
+    check_destination(path, force)
+    staging = path.parent / f".{path.name}.writing-{os.getpid()}"
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        try:
+            yield staging
+            fsync_tree(staging)
+            replace_directory(staging, path)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+def replace_directory(staging: Path, path: Path) -> None:
+    """Rename `staging` to `path`; a previous directory of that name is gone only after the new one stands."""
+    previous = path.parent / f".{path.name}.replaced-{os.getpid()}"
+    if path.exists():
+        path.rename(previous)
+    staging.rename(path)
+    fsync_path(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a small text file in one step."""
+    staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    with storage_errors(path):
+        try:
+            staging.write_text(text)
+            fsync_path(staging)
+            staging.replace(path)
+            fsync_path(path.parent)
+        finally:
+            staging.unlink(missing_ok=True)
+
+
+def fsync_tree(root: Path) -> None:
+    """Flush every file below `root`, and `root` itself, to the disk."""
+    for path in root.rglob("*"):
+        fsync_path(path)
+    fsync_path(root)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush one file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,230 @@
+"""Nemotron-H and Nemotron 3: config keys, as published and as transformers 5 saves them."""
+
+import math
+from typing import Any
+
+from mtpkit.checkpoint.families.nemotron_h_names import canonical_hf_name, table
+from mtpkit.config import LAYER_KINDS, ModelConfig
+from mtpkit.errors import UserError
+
+__all__ = ["canonical_hf_name", "config_from_hf", "config_to_hf", "table"]
+
+BLOCK_TYPES = {
+    "linear_attention": "M",
+    "full_attention": "*",
+    "moe": "E",
+    "mlp": "-",
+    "mamba": "M",
+    "attention": "*",
+}
+"""Names in `layers_block_type`: transformers 5's and, last, the older ones."""
+
+FIXED = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "use_conv_bias": True,
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "quantization_config": None,
+}
+"""Settings with one value that can be represented. Transformers never ties Nemotron-H's embeddings."""
+
+COMMON_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layer_norm_epsilon": "layernorm_epsilon",
+    "initializer_range": "init_std",
+    "bos_token_id": "bos_token_id",
+    "pad_token_id": "pad_token_id",
+}
+LAYER_KEYS = {
+    "*": {
+        "num_attention_heads": "num_attention_heads",
+        "num_key_value_heads": "num_query_groups",
+        "head_dim": "kv_channels",
+    },
+    "-": {"intermediate_size": "ffn_hidden_size"},
+    "M": {
+        "mamba_num_heads": "mamba_num_heads",
+        "mamba_head_dim": "mamba_head_dim",
+        "ssm_state_size": "mamba_state_dim",
+        "n_groups": "mamba_num_groups",
+        "conv_kernel": "mamba_conv_kernel",
+        "chunk_size": "mamba_chunk_size",
+    },
+    "E": {
+        "n_routed_experts": "num_moe_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        "moe_latent_size": "moe_latent_size",
+        "routed_scaling_factor": "moe_router_topk_scaling_factor",
+        "n_group": "moe_router_num_groups",
+        "topk_group": "moe_router_group_topk",
+    },
+}
+"""Config key -> ModelConfig field, read only for the layer letters that the model has."""
+
+OPTIONAL_KEYS = {
+    "max_position_embeddings": 4096,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "moe_latent_size": None,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Keys that may be absent, with transformers' defaults."""
+
+
+def _keys(letters: str) -> dict[str, str]:
+    """The config keys that a model with these layer letters needs."""
+    keys = dict(COMMON_KEYS)
+    for letter in sorted(set(letters)):
+        keys |= LAYER_KEYS[letter]
+    return keys
+
+
+def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
+    """Read a `config.json`, with the published keys or those that transformers 5 saves.
+
+    `num_nextn_predict_layers` counts physical layers. How many depths a repeated head was trained for is kept under
+    the key `mtpkit`; without it one physical layer counts as a repeated head of depth 1, several as distinct heads.
+
+    Raises:
+        UserError: names every missing key, unknown layer and setting that cannot be represented.
+    """
+    pattern = _read_pattern(hf, "hybrid_override_pattern", "layers_block_type")
+    physical = int(hf.get("num_nextn_predict_layers") or 0)
+    mtp_pattern = _read_pattern(hf, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if physical else ""
+    hf = {"head_dim": hf.get("attention_head_dim")} | hf  # the name in the first Nemotron-H releases
+    keys = _keys(pattern + mtp_pattern)
+    problems = [f"missing key {key}" for key in keys if key not in OPTIONAL_KEYS and hf.get(key) is None]
+    problems += _unsupported(hf, pattern, pattern + mtp_pattern)
+    depths, repeated = _read_depths(hf, physical)
+    if physical and physical != (1 if repeated else depths):
+        problems.append(f"num_nextn_predict_layers {physical} contradicts mtpkit {hf['mtpkit']}")
+    if problems:
+        raise UserError("config.json: " + "; ".join(problems))
+    values: dict[str, Any] = {
+        name: hf[key] if hf.get(key) is not None else OPTIONAL_KEYS.get(key) for key, name in keys.items()
+    }
+    if "E" in pattern + mtp_pattern:
+        values["moe_latent_size"] = values["moe_latent_size"] or 0
+    eos = hf.get("eos_token_id")
+    return ModelConfig(
+        family="nemotron_h",
+        pattern=pattern,
+        mtp_pattern=mtp_pattern,
+        mtp_num_depths=depths,
+        mtp_use_repeated_layer=repeated,
+        # Transformers clamps dt to this range and ignores `time_step_limit`.
+        mamba_dt_limit=(float(hf.get("time_step_min", 0.001)), math.inf),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        **values,
+    )
+
+
+def _read_pattern(hf: dict[str, Any], letters_key: str, blocks_key: str) -> str:
+    """A layer pattern as letters, from whichever of its two keys is there."""
+    if hf.get(letters_key):
+        pattern = hf[letters_key]
+        unknown = sorted(set(pattern) - set(LAYER_KINDS))
+        if unknown:
+            raise UserError(f"config.json: {letters_key} has unknown layer letter(s) {unknown}; known: M * - E")
+        return pattern
+    blocks = hf.get(blocks_key)
+    if not blocks:
+        raise UserError(f"config.json: missing key {letters_key} (or {blocks_key})")
+    unknown = sorted(set(blocks) - set(BLOCK_TYPES))
+    if unknown:
+        raise UserError(f"config.json: {blocks_key} has unknown layers {unknown}; known: {', '.join(BLOCK_TYPES)}")
+    return "".join(BLOCK_TYPES[block] for block in blocks)
+
+
+def _read_depths(hf: dict[str, Any], physical: int) -> tuple[int, bool]:
+    """(depths the heads were trained for, whether they share one layer)."""
+    own = hf.get("mtpkit") or {}
+    depths, repeated = own.get("mtp_num_depths", physical), own.get("mtp_use_repeated_layer", physical <= 1)
+    return (int(depths), bool(repeated)) if physical else (0, True)
+
+
+def _unsupported(hf: dict[str, Any], pattern: str, letters: str) -> list[str]:
+    """Clauses for settings that would change what the model computes and that it cannot represent."""
+    problems = [
+        f"{key} {hf[key]!r} is not supported, only {value!r}"
+        for key, value in FIXED.items()
+        if hf.get(key, value) not in (value, None)
+    ]
+    if hf.get("num_hidden_layers", len(pattern)) != len(pattern):
+        problems.append(f"num_hidden_layers {hf['num_hidden_layers']} but the pattern has {len(pattern)} layers")
+    if "E" not in letters:
+        return problems
+    topk = hf.get("num_experts_per_tok") or 0
+    if hf.get("n_shared_experts", 1) != 1:
+        problems.append(f"n_shared_experts {hf['n_shared_experts']} is not supported, only 1")
+    if bool(hf.get("norm_topk_prob", True)) != (topk > 1):
+        problems.append("norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron")
+    if (hf.get("n_group") or 1) > 1 and topk != 2 * (hf.get("topk_group") or 1):
+        # Transformers ranks a group by its two best experts, Megatron by its topk / topk_group best.
+        problems.append("n_group above 1 needs num_experts_per_tok equal to twice topk_group")
+    return problems
+
+
+def config_to_hf(config: ModelConfig, original: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A `config.json` that transformers 5 and vLLM both read, with the published keys.
+
+    `original` is the config that the base came with; its other keys are kept.
+
+    Raises:
+        UserError: settings that Nemotron-H has no key for, all of them named.
+    """
+    _require_representable(config)
+    hf = dict(original or {})
+    for key in ("layers_block_type", "layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "mtpkit"):
+        hf.pop(key, None)
+    letters = config.pattern + config.mtp_pattern
+    hf |= {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    hf |= {key: value for key, value in FIXED.items() if value is not None}
+    hf |= {key: getattr(config, name) for key, name in _keys(letters).items()}
+    hf |= {"num_hidden_layers": len(config.pattern), "hybrid_override_pattern": config.pattern}
+    if "M" in letters:
+        hf["time_step_min"] = config.mamba_dt_limit[0]
+    if "E" in letters:
+        normalised = config.moe_router_topk > 1
+        hf |= {"n_shared_experts": 1, "norm_topk_prob": normalised, "moe_latent_size": config.moe_latent_size or None}
+    eos = list(config.eos_token_ids)
+    hf["eos_token_id"] = eos[0] if len(eos) == 1 else eos or None
+    hf["num_nextn_predict_layers"] = config.num_mtp_layers
+    if config.mtp_num_depths:
+        hf["mtp_hybrid_override_pattern"] = config.mtp_pattern
+        depths, repeated = config.mtp_num_depths, config.mtp_use_repeated_layer
+        hf["mtpkit"] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": repeated}
+    return hf
+
+
+def _require_representable(config: ModelConfig) -> None:
+    problems = []
+    if config.position_embedding_type != "none":
+        problems.append(f"position_embedding_type {config.position_embedding_type}")
+    if config.activation != "relu2":
+        problems.append(f"activation {config.activation}")
+    if config.qk_layernorm:
+        problems.append("qk_layernorm")
+    if config.tie_word_embeddings:
+        problems.append("tie_word_embeddings")
+    if config.mamba_dt_limit[1] != math.inf:
+        problems.append(f"mamba_dt_limit with upper bound {config.mamba_dt_limit[1]}")
+    if "E" in config.pattern + config.mtp_pattern and not config.moe_shared_expert_intermediate_size:
+        problems.append("experts without a shared expert")
+    if problems:
+        raise UserError(f"a nemotron_h config.json cannot express: {', '.join(problems)}")

@@ -1,0 +1,161 @@
+"""Hugging Face checkpoints: safetensors shards read and written one tensor at a time."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, list_names
+from mtpkit.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes that are read and written; quantised weights are not among them."""
+
+COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+OWN_FILES = {"config.json", "mtpkit.json", "metadata.json", "latest_checkpointed_iteration.txt", INDEX}
+
+
+class HFReader:
+    """A directory of safetensors under canonical names; `canonical` maps the names on disk to those.
+
+    Raises:
+        UserError: a shard is missing, damaged or cut off, or does not hold what the index says.
+    """
+
+    def __init__(self, directory: Path, canonical: Callable[[str], str] = str) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._places: dict[str, tuple[Any, str]] = {}
+        for path, promised in _shards(directory).items():
+            shard = _open_shard(path)
+            names = set(shard.keys())
+            if promised is not None and names != promised:
+                odd = list_names(sorted(names ^ promised))
+                raise UserError(f"{path} and {INDEX} disagree about: {odd}; download both again")
+            for name in sorted(names):
+                self._add(path, shard, name, canonical(name))
+
+    def _add(self, path: Path, shard: Any, name: str, canonical: str) -> None:
+        header = shard.get_slice(name)
+        if header.get_dtype() not in DTYPES:
+            raise UserError(f"{path}: {name} has dtype {header.get_dtype()}; convert the weights to bf16 or fp32 first")
+        if canonical in self.tensors:
+            raise UserError(f"{path}: {name} is stored twice, under two prefixes or in two shards")
+        self.tensors[canonical] = TensorInfo(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+        self._places[canonical] = (shard, name)
+
+    def read(self, name: str) -> Tensor:
+        shard, stored = self._places[name]
+        return shard.get_tensor(stored)
+
+
+def _shards(directory: Path) -> dict[Path, set[str] | None]:
+    """Shard files, each with the names that the index promises in it (None without an index)."""
+    index = directory / INDEX
+    if index.exists():
+        places: dict[str, str] = read_json(index).get("weight_map", {})
+        shards: dict[Path, set[str] | None] = {}
+        for name, file in places.items():
+            shards.setdefault(directory / file, set()).add(name)  # type: ignore[union-attr]
+    else:
+        shards = {directory / SINGLE: None}
+    missing = [path.name for path in shards if not path.exists()]
+    if missing or not shards:
+        raise UserError(f"{directory}: missing {list_names(missing) or 'weights'}; download the checkpoint again")
+    return shards
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or cut off ({error}); download it again") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        UserError: the file is missing or is not a JSON object.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return values
+
+
+def write_hf(
+    directory: Path, config: dict[str, Any], source: TensorSource, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write `config.json` and safetensors shards into an existing directory, holding one tensor at a time."""
+    shards = _plan_shards(source.tensors, max_shard_bytes)
+    total = sum(info.nbytes for info in source.tensors.values())
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    files = [SINGLE] if len(shards) == 1 else files
+    with tqdm(total=total, unit="B", unit_scale=True, desc="writing safetensors", disable=None) as bar:
+        for file, names in zip(files, shards, strict=True):
+            _write_shard(directory / file, names, source, bar)
+    if len(shards) > 1:
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
+    """Names shard by shard, in source order; widest dtype first within a shard, which keeps every tensor aligned."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, info in tensors.items():
+        if shards[-1] and size + info.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += info.nbytes
+    return [sorted(names, key=lambda name: -tensors[name].dtype.itemsize) for names in shards]
+
+
+def _write_shard(path: Path, names: list[str], source: TensorSource, bar: tqdm) -> None:
+    """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
+    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        info = source.tensors[name]
+        begin, end = end, end + info.nbytes
+        header[name] = {"dtype": dtype_names[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            data = source.read(name).contiguous().reshape(-1).view(torch.uint8)
+            assert data.numel() == source.tensors[name].nbytes, name
+            file.write(memoryview(data.numpy()))
+            bar.update(data.numel())
+
+
+def copy_companions(source: Path, destination: Path) -> None:
+    """Copy the files beside the weights: tokenizer, generation settings, chat template, remote code."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in COMPANION_SUFFIXES and path.name not in OWN_FILES:
+            shutil.copyfile(path, destination / path.name)

@@ -1,0 +1,144 @@
+"""Find out what a model directory holds, and read its config and its weights whichever layout it has.
+
+A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_checkpointed_iteration.txt` and
+`iter_0000123/` or `release/`, or a folder with `checkpoint/` in it. Config and tokenizer lie in or beside it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpkit.checkpoint.families import config_from_hf, get_family
+from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, read_json
+from mtpkit.checkpoint.megatron import MegatronReader
+from mtpkit.checkpoint.megatron_config import config_from_megatron
+from mtpkit.checkpoint.tensors import TensorSource
+from mtpkit.config import ModelConfig
+from mtpkit.errors import UserError
+
+Layout = Literal["hf", "megatron"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+OWN_CONFIG = "mtpkit.json"
+RELEASE = "release"
+"""Name that Megatron-LM gives to a checkpoint that is not a step of a run."""
+
+
+def iteration_name(iteration: int | None) -> str:
+    """Directory of an iteration inside a run; None: the release."""
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+
+def detect_layout(directory: Path | str) -> Layout:
+    """Which of the two layouts a directory has.
+
+    Raises:
+        UserError: it does not exist, or has neither; says what was looked for.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such model directory")
+    if _find_torch_dist(directory) is not None:
+        return "megatron"
+    if (directory / "config.json").exists():
+        return "hf"
+    raise UserError(
+        f"{directory} is no model directory: looked for config.json with {SINGLE} or {INDEX} (Hugging Face), and for "
+        f"metadata.json with .metadata, {TRACKER}, or checkpoint/ (Megatron)"
+    )
+
+
+def find_torch_dist(directory: Path | str) -> Path:
+    """The `torch_dist` directory inside a Megatron directory: the latest iteration of a run.
+
+    Raises:
+        UserError: there is none, or the one that the tracker file names is missing.
+    """
+    directory = Path(directory)
+    found = _find_torch_dist(directory)
+    if found is None or not (found / ".metadata").exists():
+        raise UserError(f"{found or directory} holds no Megatron checkpoint: .metadata is missing")
+    return found
+
+
+def _find_torch_dist(directory: Path) -> Path | None:
+    tracker = directory / TRACKER
+    if (directory / "metadata.json").exists() or (directory / ".metadata").exists():
+        return directory
+    if tracker.exists():
+        return directory / iteration_name(latest_iteration(directory))
+    if (directory / "checkpoint").is_dir():
+        return directory / "checkpoint"
+    return None
+
+
+def latest_iteration(directory: Path | str) -> int | None:
+    """The iteration that a run's tracker file names; None for a release, or where no iteration was saved yet.
+
+    Raises:
+        UserError: the tracker file holds something else.
+    """
+    tracker = Path(directory) / TRACKER
+    text = tracker.read_text().strip() if tracker.exists() else RELEASE
+    if text != RELEASE and not text.isdecimal():
+        raise UserError(f"{tracker} holds {text!r}; write the number of an existing iteration into it")
+    return None if text == RELEASE else int(text)
+
+
+def _beside(directory: Path) -> Iterator[Path]:
+    """Where the files that go with a Megatron checkpoint may lie, nearest first."""
+    checkpoint = find_torch_dist(directory)
+    yield from dict.fromkeys((directory, checkpoint, checkpoint.parent))
+
+
+def find_companions(directory: Path | str) -> Path:
+    """The directory that holds the tokenizer and the other files beside the weights of a model directory."""
+    directory = Path(directory)
+    if detect_layout(directory) == "hf":
+        return directory
+    marks = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
+    return next((place for place in _beside(directory) if any((place / m).exists() for m in marks)), directory)
+
+
+def load_config(directory: Path | str) -> ModelConfig:
+    """The `ModelConfig` of a model directory of either layout.
+
+    Raises:
+        UserError: no config, or one that cannot be represented.
+    """
+    directory = Path(directory)
+    if detect_layout(directory) == "hf":
+        return config_from_hf(read_json(directory / "config.json"))
+    for place in _beside(directory):
+        if (place / OWN_CONFIG).exists():
+            return ModelConfig.from_dict(read_json(place / OWN_CONFIG))
+        if (place / "config.json").exists():
+            values = read_json(place / "config.json")
+            return config_from_megatron(values["config"]) if "config" in values else config_from_hf(values)
+    args = MegatronReader(find_torch_dist(directory)).read_common_state().get("args")
+    if args is None:
+        raise UserError(f"{directory}: no config; looked for {OWN_CONFIG} and config.json there, and for args inside")
+    return config_from_megatron(vars(args))
+
+
+def load_hf_config(directory: Path | str) -> dict[str, Any] | None:
+    """The Hugging Face config that a Megatron checkpoint was imported with, if it came with one."""
+    for place in _beside(Path(directory)):
+        if (place / "config.json").exists():
+            values = read_json(place / "config.json")
+            return values if "model_type" in values else None
+    return None
+
+
+def open_weights(directory: Path | str) -> TensorSource:
+    """The weights of a model directory under Megatron's names.
+
+    Raises:
+        UserError: files are missing or damaged, or a Hugging Face checkpoint does not fit its own config.
+    """
+    directory = Path(directory)
+    if detect_layout(directory) == "megatron":
+        return MegatronReader(find_torch_dist(directory))
+    config = load_config(directory)
+    family = get_family(config.family)
+    return family.table(config).to_megatron(HFReader(directory, family.canonical_hf_name), directory)

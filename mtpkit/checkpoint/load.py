@@ -1,0 +1,80 @@
+"""Weights from a model directory of either layout into a model, and models from nothing but a directory."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from mtpkit.checkpoint.layout import load_config, open_weights
+from mtpkit.checkpoint.megatron import is_stacked
+from mtpkit.checkpoint.tensors import Shape, require_same_names
+from mtpkit.model import build_model
+
+
+def load_model(
+    directory: Path | str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = "cpu",
+    backend: str = "local",
+) -> HybridModel:
+    """Build the model that a directory of either layout describes and load its weights, one tensor at a time.
+
+    Raises:
+        UserError: no checkpoint there, a config that cannot be built, or weights that do not fit it.
+    """
+    model = build_model(load_config(directory), dtype=dtype, device=device, backend=backend)
+    load_model_weights(model, directory)
+    return model
+
+
+@torch.no_grad()
+def load_model_weights(
+    model: HybridModel, directory: Path | str, strict: bool = True, allow_missing_heads: bool = False
+) -> None:
+    """Copy weights into a model's parameters, casting them to its dtypes. At any parallelism: each rank takes its part.
+
+    Args:
+        strict: tensors that the model does not have are an error.
+        allow_missing_heads: leave the model's `mtp.*` as they are if the checkpoint has none at all.
+
+    Raises:
+        UserError: lists every missing, unexpected and differently shaped tensor, before any parameter is changed.
+    """
+    source = open_weights(directory)
+    targets = _targets(model)
+    expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
+    if allow_missing_heads and not any(name.startswith("mtp.") for name in source.tensors):
+        expected = {name: shape for name, shape in expected.items() if not name.startswith("mtp.")}
+    found = {name: info.shape for name, info in source.tensors.items()}
+    whole = model.pg_collection.pp.size() == 1 and model.config.expert_model_parallel_size == 1
+    require_same_names(str(directory), found, expected, extra_ok=not (strict and whole))
+    for name in source.tensors:  # in the checkpoint's order, so that a tensor that splits into several is read once
+        if name in expected:
+            value = source.read(name)
+            for shard in targets[name]:
+                shard.data.copy_(value[_local_slice(shard)])
+
+
+def _targets(model: HybridModel) -> dict[str, list[ShardedTensor]]:
+    """Views of this rank's parameters and buffers, by Megatron's name on disk."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    targets = defaultdict(list)
+    for shard in nested_values(load_preprocess(model.sharded_state_dict())[0]):
+        if isinstance(shard, ShardedTensor):
+            assert shard.data.untyped_storage().data_ptr() in own, f"{shard.key} is a copy"
+            stacked = is_stacked(shard.key)
+            targets[f"{shard.key}[{shard.global_offset[0]}]" if stacked else shard.key].append(shard)
+    return targets
+
+
+def _global_shape(shard: ShardedTensor) -> Shape:
+    return tuple(shard.global_shape[shard.prepend_axis_num :])
+
+
+def _local_slice(shard: ShardedTensor) -> tuple[slice, ...]:
+    offsets = shard.global_offset[shard.prepend_axis_num :]
+    return tuple(slice(start, start + size) for start, size in zip(offsets, shard.local_shape, strict=True))

@@ -1,0 +1,230 @@
+"""Megatron's distributed checkpoints (`torch_dist`), read and written one tensor at a time without a process group.
+
+Stacked experts appear as one tensor an expert: `...experts.linear_fc1.weight[3]` is slice 3 of dimension 0.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from tqdm import tqdm
+
+from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource
+from mtpkit.errors import UserError
+
+COMMON_STATE = "common_state/shard_0_1"
+"""Where megatron-core keeps what is not a tensor, as a list of one dictionary."""
+
+TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
+"""Prefixes of tensors that belong to a training run and not to the model."""
+
+_SLICE = re.compile(r"(.+)\[(\d+)\]")
+
+
+def split_slice(name: str) -> tuple[str, int | None]:
+    """`key[3]` -> (`key`, 3); any other name -> (name, None)."""
+    match = _SLICE.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def is_stacked(key: str) -> bool:
+    """Whether a key on disk holds the weights of all experts of a layer."""
+    return ".experts.experts." in key
+
+
+class MegatronReader:
+    """The model's tensors in a `torch_dist` directory, saved at any parallelism.
+
+    Raises:
+        UserError: the metadata, or a file that a read needs, is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._reader = dcp.FileSystemReader(directory)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+        except Exception as error:  # unpickling damaged bytes can raise anything
+            raise UserError(f"{directory}/.metadata is missing or damaged ({_first_line(error)})") from error
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self.tensors: dict[str, TensorInfo] = dict(self._list())
+
+    def _list(self) -> Iterator[tuple[str, TensorInfo]]:
+        for key, entry in self._metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata) or key.startswith(TRAINING_STATE):
+                continue
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            if is_stacked(key):
+                yield from ((f"{key}[{e}]", TensorInfo(shape[1:], dtype)) for e in range(shape[0]))
+            else:
+                yield key, TensorInfo(shape, dtype)
+
+    def read(self, name: str) -> Tensor:
+        key, row = split_slice(name)
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata), key
+        offsets, sizes = [0] * len(entry.size), list(entry.size)
+        if row is not None:
+            offsets[0], sizes[0] = row, 1
+        target = torch.empty(sizes, dtype=entry.properties.dtype)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        self._fetch(create_read_items_for_chunk_list(key, entry, [chunk]), _Target(target))
+        return target if row is None else target[0]
+
+    def disk_shapes(self) -> dict[str, Shape | None]:
+        """Shape of every tensor as stored, training state included; None for objects."""
+        entries = self._metadata.state_dict_metadata.items()
+        return {key: tuple(e.size) if isinstance(e, TensorStorageMetadata) else None for key, e in entries}
+
+    def read_common_state(self) -> dict[str, Any]:
+        """What the checkpoint keeps besides tensors, such as Megatron-LM's `args`; empty when it keeps nothing."""
+        from megatron.core.safe_globals import register_safe_globals
+
+        register_safe_globals()
+        legacy = self._directory / "common.pt"
+        if legacy.exists():
+            return torch.load(legacy, map_location="cpu", weights_only=True)
+        if not isinstance(self._metadata.state_dict_metadata.get(COMMON_STATE), BytesStorageMetadata):
+            return {}
+        state = {COMMON_STATE: io.BytesIO()}
+        dcp.state_dict_loader.load(state, storage_reader=dcp.FileSystemReader(self._directory), no_dist=True)
+        value: Any = state[COMMON_STATE]
+        value = torch.load(value, weights_only=True) if isinstance(value, io.BytesIO) else value
+        return value[0]
+
+    def _fetch(self, items: list[ReadItem], planner: "_Target") -> None:
+        try:
+            self._reader.read_data(LoadPlan(items), planner).wait()
+        except Exception as error:  # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
+            assert self._metadata.storage_data is not None
+            files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
+            where = ", ".join(str(self._directory / file) for file in files)
+            raise UserError(f"{where} is missing, damaged or cut off ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class _Target(LoadPlanner):
+    """Copies what the reader finds into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        view = self._target
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: `resolve_tensor` gave a view."""
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("plans are made by MegatronReader")
+
+    create_local_plan = create_global_plan = finish_plan = load_bytes = set_up_planner  # type: ignore[assignment]
+
+
+def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[str, Any]) -> None:
+    """Write a `torch_dist` checkpoint as megatron-core would at tensor parallelism 1, holding one tensor at a time.
+
+    `source` is under Megatron's names. The directory exists and is empty.
+    """
+    total = sum(info.nbytes for info in source.tensors.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="writing torch_dist", disable=None) as bar:
+        planner = _StreamingPlanner(source, common_state, bar)
+        dcp.state_dict_saver.save({}, storage_writer=dcp.FileSystemWriter(directory), planner=planner, no_dist=True)
+    metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(metadata))
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    """Plans from names and shapes alone; a tensor is read when the writer comes to it."""
+
+    def __init__(self, source: TensorSource, common_state: Mapping[str, Any], bar: tqdm) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._source, self._common_state, self._bar = source, common_state, bar
+
+    def create_local_plan(self) -> SavePlan:
+        counts: dict[str, int] = {}
+        for key, row in map(split_slice, self._source.tensors):
+            counts[key] = max(counts.get(key, 0), 1 + (row or 0))
+        items = [WriteItem(MetadataIndex(COMMON_STATE), WriteItemType.BYTE_IO)]
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states(counts)]
+        for name, info in self._source.tensors.items():
+            items.append(self._tensor_item(name, info, counts))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _tensor_item(self, name: str, info: TensorInfo, counts: dict[str, int]) -> WriteItem:
+        key, row = split_slice(name)
+        size, chunk, offsets = info.shape, info.shape, (0,) * len(info.shape)
+        if row is not None:
+            size, chunk, offsets = (counts[key], *info.shape), (1, *info.shape), (row, *offsets)
+        data = TensorWriteData(
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(chunk)),
+            TensorProperties(dtype=info.dtype),
+            torch.Size(size),
+        )
+        return WriteItem(MetadataIndex(key, torch.Size(offsets), row), WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        key, chunk = write_item.index.fqn, write_item.tensor_data
+        if chunk is None:
+            value = dict(self._common_state) if key == COMMON_STATE else _empty_extra_state(key)
+            buffer = io.BytesIO()
+            torch.save([value], buffer)
+            return buffer
+        if not is_stacked(key):
+            tensor = self._source.read(key)
+        else:
+            tensor = self._source.read(f"{key}[{chunk.chunk.offsets[0]}]").unsqueeze(0)
+        self._bar.update(tensor.nbytes)
+        return tensor.contiguous()
+
+
+def extra_states(counts: Mapping[str, int]) -> list[str]:
+    """Names of the `_extra_state` objects that Transformer Engine's modules leave in a checkpoint.
+
+    A Megatron model built from those modules asks for them when it loads. `counts` maps each key to its number of
+    experts, 1 for all but stacked ones.
+    """
+    plain = ("word_embeddings", "router", "conv1d", "mixer.norm")  # modules that are not Transformer Engine's
+    names = []
+    for key, count in counts.items():
+        match = re.fullmatch(r"(.+)\.weight(\.z)?", key)
+        if match and not match[1].endswith(plain):
+            names += [f"{match[1]}._extra_state/shard_{i}_{count}" for i in range(count)]
+    return names
+
+
+def _empty_extra_state(name: str) -> Tensor | None:
+    """What a module without fp8 leaves there; megatron-core's own output layer leaves None."""
+    return None if name.startswith("output_layer.") else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,156 @@
+"""Checkpoints of a training run: every rank saves its part, and an iteration appears whole or not at all.
+
+`RUN/mtpkit.json`, `config.json`, `tokenizer.json`, ... go with the weights; `RUN/iter_0000100/` is a `torch_dist`
+checkpoint of model, optimizer and common state; `RUN/latest_checkpointed_iteration.txt` is replaced last.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from mtpkit.checkpoint.atomic import fsync_tree, replace_directory, storage_errors, write_file
+from mtpkit.checkpoint.hf import copy_companions
+from mtpkit.checkpoint.layout import OWN_CONFIG, RELEASE, TRACKER, find_companions, find_torch_dist, iteration_name
+from mtpkit.checkpoint.megatron import MegatronReader
+from mtpkit.checkpoint.tensors import Shape, list_names, require_same_names
+from mtpkit.config import ModelConfig
+from mtpkit.errors import MtpkitError, StorageError, UserError
+
+COMMON_STATE = {"checkpoint_version": 3.0}
+"""What Megatron-LM wants to know of a checkpoint; without it the rows of QKV would be reordered."""
+
+
+def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:
+    """Save a model's weights as the release of `directory`, with its config and the tokenizer found in `companions`.
+
+    Collective: every rank calls it. Errors as in `save_checkpoint`.
+    """
+    save_checkpoint(directory, None, model.sharded_state_dict(), {}, model.mtpkit_config, companions)
+
+
+def save_checkpoint(
+    directory: Path | str,
+    iteration: int | None,
+    sharded_state_dict: Mapping[str, Any],
+    common_state: Mapping[str, Any],
+    config: ModelConfig,
+    companions: Path | str | None = None,
+) -> Path:
+    """Save one iteration of a run (None: a release) and make it the latest. Collective: every rank calls it.
+
+    Args:
+        sharded_state_dict: megatron-core's, of the model and the optimizer; any nesting.
+        common_state: what is equal on all ranks, such as the iteration and the schedule.
+        companions: model directory whose tokenizer and config.json go along.
+
+    Returns:
+        The directory of the iteration.
+
+    Raises:
+        StorageError: writing failed, for instance on a full disk; the previous latest iteration still is.
+    """
+    directory = Path(directory)
+    target = directory / iteration_name(iteration)
+    staging = directory / f".{target.name}.writing"
+    with storage_errors(target):
+        try:
+            _on_first_rank(lambda: _prepare(staging))
+            state = {**COMMON_STATE, **common_state, **sharded_state_dict}
+            dist_checkpointing.save(state, str(staging))
+            _on_first_rank(lambda: _publish(staging, target, iteration, config, companions))
+        except BaseException:
+            if dist.get_rank() == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+    return target
+
+
+def _on_first_rank(action: Callable[[], None]) -> None:
+    """Run on rank 0 while the others wait; a failure there is raised everywhere."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (OSError, MtpkitError) as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise StorageError(failure[0])
+
+
+def _prepare(staging: Path) -> None:
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def _publish(
+    staging: Path, target: Path, iteration: int | None, config: ModelConfig, companions: Path | str | None
+) -> None:
+    fsync_tree(staging)
+    replace_directory(staging, target)
+    if companions is not None:
+        write_companions(target.parent, find_companions(companions))
+    write_file(target.parent / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
+    write_file(target.parent / TRACKER, RELEASE if iteration is None else str(iteration))
+
+
+def write_companions(directory: Path, source: Path) -> None:
+    """Copy tokenizer, generation settings and the Hugging Face config into a Megatron directory."""
+    if source.resolve() == directory.resolve():
+        return
+    copy_companions(source, directory)
+    if (source / "config.json").exists():
+        shutil.copyfile(source / "config.json", directory / "config.json")
+
+
+def load_checkpoint(directory: Path | str, sharded_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the latest iteration of a run, at whatever parallelism it was saved. Collective: every rank calls it.
+
+    Args:
+        sharded_state_dict: what to load, as given to `save_checkpoint`; its tensors are overwritten.
+
+    Returns:
+        The same nesting with plain tensors, and the common state beside it.
+
+    Raises:
+        UserError: lists every missing, unexpected and differently shaped tensor; or a file is damaged.
+    """
+    path = find_torch_dist(directory)
+    stored = MegatronReader(path).disk_shapes()
+    asked = _without_absent_extra_states(sharded_state_dict, stored)
+    flat = list(nested_values(load_preprocess(asked)[0]))
+    shapes = _over_all_ranks({t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)})
+    objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
+    if objects.keys() - stored.keys():
+        raise UserError(f"{path}: missing {list_names(sorted(objects.keys() - stored.keys()))}")
+    require_same_names(str(path), {key: shape for key, shape in stored.items() if shape is not None}, shapes)
+    try:
+        return dist_checkpointing.load(asked, str(path))
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise UserError(f"{path} is damaged or cut off ({(str(error).splitlines() or [''])[0]})") from error
+
+
+def _without_absent_extra_states(sharded_state_dict: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Let `_extra_state` objects that the checkpoint lacks be None: they carry fp8 scales, or nothing."""
+
+    def replace(value: Any) -> Any:
+        extra = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
+        return LocalNonpersistentObject(None) if extra and value.unique_key not in stored else value
+
+    return dict_list_map_outplace(replace, dict(sharded_state_dict))
+
+
+def _over_all_ranks(names: dict[str, Shape]) -> dict[str, Shape]:
+    """The union of every rank's dictionary."""
+    gathered: list[dict[str, Shape]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, names)
+    return {key: shape for part in gathered for key, shape in part.items()}

@@ -1,0 +1,91 @@
+"""Compare two checkpoints of either layout: tensor by tensor, and by what they compute."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mtpkit.checkpoint.layout import open_weights
+from mtpkit.checkpoint.tensors import bits_equal
+from mtpkit.errors import UserError
+
+
+@dataclass
+class Comparison:
+    """Names, as Megatron has them on disk, sorted into what the two checkpoints share and where they differ."""
+
+    equal: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    """With how they differ."""
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        return not (self.different or self.only_first or self.only_second)
+
+
+def compare_weights(first: Path | str, second: Path | str) -> Comparison:
+    """Compare every tensor bitwise, shape and dtype included, holding two at a time.
+
+    Raises:
+        UserError: one of them is no checkpoint or is damaged.
+    """
+    a, b = open_weights(first), open_weights(second)
+    result = Comparison(
+        only_first=sorted(a.tensors.keys() - b.tensors.keys()), only_second=sorted(b.tensors.keys() - a.tensors.keys())
+    )
+    for name in tqdm([n for n in a.tensors if n in b.tensors], desc="comparing", disable=None):
+        difference = _difference(a.read(name), b.read(name))
+        if difference:
+            result.different.append(f"{name} ({difference})")
+        else:
+            result.equal.append(name)
+    return result
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    """How two tensors differ, in words; empty if bitwise equal."""
+    if a.shape != b.shape:
+        return f"shape {list(a.shape)} and {list(b.shape)}"
+    if a.dtype != b.dtype:
+        return f"{a.dtype} and {b.dtype}".replace("torch.", "")
+    if bits_equal(a, b):
+        return ""
+    return f"differs by up to {(a.double() - b.double()).abs().max().item():.3g}"
+
+
+@torch.no_grad()
+def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed: int = 0) -> dict[str, float]:
+    """Largest relative difference of logits, in fp32, on random tokens: `base` and `depth 1` to `depth K`.
+
+    Raises:
+        UserError: the two have different vocabularies or numbers of depths.
+    """
+    from mtpkit.checkpoint.load import load_model
+
+    outputs = []
+    for directory in (first, second):
+        model = load_model(directory)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(model.mtpkit_config.vocab_size, (1, length), generator=generator)
+        outputs.append(_all_logits(model, tokens))
+        del model
+    if {k: v.shape for k, v in outputs[0].items()} != {k: v.shape for k, v in outputs[1].items()}:
+        raise UserError(f"{first} and {second} differ in vocabulary or MTP depths; their logits cannot be compared")
+    return {k: ((outputs[1][k] - v).abs().max() / v.abs().max()).item() for k, v in outputs[0].items()}
+
+
+def _all_logits(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """Logits [s, 1, v] of the base and of each depth; a depth's last positions, which lack tokens, are cut off."""
+    from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+
+    hidden = base_forward(model, tokens, SequenceInput())
+    logits = {"base": compute_logits(model, hidden)}
+    depths = model.mtpkit_config.mtp_num_depths
+    for depth, g in enumerate(unroll_depths(model, hidden, tokens, depths), start=1):
+        logits[f"depth {depth}"] = compute_logits(model, g)[: tokens.shape[1] - depth]
+    return logits

@@ -1,0 +1,65 @@
+"""`mtpkit convert`: between the Hugging Face and the Megatron layout."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtpkit.checkpoint.hf import MAX_SHARD_BYTES
+from mtpkit.checkpoint.tensors import list_names
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Source = Annotated[Path, typer.Argument(help="Model directory to read.")]
+Destination = Annotated[Path, typer.Argument(help="Model directory to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is already there.")]
+
+
+@app.command("import")
+def import_(source: Source, destination: Destination, force: Force = False) -> None:
+    """Hugging Face -> Megatron: weights, config, tokenizer."""
+    from mtpkit.checkpoint.convert import import_checkpoint
+
+    import_checkpoint(source, destination, force)
+    print(f"wrote {destination}")
+
+
+@app.command("export")
+def export(
+    source: Source,
+    destination: Destination,
+    force: Force = False,
+    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = MAX_SHARD_BYTES / 1e9,
+) -> None:
+    """Megatron -> Hugging Face: weights, config, tokenizer."""
+    from mtpkit.checkpoint.convert import export_checkpoint
+
+    export_checkpoint(source, destination, force, int(max_shard_gb * 1e9))
+    print(f"wrote {destination}")
+
+
+@app.command()
+def verify(
+    first: Annotated[Path, typer.Argument(help="Model directory of either layout.")],
+    second: Annotated[Path, typer.Argument(help="Model directory to compare with it.")],
+    logits: Annotated[bool, typer.Option("--logits", help="Compare what both compute in fp32, too.")] = False,
+    tolerance: Annotated[float, typer.Option(min=0, help="Largest relative difference of logits.")] = 1e-5,
+) -> None:
+    """Compare two checkpoints bitwise; exit code 1 if they differ."""
+    from mtpkit.checkpoint.verify import compare_logits, compare_weights
+
+    result = compare_weights(first, second)
+    print(f"{len(result.equal)} tensors are equal bit for bit")
+    for title, names in (
+        ("differ", result.different),
+        (f"only in {first}", result.only_first),
+        (f"only in {second}", result.only_second),
+    ):
+        if names:
+            print(f"{len(names)} {title}: {list_names(names)}")
+    same = result.identical
+    if logits:
+        for name, difference in compare_logits(first, second).items():
+            print(f"logits of {name}: largest relative difference {difference:.3g}")
+            same = same and difference <= tolerance
+    raise typer.Exit(0 if same else 1)

@@ -1,0 +1,149 @@
+"""Models from directories of either layout compute what their makers compute."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpkit.checkpoint import load_checkpoint, load_config, load_model, load_model_weights, save_checkpoint, save_model
+from mtpkit.checkpoint.convert import import_checkpoint
+from mtpkit.checkpoint.layout import latest_iteration
+from mtpkit.checkpoint.verify import compare_weights
+from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
+from tests.checkpoint.builders import GOLDEN, add_heads, edit, write_base
+
+CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_logits_and_depths(case):
+    golden = load_file(GOLDEN / case / "golden.safetensors")
+    model = load_model(GOLDEN / case)
+    with torch.no_grad():
+        hidden = base_forward(model, golden["ids"], SequenceInput())
+        logits = compute_logits(model, hidden).transpose(0, 1)
+        depths = list(unroll_depths(model, hidden, golden["ids"], 2, attention="per_depth"))
+    assert relative(logits, golden["logits"]) < 1e-5
+    for k, want in enumerate(golden["mtp_chain_sbh"].chunk(3)):
+        have = [hidden, *depths][k]
+        assert relative(have[: 24 - k], want[: 24 - k]) < 1e-5, k
+
+
+def relative(have: torch.Tensor, want: torch.Tensor) -> float:
+    return ((have - want).abs().max() / want.abs().max()).item()
+
+
+@pytest.mark.parametrize("changes", [{}, {"time_step_min": 0.5}, {"moe_latent_size": 16}, {"n_group": 2, "topk_group": 1}])
+def test_logits_equal_transformers(tmp_path, changes):
+    from transformers import NemotronHForCausalLM
+
+    write_base(tmp_path / "hf", "ME*-M", **changes)
+    add_heads(tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    tokens = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want = NemotronHForCausalLM.from_pretrained(tmp_path / "hf")(tokens).logits
+        for layout in ("hf", "megatron"):
+            model = load_model(tmp_path / layout)
+            have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
+            assert relative(have, want) < 1e-4, layout
+
+
+def test_loading_casts(hf_dir):
+    model = load_model(hf_dir, dtype=torch.bfloat16)
+    assert model.embedding.word_embeddings.weight.dtype == torch.bfloat16
+    assert model.decoder.layers[0].mixer.A_log.dtype == torch.float32
+
+
+def test_heads_may_be_missing_only_when_allowed(tmp_path):
+    write_base(tmp_path / "base")
+    config = load_config(tmp_path / "base").replace(mtp_pattern="*-", mtp_num_depths=2)
+    model = build_model(config)
+    head = model.mtp.layers[0].eh_proj.weight.clone()
+    with pytest.raises(UserError, match=r"missing: mtp\.layers\.0"):
+        load_model_weights(model, tmp_path / "base")
+    load_model_weights(model, tmp_path / "base", allow_missing_heads=True)
+    assert torch.equal(head, model.mtp.layers[0].eh_proj.weight)
+    want = load_file(tmp_path / "base" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(model.output_layer.weight, want)
+
+
+def test_every_misfit_is_listed_before_anything_changes(hf_dir, tmp_path):
+    import_checkpoint(hf_dir, tmp_path / "megatron")
+    config = load_config(hf_dir).replace(hidden_size=64, mtp_pattern="*E*")
+    model = build_model(config)
+    before = model.output_layer.weight.clone()
+    with pytest.raises(UserError) as error:
+        load_model_weights(model, tmp_path / "megatron")
+    message = str(error.value)
+    assert "\n" not in message
+    assert "mtp.layers.0.mtp_model_layer.layers.2.self_attention.linear_proj.weight" in message
+    assert "output_layer.weight [96, 32] instead of [96, 64]" in message
+    assert "decoder.layers.3.mlp.experts.experts.linear_fc1.weight[2]" in message
+    assert torch.equal(before, model.output_layer.weight)
+
+
+def test_unexpected_tensors_are_an_error_when_strict(hf_dir):
+    model = build_model(load_config(hf_dir).replace(mtp_pattern="", mtp_num_depths=0))
+    with pytest.raises(UserError, match=r"unexpected: mtp\."):
+        load_model_weights(model, hf_dir)
+    load_model_weights(model, hf_dir, strict=False)
+
+
+def test_save_model_is_an_import(hf_dir, tmp_path):
+    save_model(load_model(hf_dir), tmp_path / "saved", companions=hf_dir)
+    import_checkpoint(hf_dir, tmp_path / "imported")
+    assert compare_weights(tmp_path / "saved", tmp_path / "imported").identical
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "nemotron_h"
+
+
+def test_run_saves_iterations_and_resumes_the_latest(hf_dir, tmp_path):
+    model = load_model(hf_dir)
+    for iteration in (5, 10):
+        with torch.no_grad():
+            model.mtp.layers[0].eh_proj.weight.add_(1)
+        state = {"model": model.sharded_state_dict()}
+        save_checkpoint(tmp_path / "run", iteration, state, {"iteration": iteration}, model.mtpkit_config, hf_dir)
+    assert latest_iteration(tmp_path / "run") == 10
+    fresh = build_model(load_config(tmp_path / "run"), seed=7)
+    loaded = load_checkpoint(tmp_path / "run", {"model": fresh.sharded_state_dict()})
+    fresh.load_state_dict(loaded["model"])
+    assert loaded["iteration"] == 10
+    saved = dict(model.named_parameters())
+    assert all(torch.equal(p, saved[name]) for name, p in fresh.named_parameters())
+
+
+def test_resuming_lists_every_misfit(hf_dir, tmp_path):
+    model = load_model(hf_dir)
+    save_checkpoint(tmp_path / "run", 1, {"model": model.sharded_state_dict()}, {}, model.mtpkit_config)
+    other = build_model(model.mtpkit_config.replace(mtp_pattern="*", hidden_size=64))
+    with pytest.raises(UserError, match=r"unexpected.*layers\.1\..*of another shape: decoder\.final_norm"):
+        load_checkpoint(tmp_path / "run", {"model": other.sharded_state_dict()})
+
+
+def test_imported_checkpoint_loads_through_megatron_itself(hf_dir, tmp_path):
+    import_checkpoint(hf_dir, tmp_path / "megatron")
+    model, fresh = load_model(hf_dir), build_model(load_config(hf_dir), seed=9)
+    fresh.load_state_dict(load_checkpoint(tmp_path / "megatron", {"model": fresh.sharded_state_dict()})["model"])
+    saved = dict(model.named_parameters())
+    assert all(torch.equal(p, saved[name]) for name, p in fresh.named_parameters())
+
+
+def test_swapped_queries_and_keys_would_show(hf_dir, tmp_path):
+    """The comparison of logits can fail: k and v exchanged."""
+    from transformers import NemotronHForCausalLM
+
+    tokens = torch.randint(96, (1, 17))
+    want = NemotronHForCausalLM.from_pretrained(hf_dir)(tokens).logits.detach()
+
+    def swap(tensors):
+        k, v = "backbone.layers.1.mixer.k_proj.weight", "backbone.layers.1.mixer.v_proj.weight"
+        tensors[k], tensors[v] = tensors[v].clone(), tensors[k].clone()
+
+    edit(hf_dir, swap)
+    model = load_model(hf_dir)
+    with torch.no_grad():
+        have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
+    assert relative(have, want) > 1e-3
