@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from mtpkit.errors import UserError
 from mtpkit.training.loss import LossKind
@@ -33,6 +33,9 @@ class DataConfig:
     """Held-out sequences read at each evaluation, over all ranks."""
 
 
+HeadAttention = Literal["auto", "serving", "per_depth"]
+
+
 @dataclass(frozen=True)
 class HeadsConfig:
     """Which heads are trained, and how they see the past."""
@@ -45,9 +48,9 @@ class HeadsConfig:
     """Layers of one depth of fresh heads, in the letters of `ModelConfig.pattern`."""
     repeated: bool = True
     """Fresh heads share one block over all depths, rather than one a depth."""
-    attention: Literal["auto", "serving", "per_depth"] = "auto"
-    """`serving`: each depth sees what it will see when decoding. `per_depth`: plain causal attention over each depth's own
-    stream. `auto`: `serving` for a repeated head; for distinct heads, whose depths have caches of their own,
+    attention: HeadAttention = "auto"
+    """`serving`: each depth sees what it will see when decoding. `per_depth`: plain causal attention over each depth's
+    own stream. `auto`: `serving` for a repeated head; for distinct heads, whose depths have caches of their own,
     `per_depth` is what serving does."""
 
 
@@ -192,13 +195,14 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         raise UserError(f"cannot read config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, YAMLError) as error:
         raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
+    source = "config overrides" if path is None else f"config {path}"
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), from_file, OmegaConf.from_dotlist(list(overrides)))
-        return OmegaConf.to_object(merged)
+        return cast(TrainConfig, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
-        raise UserError(f"config {path or 'overrides'}: {error.full_key} is required, set {error.full_key}=...") from error
+        raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error
     except (OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"config {path or 'overrides'}: {_one_line(error)}") from error
+        raise UserError(f"{source}: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

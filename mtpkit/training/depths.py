@@ -10,23 +10,16 @@ Shape legend: K depths, s sequence, b batch, h hidden size, n selected target po
 import itertools
 import operator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
+from mtpkit.data import PackedBatch
 from mtpkit.model import SequenceInput, base_forward, output_weight, unroll_depths
+from mtpkit.training.config import HeadAttention
 from mtpkit.training.loss import LossOptions, head_losses
-
-
-class Batch(Protocol):
-    """What is read of `mtpkit.data.PackedBatch`; all tensors are [b, s]."""
-
-    token_ids: Tensor
-    loss_mask: Tensor
-    documents: Tensor
-    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,11 @@ class DepthSums:
     """
 
     values: Tensor
+
+    @classmethod
+    def zero(cls, num_depths: int, device: torch.device) -> "DepthSums":
+        """Of nothing."""
+        return cls(torch.zeros(4, num_depths, dtype=torch.float64, device=device))
 
     def __add__(self, other: "DepthSums") -> "DepthSums":
         return DepthSums(self.values + other.values)
@@ -67,8 +65,8 @@ class DepthSums:
 def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Tensor:
     """[K, s, b] bool: entry (k - 1, j) says whether depth k learns to predict t_{j+1}.
 
-    It does when that token is selected by `loss_mask` [b, s] and everything the depth has read, t_{j-k} included, is of the
-    same document as the token (`documents` [b, s]).
+    It does when that token is selected by `loss_mask` [b, s] and everything the depth has read, from t_{j-k} on, is of
+    the token's own document (`documents` [b, s]).
     """
     loss_mask, documents = loss_mask.t(), documents.t()
     selected = torch.zeros(num_depths, *loss_mask.shape, dtype=torch.bool, device=loss_mask.device)
@@ -93,12 +91,15 @@ def count_accepted(matches: Tensor, selected: Tensor) -> Tensor:
     return torch.stack([torch.stack(offered), torch.stack(accepted)])
 
 
-def run_depths(model, batch: Batch, num_depths: int, attention: str, options: LossOptions) -> tuple[Tensor, DepthSums]:
+def run_depths(
+    model: HybridModel, batch: PackedBatch, num_depths: int, attention: HeadAttention, options: LossOptions
+) -> tuple[Tensor, DepthSums]:
     """Sum of each depth's loss over its selected tokens, [K] with its gradient, and the batch's sums.
 
     The base runs without gradients. Positions that no depth selects cost no lm_head; a depth that does not select
     a position that another does reads some finite row there, which its mask drops.
     """
+    assert attention != "auto", "the settings are not resolved"
     inputs = SequenceInput(batch.documents, batch.positions)
     with torch.no_grad():
         hidden = base_forward(model, batch.token_ids, inputs)

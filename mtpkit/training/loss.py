@@ -68,11 +68,12 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class _Teacher:
-    """The base's view of one chunk: its greedy choice [C], and for kl and tv its distribution at the temperature."""
+    """The base's view of one chunk: its greedy choice [C], its distribution at the temperature [C, V/tp] (not for
+    `ce`), and that distribution's negative entropy [C] (for `kl`)."""
 
     choice: Tensor
-    probs: Tensor | None = None
-    neg_entropy: Tensor | None = None
+    probs: Tensor
+    neg_entropy: Tensor
 
 
 def head_losses(
@@ -143,20 +144,23 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _teach(logits: Tensor, options: LossOptions, shard: VocabShard) -> _Teacher:
     peak, choice = shard.max(logits)
+    none = logits.new_empty(0)
     if options.kind == "ce":
-        return _Teacher(choice)
+        return _Teacher(choice, none, none)
     scaled = logits.sub_(peak[:, None]).div_(options.temperature if options.kind == "kl" else 1.0)
     log_sum = shard.log_sum_exp(scaled)
     probs = (scaled - log_sum[:, None]).exp_()
-    neg_entropy = shard.reduce(scaled.mul_(probs).sum(dim=-1)) - log_sum if options.kind == "kl" else None
-    return _Teacher(choice, probs, neg_entropy)
+    if options.kind == "tv":
+        return _Teacher(choice, probs, none)
+    return _Teacher(choice, probs, shard.reduce(scaled.mul_(probs).sum(dim=-1)) - log_sum)
 
 
-# Each loss takes logits [C, V/tp] shifted so that their largest is 0, owns that buffer, and returns the loss [C] and its
-# gradient [C, V/tp] with respect to the logits.
+# Each loss takes logits [C, V/tp] shifted so that their largest is 0, owns that buffer, and returns the loss [C] and
+# its gradient [C, V/tp] with respect to the logits.
+LossAndGrad = tuple[Tensor, Tensor]
 
 
-def _kl(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard):
+def _kl(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard) -> LossAndGrad:
     temperature = options.temperature
     scaled = logits.div_(temperature)
     log_sum = shard.log_sum_exp(scaled)
@@ -165,7 +169,7 @@ def _kl(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, s
     return loss, scaled.sub_(log_sum[:, None]).exp_().sub_(base.probs).mul_(temperature)
 
 
-def _tv(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard):
+def _tv(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard) -> LossAndGrad:
     probs = logits.sub_(shard.log_sum_exp(logits)[:, None]).exp_()
     excess = probs - base.probs
     loss = shard.reduce(excess.abs().sum(dim=-1)) / 2
@@ -174,7 +178,7 @@ def _tv(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, s
     return loss, probs.mul_(sign.sub_(mean[:, None]))
 
 
-def _ce(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard):
+def _ce(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard) -> LossAndGrad:
     log_probs = logits.sub_(shard.log_sum_exp(logits)[:, None])
     rows, columns = shard.locate(targets)
     loss = torch.zeros_like(log_probs[:, 0])

@@ -36,9 +36,11 @@ class MetricsLog:
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
-                entries = {f"_{depth}": v for depth, v in enumerate(value, 1)} if isinstance(value, list) else {"": value}
-                for suffix, scalar in entries.items():
-                    self._board.add_scalar(f"{kind}/{name}{suffix}", scalar, step)
+                scalars = {name: value}
+                if isinstance(value, list):
+                    scalars = {f"{name}_{depth}": entry for depth, entry in enumerate(value, start=1)}
+                for tag, scalar in scalars.items():
+                    self._board.add_scalar(f"{kind}/{tag}", scalar, step)
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""

@@ -1,10 +1,15 @@
 """AdamW on fp32 master weights of the heads, whose gradients live in one flat fp32 buffer."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
 from torch import Tensor, nn
 
 from mtpkit.errors import MtpkitError
@@ -29,10 +34,8 @@ class HeadOptimizer:
         self.parameters = list(parameters)
         self.clip_grad = config.clip_grad
         self.masters = [parameter.detach().float().requires_grad_() for parameter in self.parameters]
-        self._flat_grad = torch.zeros(
-            sum(master.numel() for master in self.masters), dtype=torch.float32, device=self.masters[0].device
-        )
         sizes = [master.numel() for master in self.masters]
+        self._flat_grad = torch.zeros(sum(sizes), dtype=torch.float32, device=self.masters[0].device)
         for master, grad in zip(self.masters, self._flat_grad.split(sizes), strict=True):
             master.grad = grad.view_as(master)
         groups = [
@@ -40,11 +43,14 @@ class HeadOptimizer:
             {"params": [m for m in self.masters if m.ndim < 2], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        for master in self.masters:  # AdamW would make these at its first step; a checkpoint is loaded before
+            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            self._adamw.state[master] = {"step": torch.tensor(0.0), **moments}
 
     def accumulate(self) -> None:
         """Move the gradients of one backward into the fp32 buffer."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is not None and master.grad is not None:
                 master.grad.add_(parameter.grad)
                 parameter.grad = None
 
@@ -72,14 +78,33 @@ class HeadOptimizer:
             parameter.copy_(master)
         return norm
 
-    def state_dict(self) -> dict[str, Tensor | float]:
-        """Masters and AdamW's moments."""
-        return {"masters": [master.detach() for master in self.masters], "adamw": self._adamw.state_dict()}
+    def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Masters and AdamW's moments for `mtpkit.checkpoint`, cut over ranks as `model_state` cuts the parameters.
 
-    def load_state_dict(self, state: dict) -> None:
-        """Restore `state_dict`'s values, the parameters included."""
-        with torch.no_grad():
-            for parameter, master, saved in zip(self.parameters, self.masters, state["masters"], strict=True):
-                master.copy_(saved)
-                parameter.copy_(master)
-        self._adamw.load_state_dict(state["adamw"])
+        `model_state` is the model's own `sharded_state_dict()`, of whatever nesting.
+        """
+        sharded = get_param_id_to_sharded_param_map(dict(model_state), self.parameters)
+        return {
+            str(index): {
+                name: make_sharded_optimizer_tensor(sharded[index], tensor, prefix=f"optimizer.state.{name}")
+                for name, tensor in self._tensors(index).items()
+            }
+            for index in range(len(self.parameters))
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        """Take the tensors that `sharded_state_dict` asked for, after `step` updates; sets the parameters too."""
+        for index, parameter in enumerate(self.parameters):
+            for name, tensor in self._tensors(index).items():
+                tensor.copy_(state[str(index)][name])
+            self._adamw.state[self.masters[index]]["step"].fill_(step)
+            parameter.copy_(self.masters[index])
+
+    def _tensors(self, index: int) -> dict[str, Tensor]:
+        moments = self._adamw.state[self.masters[index]]
+        return {
+            "fp32_param": self.masters[index].detach(),
+            "exp_avg": moments["exp_avg"],
+            "exp_avg_sq": moments["exp_avg_sq"],
+        }

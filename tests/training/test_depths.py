@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.training.toy import cut, toy_batch, toy_model
 
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.training.depths import DepthSums, count_accepted, run_depths, select_targets
 from mtpkit.training.freeze import freeze_base
 from mtpkit.training.loss import LossOptions
+from tests.training.toy import cut, toy_batch, toy_model
 
 ATTENTION = ["serving", "per_depth"]
 BATCH = [[7, 1, 2, 10, 3], [4, 4, 13, 1, 1]]

@@ -1,0 +1,79 @@
+"""The model of a run: a base from a directory, with its own heads or fresh ones."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from mtpkit.checkpoint import load_config as load_model_config
+from mtpkit.checkpoint import load_model_weights
+from mtpkit.config import ModelConfig
+from mtpkit.errors import UserError
+from mtpkit.model import build_model, init_weights
+from mtpkit.training.config import HeadAttention, TrainConfig
+from mtpkit.training.freeze import HEAD_PREFIX
+
+
+def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
+    """Settle what is `auto` in the settings, and which heads the model gets.
+
+    Raises:
+        UserError: the settings of the heads do not fit the model.
+    """
+    base = load_model_config(config.model)
+    heads = config.heads
+    fresh = heads.init == "fresh" or (heads.init == "auto" and not base.mtp_num_depths)
+    if not fresh and not base.mtp_num_depths:
+        raise UserError(f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=fresh")
+    if fresh:
+        model = base.replace(
+            mtp_pattern=heads.pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
+        )
+        if base.mtp_num_depths and not _same_layers(base, model):
+            raise UserError(
+                f"{config.model} has heads of pattern {base.mtp_pattern!r} ({base.num_mtp_layers} physical), which "
+                f"heads.init=fresh can start anew but not change; set heads.pattern and heads.repeated to match"
+            )
+    elif base.mtp_use_repeated_layer:
+        model = base.replace(mtp_num_depths=heads.num_depths)
+    elif base.mtp_num_depths != heads.num_depths:
+        raise UserError(
+            f"{config.model} has {base.mtp_num_depths} distinct heads; set heads.num_depths={base.mtp_num_depths}"
+        )
+    else:
+        model = base
+    attention = _attention(heads.attention, model)
+    settled = dataclasses.replace(heads, init="fresh" if fresh else "checkpoint", attention=attention)
+    return dataclasses.replace(config, heads=settled), model
+
+
+def _same_layers(a: ModelConfig, b: ModelConfig) -> bool:
+    return (a.mtp_pattern, a.num_mtp_layers) == (b.mtp_pattern, b.num_mtp_layers)
+
+
+def _attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention:
+    if asked == "serving" and not model.mtp_use_repeated_layer:
+        raise UserError(
+            "heads.attention=serving is for one repeated head; distinct heads have a cache a depth, so that "
+            "heads.attention=per_depth is what they see in serving"
+        )
+    if asked != "auto":
+        return asked
+    return "serving" if model.mtp_use_repeated_layer else "per_depth"
+
+
+def build_with_heads(
+    config: TrainConfig, model_config: ModelConfig, device: torch.device, load_weights: bool = True
+) -> HybridModel:
+    """The model that `resolve` settled on; `load_weights=False` leaves them to a checkpoint that is restored later.
+
+    Raises:
+        UserError: the weights in `config.model` do not fit its config.
+    """
+    model = build_model(model_config, dtype=getattr(torch, config.dtype), device=device, seed=config.seed)
+    if load_weights:
+        load_model_weights(model, Path(config.model), allow_missing_heads=config.heads.init == "fresh")
+        if config.heads.init == "fresh":
+            init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
+    return model

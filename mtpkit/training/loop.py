@@ -1,0 +1,134 @@
+"""A training run from a config to its last checkpoint."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from mtpkit.data import Columns, PackedDataset, PackedLoader, build_dataset, load_tokenizer
+from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.training.config import TrainConfig
+from mtpkit.training.depths import DepthSums
+from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
+from mtpkit.training.heads import build_with_heads, resolve
+from mtpkit.training.metrics import MetricsLog, Throughput
+from mtpkit.training.optimizer import HeadOptimizer, learning_rate
+from mtpkit.training.run import RunDirectory
+from mtpkit.training.signals import StopSignal
+from mtpkit.training.step import evaluate, train_step
+
+
+def train(config: TrainConfig) -> Path:
+    """Train until the last step, or until SIGTERM, and return the run's directory. Collective over all ranks.
+
+    Raises:
+        UserError: the model, the data or an earlier run in `output` does not fit the settings.
+        MtpkitError: the gradient is not finite, or a frozen tensor changed.
+    """
+    ensure_distributed()
+    trainer = Trainer(config)
+    with StopSignal() as stop:
+        try:
+            return trainer.run(stop)
+        finally:
+            trainer.log.close()
+
+
+class Trainer:
+    """The parts of a run, put together and resumed. `step` counts the finished optimizer steps."""
+
+    def __init__(self, config: TrainConfig):
+        torch.manual_seed(config.seed)
+        self.device = default_device()
+        self.group = parallel_state.get_data_parallel_group()
+        self.rank, self.num_ranks = self.group.rank(), self.group.size()
+        self.config, model_config = resolve(config)
+        self.directory = RunDirectory(self.config)
+        resuming = self.directory.iteration is not None
+        self.model = build_with_heads(self.config, model_config, self.device, load_weights=not resuming)
+        self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
+        self.loader = self._loader()
+        self.eval_data = self._dataset(config.data.eval) if config.data.eval else None
+        self.step = self.directory.restore(self.model, self.optimizer, self.loader)
+        self.directory.start()
+        self.log = MetricsLog(self.directory.path, self.step, config.steps, enabled=self.rank == 0)
+        self.base = fingerprint(self.model)
+
+    def run(self, stop: StopSignal) -> Path:
+        """Step, log, evaluate and save until the end or a signal."""
+        config, throughput = self.config, Throughput()
+        if self.step == 0:
+            self._evaluate()
+        while self.step < config.steps and not stop.on_any_rank(self.device):
+            lr = learning_rate(config.optimizer, self.step, config.steps)
+            batches = [batch.to(self.device) for batch in next(self.loader)]
+            sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group)
+            self.step += 1
+            throughput.add(config.data.global_batch_size * config.data.sequence_length)
+            self._log_step(sums, norm, lr, throughput)
+            if self._due(config.eval_interval):
+                self._evaluate()
+            if self._due(config.save_interval):
+                self._save()
+        if self.directory.iteration != self.step:
+            self._save()
+        if self.step < config.steps:
+            self.log.message(f"stopped at step {self.step} of {config.steps}; run the same command again to go on")
+        check_unchanged(self.model, self.base)
+        return self.directory.path
+
+    def _due(self, interval: int) -> bool:
+        return self.step % interval == 0 or self.step == self.config.steps
+
+    def _log_step(self, sums: DepthSums, norm: float, lr: float, throughput: Throughput) -> None:
+        loss = self._weighted(sums)
+        self.log.progress(loss=f"{loss:.4f}", AL=f"{sums.acceptance_length():.2f}")
+        if self._due(self.config.log_interval):
+            speed = {"tokens_per_s": throughput.rate()}
+            self.log.write("train", self.step, {**self._summary(sums), "lr": lr, "grad_norm": norm, **speed})
+
+    def _evaluate(self) -> None:
+        """Write losses and acceptance on the held-out data, if there is any."""
+        if self.eval_data is None:
+            return
+        size = self.config.data.micro_batch_size
+        batches = self.eval_data.batches(size)
+        share = itertools.islice(batches, self.rank, -(-self.config.data.eval_sequences // size), self.num_ranks)
+        sums = evaluate(self.model, (batch.to(self.device) for batch in share), self.config, self.group)
+        self.log.write("eval", self.step, self._summary(sums))
+        rates = ", ".join(f"{rate:.1%}" for rate in sums.conditional_acceptance())
+        self.log.message(
+            f"step {self.step}: held-out AL {sums.acceptance_length():.3f}, conditional acceptance {rates}"
+        )
+
+    def _save(self) -> None:
+        self.directory.save(self.step, self.model, self.optimizer, self.loader)
+
+    def _weighted(self, sums: DepthSums) -> float:
+        return sum(weight * loss for weight, loss in zip(self.config.depth_weights(), sums.losses(), strict=True))
+
+    def _summary(self, sums: DepthSums) -> dict[str, Any]:
+        return {
+            "loss": self._weighted(sums),
+            "depth_losses": sums.losses(),
+            "conditional_acceptance": sums.conditional_acceptance(),
+            "acceptance_length": sums.acceptance_length(),
+        }
+
+    def _dataset(self, paths: tuple[str, ...]) -> PackedDataset:
+        data = self.config.data
+        columns = Columns(text=data.text_column, prompt=data.prompt_column, response=data.response_column)
+        return build_dataset(paths, load_tokenizer(self.config.model), data.sequence_length, columns)
+
+    def _loader(self) -> PackedLoader:
+        data = self.config.data
+        return PackedLoader(
+            self._dataset(data.train),
+            data.global_batch_size,
+            data.micro_batch_size,
+            seed=self.config.seed,
+            dp_rank=self.rank,
+            dp_size=self.num_ranks,
+        )
