@@ -1,7 +1,6 @@
 """The caches of all layers: paged keys and values, and recurrent state with either rollback, accounted in bytes."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,8 +17,6 @@ from mtpkit.model.inputs import (
     SnapshotCache,
 )
 
-POISON_VARIABLE = "MTPKIT_POISON"
-"""Set to 1, the environment variable fills new caches with NaN, so that reading what was never written shows."""
 _MIN_RING_LENGTH = 8
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -72,13 +69,12 @@ class CacheLayout:
         }
 
     def allocate(self, num_blocks: int, num_slots: int, device: torch.device) -> dict[str, LayerCache]:
-        """The cache of each layer."""
-        fill = math.nan if os.environ.get(POISON_VARIABLE) == "1" else 0.0
+        """The cache of each layer, uninitialised: a layer reads only what was written for the request."""
         caches: dict[str, LayerCache] = {}
         for name, spec in self.specs.items():
             units = num_blocks if isinstance(spec, AttentionCacheSpec) else num_slots
             tensors = {
-                field: torch.full((units, *shape), fill, dtype=dtype, device=device)
+                field: torch.empty(units, *shape, dtype=dtype, device=device)
                 for field, (shape, dtype) in self._unit(spec).items()
             }
             caches[name] = self._cache_type(spec)(**tensors)

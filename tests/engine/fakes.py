@@ -1,0 +1,171 @@
+"""Small stand-ins for a model and its heads, which go through the engine's real caches and interfaces."""
+
+from collections.abc import Callable
+
+import torch
+
+from mtpkit.engine import Engine, EngineConfig, SamplingParams
+from mtpkit.engine.drafter import NoDrafter
+from mtpkit.engine.sampler import TOKEN_STREAM
+from mtpkit.engine.states import CacheLayout
+from mtpkit.engine.step import Drafts, StepOutput
+from mtpkit.kernels import sampling
+from mtpkit.model.inputs import ring_base
+
+CPU = torch.device("cpu")
+MODULUS = 1_000_003
+RING_LENGTH = 8
+
+
+def extend_hash(value: int, token_id: int) -> int:
+    return (value * 31 + token_id + 1) % MODULUS
+
+
+class HashModel:
+    """Logits are a table row chosen by a hash of all tokens up to a position."""
+
+    def __init__(self, vocab_size: int = 11, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.table = torch.randn(509, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+    def logits(self, values: list[int]) -> torch.Tensor:
+        return self.table[[value % 509 for value in values]]
+
+    def next_token(self, token_ids: list[int]) -> int:
+        value = 0
+        for token_id in token_ids:
+            value = extend_hash(value, token_id)
+        return int(self.logits([value]).argmax())
+
+    def decode(self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> list[int]:
+        """What decoding without an engine gives: one token at a time from the whole sequence."""
+        tokens, value = list(prompt), 0
+        for token_id in prompt:
+            value = extend_hash(value, token_id)
+        while True:
+            temperature = torch.tensor([0.0 if params.greedy else params.temperature])
+            probs = sampling.probabilities(self.logits([value]), temperature)
+            numbers = sampling.uniform(torch.tensor([params.seed or 0]), torch.tensor([len(tokens)]), TOKEN_STREAM)
+            tokens.append(int(sampling.sample(probs, numbers)))
+            value = extend_hash(value, tokens[-1])
+            output = tokens[len(prompt) :]
+            if tokens[-1] in (*eos, *params.stop_token_ids) or len(output) == params.max_tokens:
+                return output
+
+
+class HashRunner:
+    """`HashModel` over caches of its own: pages of tokens, a snapshot a token, and a state with a ring behind it.
+
+    All three must tell the same history. What the step must not read is broken before it.
+    """
+
+    def __init__(self, model: HashModel, num_blocks: int, block_size: int, num_slots: int, width: int) -> None:
+        self.model, self.block_size = model, block_size
+        self.pages = [None] * (num_blocks * block_size)
+        self.snapshots = [[None] * width for _ in range(num_slots)]
+        self.states = [None] * num_slots
+        self.rings = [[None] * RING_LENGTH for _ in range(num_slots)]
+
+    def run(self, batch) -> StepOutput:
+        inputs, tokens = batch.inputs, batch.token_ids.tolist()
+        for kv_slot, token_id in zip(inputs.kv_slots.tolist(), tokens, strict=True):
+            self.pages[kv_slot] = token_id
+        values = []
+        bases = ring_base(inputs.ring_lens, inputs.decode_width, RING_LENGTH).tolist()
+        for row, slot in enumerate(inputs.state_slots.tolist()):
+            start, end = inputs.query_start[row : row + 2].tolist()
+            decoding = row < inputs.num_decode_rows
+            values += self._row(inputs, row, slot, tokens[start:end], bases[row] if decoding else None)
+        hidden = torch.tensor(values)
+        return StepOutput(self.model.logits([values[i] for i in batch.logit_indices.tolist()]), hidden[:, None, None])
+
+    def _row(self, inputs, row: int, slot: int, tokens: list[int], base: int | None) -> list[int]:
+        context = int(inputs.context_lens[row])
+        table = inputs.block_tables[row].tolist()
+        paged = 0
+        for position in range(context):
+            token_id = self.pages[table[position // self.block_size] * self.block_size + position % self.block_size]
+            paged = extend_hash(paged, token_id)
+        if context:
+            snapshot = self.snapshots[slot][int(inputs.committed[row])]
+            replayed = self.states[slot]
+            for token_id in self.rings[slot][: int(inputs.ring_lens[row])]:
+                replayed = extend_hash(replayed, token_id)
+            assert paged == snapshot == replayed, (paged, snapshot, replayed)
+        values = []
+        for index, token_id in enumerate(tokens):
+            paged = extend_hash(paged, token_id)
+            values.append(paged)
+            if base is not None:
+                self.snapshots[slot][index] = paged
+        if base is None:
+            self.snapshots[slot][0] = self.states[slot] = paged
+        else:
+            if base == 0 and int(inputs.ring_lens[row]):
+                self.states[slot] = replayed
+            self.rings[slot][base : base + len(tokens)] = tokens
+        return values
+
+    def forget(self, blocks: list[int], slots: list[int]) -> None:
+        """Break what nobody holds."""
+        for block in blocks:
+            self.pages[block * self.block_size : (block + 1) * self.block_size] = [None] * self.block_size
+        for slot in slots:
+            self.states[slot] = None
+            self.snapshots[slot] = [None] * len(self.snapshots[slot])
+            self.rings[slot] = [None] * RING_LENGTH
+
+
+def known_tokens(batch, verdict, row: int) -> list[int]:
+    """All tokens of a sampling row after the step."""
+    planned, accepted = batch.plan.rows[row], int(verdict.accepted[row])
+    fed = planned.token_ids
+    length = 1 + accepted if row < batch.plan.num_decode_rows else len(fed)
+    return [*planned.request.token_ids[: planned.start], *fed[:length], int(verdict.token_ids[row, accepted])]
+
+
+class RuleDrafter:
+    """Drafts are what `rule(tokens so far)` says."""
+
+    def __init__(self, rule: Callable[[list[int]], int], depths: int) -> None:
+        self.rule, self.depths = rule, depths
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        rows = []
+        for row in range(batch.plan.num_sampling_rows):
+            tokens = known_tokens(batch, verdict, row)
+            for _ in range(self.depths):
+                tokens.append(self.rule(tokens))
+            rows.append(tokens[-self.depths :])
+        return Drafts(torch.tensor(rows, dtype=torch.int64).view(-1, self.depths))
+
+
+def make_rule(model: HashModel, kind: str) -> Callable[[list[int]], int]:
+    """A rule that is never, always or sometimes right."""
+    wrong_every = {"never": 1, "always": 0, "sometimes": 3}[kind]
+
+    def rule(tokens: list[int]) -> int:
+        wrong = wrong_every and sum(tokens) % wrong_every == 0
+        return (model.next_token(tokens) + bool(wrong)) % model.vocab_size
+
+    return rule
+
+
+def fake_engine(
+    model: HashModel, drafts: str = "sometimes", num_blocks: int = 64, eos=(), tokenizer=None, **settings
+) -> Engine:
+    """An engine over a `HashModel`."""
+    config = EngineConfig(**{"max_model_len": 1000, "max_num_seqs": 4, "block_size": 4, **settings})
+    layout = CacheLayout({}, config, torch.float32)
+    runner = HashRunner(model, num_blocks, config.block_size, config.max_num_seqs, config.decode_width)
+    k = config.num_speculative_tokens
+    drafter = RuleDrafter(make_rule(model, drafts), k) if k else NoDrafter()
+    return Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)
+
+
+def run(engine: Engine) -> dict:
+    """All finished outputs by request id."""
+    finished = {}
+    while engine.has_unfinished:
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished

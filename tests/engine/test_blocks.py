@@ -1,0 +1,62 @@
+"""The allocator against a plain model, over random histories."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mtpkit.engine.blocks import IdPool
+from mtpkit.errors import MtpkitError
+
+
+class PoolHistory(RuleBasedStateMachine):
+    @initialize(size=st.integers(1, 12))
+    def start(self, size):
+        self.pool, self.held = IdPool(size), []
+
+    @rule(data=st.data())
+    def allocate(self, data):
+        ids = self.pool.allocate(data.draw(st.integers(0, self.pool.num_free)))
+        assert len(set(ids)) == len(ids) and not set(ids) & set(self.held)
+        self.held += ids
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def share(self, data):
+        self.held.append(data.draw(st.sampled_from(self.held)))
+        self.pool.share(self.held[-1])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data):
+        leaving = data.draw(st.lists(st.sampled_from(range(len(self.held))), unique=True))
+        self.pool.release([self.held[i] for i in leaving])
+        self.held = [held for i, held in enumerate(self.held) if i not in leaving]
+
+    @invariant()
+    def agrees(self):
+        self.pool.check_integrity(self.held)
+        assert self.pool.num_free == self.pool.size - len(set(self.held))
+        assert not set(self.pool.free_ids) & set(self.held)
+
+
+TestPoolHistory = PoolHistory.TestCase
+
+
+@pytest.mark.parametrize("held", [[], [0], [0, 1, 1], [0, 2]])
+def test_integrity_check_finds_leaks_and_double_holders(held):
+    pool = IdPool(3)
+    assert pool.allocate(2) == [0, 1]
+    with pytest.raises(MtpkitError, match="inconsistent"):
+        pool.check_integrity(held)
+
+
+def test_misuse_of_the_pool_is_caught():
+    pool = IdPool(2)
+    ids = pool.allocate(2)
+    with pytest.raises(AssertionError):
+        pool.allocate(1)
+    pool.release(ids)
+    with pytest.raises(AssertionError):
+        pool.release(ids)
+    with pytest.raises(AssertionError):
+        pool.share(0)

@@ -1,0 +1,38 @@
+"""The engine's drafts are those of whole sequences without caches, whatever else is in the batch."""
+
+import pytest
+
+from tests.engine.tiny import make_llm, make_prompts, record_drafts, teacher_forced_drafts, tiny_model
+
+PROMPTS = make_prompts((1, 2, 4, 9))
+CASES = [("repeated", 1), ("repeated", 3), ("distinct", 1), ("distinct", 2), ("distinct", 3)]
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("heads, k", CASES)
+def test_drafts_equal_those_without_caches(heads, k, guided):
+    model = tiny_model(heads)
+    drafts = record_drafts(make_llm(model, k, max_num_batched_tokens=13), PROMPTS, 10, guided)
+    assert len(drafts) > 10
+    for known, token_ids in drafts.items():
+        assert token_ids == teacher_forced_drafts(model, known, k), len(known)
+
+
+@pytest.mark.parametrize("heads, k", CASES)
+def test_drafts_are_the_same_alone_in_a_batch_in_chunks_and_after_preemption(heads, k):
+    model = tiny_model(heads)
+    alone = {}
+    for prompt in PROMPTS:
+        alone |= record_drafts(make_llm(model, k), [prompt])
+    together = record_drafts(make_llm(model, k), PROMPTS)
+    assert together == alone
+    assert record_drafts(make_llm(model, k, max_num_batched_tokens=k + 2), PROMPTS) == alone
+    small = make_llm(model, k, block_size=2, num_blocks=18)
+    assert record_drafts(small, PROMPTS) == alone
+    assert small.stats().preemptions > 0
+
+
+def test_recurrent_head_drafts_equal_those_without_caches():
+    model = tiny_model("repeated", "M*M-", "M-")
+    for known, token_ids in record_drafts(make_llm(model, 1), PROMPTS, 10).items():
+        assert token_ids == teacher_forced_drafts(model, known, 1)

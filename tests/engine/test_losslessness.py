@@ -1,0 +1,80 @@
+"""Greedy speculative output equals plain greedy output, token for token, in fp32."""
+
+import pytest
+
+from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, guide, make_llm, make_prompts, tiny_model
+
+PROMPTS = make_prompts()
+ROLLBACKS = ["replay", "snapshot"]
+
+
+def truth(model, prompts=PROMPTS, max_tokens=20):
+    return [decode(model, prompt, max_tokens) for prompt in prompts]
+
+
+@pytest.mark.parametrize("pattern, mtp_pattern", [("M-*M-", "*-"), ("MM", "*"), ("*-*-", "*-"), ("M*M-", "M-")])
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+def test_plain_decoding_equals_full_recomputation(pattern, mtp_pattern, rollback):
+    model = tiny_model("repeated", pattern, mtp_pattern)
+    assert generate(make_llm(model, 0, state_rollback=rollback), PROMPTS) == truth(model)
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize("heads, k", [*(("repeated", k) for k in (1, 2, 3, 5)), *(("distinct", k) for k in (1, 2, 3))])
+@pytest.mark.parametrize("guided", [False, True])
+def test_speculation_changes_no_token(heads, k, rollback, guided):
+    model = tiny_model(heads)
+    llm = make_llm(model, k, state_rollback=rollback)
+    if guided:
+        guide(llm, PROMPTS)
+    assert generate(llm, PROMPTS) == truth(model)
+    if guided:
+        assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_batch_of_one(length):
+    model = tiny_model()
+    (prompt,) = make_prompts((length,))
+    assert generate(guide(make_llm(model, 3), [prompt]), [prompt]) == truth(model, [prompt])
+
+
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+@pytest.mark.parametrize("budget", [4, 5, 10])
+def test_chunked_prefill(heads, budget):
+    """21 tokens in chunks of 5, 5, 5, 5, 1; decode rows beside them."""
+    model = tiny_model(heads)
+    llm = guide(make_llm(model, 3, max_num_batched_tokens=budget), PROMPTS)
+    assert generate(llm, PROMPTS) == truth(model)
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 2), ("repeated", 5), ("distinct", 3)])
+def test_forced_preemption(heads, k, rollback):
+    model = tiny_model(heads)
+    llm = make_llm(model, k, block_size=2, num_blocks=30, state_rollback=rollback)
+    if k:
+        guide(llm, PROMPTS)
+    assert generate(llm, PROMPTS) == truth(model)
+    assert llm.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 7, 16])
+def test_block_sizes(block_size):
+    model = tiny_model()
+    llm = guide(make_llm(model, 5, block_size=block_size, num_blocks=400 // block_size), PROMPTS)
+    assert generate(llm, PROMPTS) == truth(model)
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+def test_recurrent_heads_with_one_draft(rollback):
+    model = tiny_model("repeated", "M*M-", "M-")
+    assert generate(guide(make_llm(model, 1, state_rollback=rollback), PROMPTS), PROMPTS) == truth(model)
+
+
+def test_recycled_slots_and_blocks_leave_no_trace():
+    """One slot serves all; once with what the last request left, once with NaN in its place."""
+    model = tiny_model()
+    for poison in (False, True):
+        llm = guide(make_llm(model, 3, max_num_seqs=1, num_blocks=9), PROMPTS)
+        assert generate(llm, PROMPTS, poison=poison) == truth(model)

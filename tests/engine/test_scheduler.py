@@ -1,0 +1,177 @@
+"""Scheduling over a hash model: long random histories, and the cases that broke others."""
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.verifier import verify
+from mtpkit.errors import UserError
+from tests.engine.fakes import HashModel, fake_engine, run
+
+MODEL = HashModel()
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 40),  # step of arrival
+        st.lists(st.integers(0, MODEL.vocab_size - 1), min_size=1, max_size=14),
+        st.builds(
+            SamplingParams,
+            max_tokens=st.integers(1, 14),
+            temperature=st.sampled_from([0.0, 0.7, 1.5]),
+            seed=st.integers(0, 99),
+            stop_token_ids=st.sampled_from([(), (3,), (3, 4)]),
+            ignore_eos=st.booleans(),
+        ),
+    ),
+    min_size=1,
+    max_size=9,
+)
+engines = st.fixed_dictionaries(
+    {
+        "num_speculative_tokens": st.sampled_from([0, 1, 2, 3, 5]),
+        "block_size": st.sampled_from([1, 2, 3, 4, 16]),
+        "max_num_seqs": st.integers(1, 5),
+        "max_num_batched_tokens": st.integers(6, 40),
+        "drafts": st.sampled_from(["never", "sometimes", "always"]),
+    }
+)
+
+
+@hypothesis_settings(max_examples=150)
+@given(requests, engines, st.integers(0, 30), st.integers(-1, 30))
+def test_random_histories(arrivals, settings, spare_blocks, abort_at):
+    """Every request gets the oracle's tokens and, whatever ran beside it, the same acceptance; nothing leaks."""
+    largest = max(len(prompt) + params.max_tokens for _, prompt, params in arrivals)
+    lookahead = max(1, 2 * settings["num_speculative_tokens"])
+    num_blocks = -(-(largest + lookahead) // settings["block_size"]) + spare_blocks
+    engine = fake_engine(MODEL, num_blocks=num_blocks, eos=(0,), **settings)
+    scheduler, finished, aborted = engine.scheduler, {}, None
+    step = 0
+    while engine.has_unfinished or step <= 40:
+        for index, (arrival, prompt, params) in enumerate(arrivals):
+            if arrival == step:
+                engine.add_request(prompt, params, request_id=str(index))
+        if step == abort_at and (live := scheduler.running + scheduler.waiting):
+            aborted = live[-1].request_id
+            engine.abort(aborted)
+        if engine.has_unfinished:
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        scheduler.check_integrity()
+        engine.runner.forget(scheduler.blocks.free_ids, scheduler.slots.free_ids)
+        step += 1
+    assert scheduler.blocks.num_free == num_blocks and scheduler.slots.num_free == settings["max_num_seqs"]
+    assert set(finished) == {str(index) for index in range(len(arrivals))} - {aborted}
+    for request_id, output in finished.items():
+        _, prompt, params = arrivals[int(request_id)]
+        want = MODEL.decode(prompt, params, eos=() if params.ignore_eos else (0,))
+        assert output.outputs[0].token_ids == want
+        alone = fake_engine(MODEL, num_blocks=200, eos=(0,), **settings)
+        alone.add_request(prompt, params, request_id=request_id)
+        stats = run(alone)[request_id].stats
+        assert (stats.steps, stats.accepted_per_depth, stats.reached_per_depth) == (
+            output.stats.steps,
+            output.stats.accepted_per_depth,
+            output.stats.reached_per_depth,
+        )
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+def test_preempted_requests_resume_with_the_same_output(k):
+    engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=k)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1]]
+    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    finished = run(engine)
+    assert engine.stats().preemptions > 0
+    assert sum(finished[i].stats.preemptions for i in ids) == engine.stats().preemptions
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert finished[request_id].outputs[0].token_ids == MODEL.decode(prompt, GREEDY)
+
+
+def test_the_oldest_request_is_never_preempted():
+    engine = fake_engine(MODEL, num_blocks=12, block_size=2, num_speculative_tokens=3)
+    ids = [engine.add_request([1, 2, 3], GREEDY) for _ in range(4)]
+    assert run(engine)[ids[0]].stats.preemptions == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_commit_releases_every_block_that_a_rewind_emptied(block_size):
+    engine = fake_engine(MODEL, drafts="never", block_size=block_size, num_speculative_tokens=5)
+    engine.add_request([1, 2, 3, 4], GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+        for request in engine.scheduler.running:
+            assert len(request.block_table) == -(-request.num_computed // block_size)
+
+
+def test_chunks_follow_the_budget_and_decode_rows_come_first():
+    engine = fake_engine(MODEL, num_speculative_tokens=2, max_num_batched_tokens=7)
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=30))
+    engine.step()
+    engine.add_request(list(range(1, 10)), GREEDY)
+    shapes = []
+    for _ in range(3):
+        plan = engine.scheduler.plan()
+        shapes.append([(row.start, row.length, row.samples) for row in plan.rows][1:])
+        assert plan.num_decode_rows == 1 and plan.rows[0].length == 3
+        batch = engine.builder.build(plan)
+        out = engine.runner.run(batch)
+        verdict = verify(out.logits, batch)
+        engine.scheduler.commit(plan, verdict, engine.drafter.draft(out.hidden, batch, verdict))
+    assert shapes == [[(0, 4, False)], [(4, 4, False)], [(8, 1, True)]]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_max_tokens_cuts_accepted_drafts(max_tokens):
+    engine = fake_engine(MODEL, drafts="always", num_speculative_tokens=5)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    engine.add_request([1, 2], params, "a")
+    output = run(engine)["a"]
+    assert output.outputs[0].token_ids == MODEL.decode([1, 2], params)
+    assert output.outputs[0].finish_reason == "length"
+    # The first token is prefill's, then steps of 6: five verdicts and a bonus.
+    full, rest = divmod(max_tokens - 1, 6)
+    assert output.stats.steps == full + bool(rest)
+    assert output.stats.accepted_per_depth == [full + (depth < rest) for depth in range(5)]
+    assert output.stats.reached_per_depth == output.stats.accepted_per_depth
+
+
+def test_stop_tokens_end_the_output_among_accepted_drafts():
+    tokens = MODEL.decode([1, 2], SamplingParams(temperature=0, max_tokens=8))
+    stop = tokens[3]
+    cut = tokens[: tokens.index(stop) + 1]
+    for eos, params in (
+        ((stop,), SamplingParams(temperature=0, max_tokens=8)),
+        ((), SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[stop])),
+    ):
+        engine = fake_engine(MODEL, drafts="always", eos=eos, num_speculative_tokens=5)
+        engine.add_request([1, 2], params, "a")
+        output = run(engine)["a"].outputs[0]
+        assert (output.token_ids, output.finish_reason) == (cut, "stop")
+    engine = fake_engine(MODEL, drafts="always", eos=(stop,), num_speculative_tokens=5)
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), "a")
+    assert run(engine)["a"].outputs[0].token_ids == tokens
+
+
+@pytest.mark.parametrize(
+    "settings, prompt, max_tokens, message",
+    [
+        ({}, [], 4, "prompt is empty"),
+        ({"max_model_len": 10}, [1] * 7, 4, "7 prompt tokens . max_tokens 4 exceed max_model_len 10"),
+        ({"num_blocks": 4}, [1] * 8, 8, "need 5 blocks of 4, the cache has 4"),
+        ({}, [99], 4, r"tokens \[99\] are outside the vocabulary of 11"),
+    ],
+)
+def test_requests_that_can_never_be_served_are_refused_at_once(settings, prompt, max_tokens, message):
+    engine = fake_engine(MODEL, num_speculative_tokens=2, **settings)
+    with pytest.raises(UserError, match=message):
+        engine.add_request(prompt, SamplingParams(max_tokens=max_tokens))
+    assert not engine.has_unfinished
+
+
+def test_a_request_that_just_fits_runs():
+    engine = fake_engine(MODEL, num_speculative_tokens=2, num_blocks=4, drafts="always")
+    engine.add_request([1] * 8, SamplingParams(temperature=0, max_tokens=6), "a")
+    assert len(run(engine)["a"].outputs[0].token_ids) == 6

@@ -1,0 +1,153 @@
+"""Tiny random hybrid models, what decoding without an engine makes of them, and spies on the engine."""
+
+import functools
+import math
+
+import torch
+
+from mtpkit.config import ModelConfig
+from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine.step import Drafts
+from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
+from tests.engine.fakes import known_tokens
+
+VOCAB_SIZE = 61
+PROMPT_LENGTHS = (1, 4, 8, 9, 21)
+"""1; 1 + K for K = 3; a block and a block + 1 at block size 8; several chunks."""
+
+
+@functools.cache
+def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str = "*-"):
+    """A model with 2 repeated or 3 distinct heads, wide initialisation so that logits are far apart."""
+    repeated = heads == "repeated"
+    config = ModelConfig(
+        family="nemotron_h",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        pattern=pattern,
+        max_position_embeddings=128,
+        mtp_pattern=mtp_pattern,
+        mtp_num_depths=2 if repeated else 3,
+        mtp_use_repeated_layer=repeated,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        ffn_hidden_size=48,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        mamba_state_dim=8,
+        mamba_num_groups=2,
+        init_std=0.3,
+    )
+    return build_model(config, seed=1)
+
+
+def make_prompts(lengths=PROMPT_LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@functools.cache
+def _decode(model, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            hidden = base_forward(model, torch.tensor([tokens]), SequenceInput())
+            tokens.append(int(compute_logits(model, hidden[-1, 0]).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def decode(model, prompt: list[int], max_tokens: int) -> list[int]:
+    """Greedy decoding by computing the whole sequence anew for every token."""
+    return list(_decode(model, tuple(prompt), max_tokens))
+
+
+def greedy(max_tokens: int = 20) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def make_llm(model, k: int, **settings) -> LLM:
+    return LLM(model, k, **{"num_blocks": 200, "block_size": 8, "max_num_seqs": 8, **settings})
+
+
+def generate(llm: LLM, prompts, params=None, poison: bool = True) -> list[list[int]]:
+    """Output tokens of each prompt; what nobody holds is NaN before each step."""
+    engine = llm.engine
+    ids = [engine.add_request(prompt, params or greedy()) for prompt in prompts]
+    finished = {}
+    while engine.has_unfinished:
+        if poison:
+            poison_free(engine)
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.size
+    return [finished[request_id].outputs[0].token_ids for request_id in ids]
+
+
+def poison_free(engine) -> None:
+    """Fill free blocks and slots with NaN."""
+    free = {"key": engine.scheduler.blocks.free_ids, "value": engine.scheduler.blocks.free_ids}
+    for cache in engine.caches.values():
+        for name, tensor in vars(cache).items():
+            tensor[free.get(name, engine.scheduler.slots.free_ids)] = math.nan
+
+
+class Guided:
+    """A drafter around the heads' own that makes some of their drafts right, so that all lengths are accepted."""
+
+    def __init__(self, inner, model, prompts: list[list[int]], max_tokens: int = 20) -> None:
+        self.inner = inner
+        depths = inner.num_speculative_tokens
+        self.truth = [prompt + decode(model, prompt, max_tokens + 2 * depths) for prompt in prompts]
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        drafts = self.inner.draft(hidden, batch, verdict)
+        token_ids = drafts.token_ids.clone()
+        for row in range(len(token_ids)):
+            known = known_tokens(batch, verdict, row)
+            for truth in self.truth:
+                if truth[: len(known)] == known:
+                    right = (5 * len(known) + sum(known)) % (token_ids.shape[1] + 1)
+                    token_ids[row, :right] = torch.tensor(truth[len(known) : len(known) + right])
+        return Drafts(token_ids, drafts.probs)
+
+
+def guide(llm: LLM, prompts, max_tokens: int = 20) -> LLM:
+    llm.engine.drafter = Guided(llm.engine.drafter, llm.model, prompts, max_tokens)
+    return llm
+
+
+class Recorder:
+    """A drafter that notes the drafts that another makes after each sequence of known tokens."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.drafts = inner, {}
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        drafts = self.inner.draft(hidden, batch, verdict)
+        for row, token_ids in enumerate(drafts.token_ids.tolist()):
+            self.drafts[tuple(known_tokens(batch, verdict, row))] = token_ids
+        return drafts
+
+
+def record_drafts(llm: LLM, prompts, max_tokens: int = 20, guided: bool = True) -> dict[tuple, list[int]]:
+    """The heads' own drafts after each sequence of known tokens."""
+    recorder = llm.engine.drafter = Recorder(llm.engine.drafter)
+    if guided:
+        recorder.num_speculative_tokens = recorder.inner.num_speculative_tokens
+        guide(llm, prompts, max_tokens)
+    generate(llm, prompts, greedy(max_tokens))
+    return recorder.drafts
+
+
+@torch.inference_mode()
+def teacher_forced_drafts(model, known: tuple[int, ...], depths: int) -> list[int]:
+    """The drafts after `known` tokens, from whole sequences without caches: each depth reads the drafts before it."""
+    attention = "serving" if model.mtpkit_config.mtp_use_repeated_layer else "per_depth"
+    newest, tokens = len(known) - 2, list(known)
+    for depth in range(1, depths + 1):
+        ids = torch.tensor([tokens])
+        hidden = base_forward(model, ids, SequenceInput())
+        *_, state = unroll_depths(model, hidden, ids, depth, attention)
+        tokens.append(int(compute_logits(model, state[newest, 0]).argmax()))
+    return tokens[-depths:]
