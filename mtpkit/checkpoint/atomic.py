@@ -6,34 +6,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from mtpkit.errors import MtpkitError, StorageError, UserError
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system, however deeply torch or megatron-core wrapped it, into a `StorageError`."""
+    """Turn a failure of the file system, however deeply torch and megatron-core wrapped it, into a `StorageError`."""
     try:
         yield
     except MtpkitError:
         raise
-    except Exception as error:
-        cause = _os_error(error)
-        if cause is None:
+    except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
+        causes = list(_causes(error))
+        for cause in causes:
+            if isinstance(cause, MtpkitError):  # from reading the source while writing the destination
+                raise cause from error
+        failed: BaseException | None = next((c for c in causes if isinstance(c, OSError)), None)
+        if failed is None and isinstance(error, CheckpointException):  # torch's writer hides the system's error
+            failed = next((c for c in causes if isinstance(c, RuntimeError)), None)
+        if failed is None:
             raise
-        raise StorageError(f"{path}: cannot write: {cause}; nothing was left behind") from error
+        reason = getattr(failed, "strerror", None) or str(failed).split("\n")[0]
+        raise StorageError(f"{path}: cannot write: {reason} ({_free(path)}); nothing was left behind") from error
 
 
-def _os_error(error: BaseException | None) -> str | None:
-    """The text of the OSError that an exception is, wraps or quotes; None if there is none."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exceptions that one wraps, innermost ranks first."""
     while error is not None:
-        if isinstance(error, OSError):
-            return error.strerror or str(error)
         for wrapped in getattr(error, "failures", {}).values():  # torch's CheckpointException: rank -> (error, trace)
-            found = _os_error(wrapped[0])
-            if found:
-                return found
-        error = error.__cause__ or error.__context__
-    return None
+            yield from _causes(wrapped[0])
+        yield error
+        error = error.__cause__ or (error.__context__ if isinstance(error, RuntimeError) else None)
+
+
+def _free(path: Path) -> str:
+    """Free space where `path` would be."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB free there"
 
 
 def check_destination(path: Path, force: bool) -> None:

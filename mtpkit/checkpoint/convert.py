@@ -18,11 +18,8 @@ from mtpkit.checkpoint.layout import (
     load_config,
     load_hf_config,
 )
-from mtpkit.checkpoint.megatron import MegatronReader, write_megatron
+from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader, write_megatron
 from mtpkit.errors import UserError
-
-COMMON_STATE = {"checkpoint_version": 3.0}
-"""What Megatron-LM wants to know of a checkpoint; without it the rows of QKV would be reordered."""
 
 
 def import_checkpoint(source: Path | str, destination: Path | str, force: bool = False) -> None:
@@ -41,7 +38,7 @@ def import_checkpoint(source: Path | str, destination: Path | str, force: bool =
     weights = family.table(config).to_megatron(HFReader(source, family.canonical_hf_name), source)
     with staged_directory(destination, force) as staging:
         (staging / RELEASE).mkdir()
-        write_megatron(staging / RELEASE, weights, COMMON_STATE)
+        write_megatron(staging / RELEASE, weights, CHECKPOINT_VERSION)
         copy_companions(source, staging)
         shutil.copyfile(source / "config.json", staging / "config.json")
         (staging / OWN_CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")

@@ -6,6 +6,7 @@ Stacked experts appear as one tensor an expert: `...experts.linear_fc1.weight[3]
 import io
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,14 @@ from tqdm import tqdm
 from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource
 from mtpkit.errors import UserError
 
+# torch says so whenever it runs without a process group, which is how this module means it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 COMMON_STATE = "common_state/shard_0_1"
 """Where megatron-core keeps what is not a tensor, as a list of one dictionary."""
+
+CHECKPOINT_VERSION = {"checkpoint_version": 3.0}
+"""What Megatron-LM wants to know of a checkpoint; without it, it would reorder the rows of QKV."""
 
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 """Prefixes of tensors that belong to a training run and not to the model."""

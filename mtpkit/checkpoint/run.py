@@ -4,7 +4,9 @@
 checkpoint of model, optimizer and common state; `RUN/latest_checkpointed_iteration.txt` is replaced last.
 """
 
+import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,17 +18,18 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mtpkit.checkpoint.atomic import fsync_tree, replace_directory, storage_errors, write_file
 from mtpkit.checkpoint.hf import copy_companions
 from mtpkit.checkpoint.layout import OWN_CONFIG, RELEASE, TRACKER, find_companions, find_torch_dist, iteration_name
-from mtpkit.checkpoint.megatron import MegatronReader
+from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
 from mtpkit.checkpoint.tensors import Shape, list_names, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import MtpkitError, StorageError, UserError
 
-COMMON_STATE = {"checkpoint_version": 3.0}
-"""What Megatron-LM wants to know of a checkpoint; without it the rows of QKV would be reordered."""
+# Every save would advise an asynchronous writer; saves here are synchronous.
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 
 
 def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:
@@ -64,12 +67,14 @@ def save_checkpoint(
     with storage_errors(target):
         try:
             _on_first_rank(lambda: _prepare(staging))
-            state = {**COMMON_STATE, **common_state, **sharded_state_dict}
+            state = {**CHECKPOINT_VERSION, **common_state, **sharded_state_dict}
             dist_checkpointing.save(state, str(staging))
             _on_first_rank(lambda: _publish(staging, target, iteration, config, companions))
         except BaseException:
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    directory.rmdir()  # if this was its first checkpoint
             raise
     return target
 
@@ -95,11 +100,12 @@ def _prepare(staging: Path) -> None:
 def _publish(
     staging: Path, target: Path, iteration: int | None, config: ModelConfig, companions: Path | str | None
 ) -> None:
-    fsync_tree(staging)
-    replace_directory(staging, target)
+    """Everything but the tracker file first: until it is replaced, the previous iteration is the latest."""
     if companions is not None:
         write_companions(target.parent, find_companions(companions))
     write_file(target.parent / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
+    fsync_tree(staging)
+    replace_directory(staging, target)
     write_file(target.parent / TRACKER, RELEASE if iteration is None else str(iteration))
 
 
@@ -135,8 +141,9 @@ def load_checkpoint(directory: Path | str, sharded_state_dict: Mapping[str, Any]
     require_same_names(str(path), {key: shape for key, shape in stored.items() if shape is not None}, shapes)
     try:
         return dist_checkpointing.load(asked, str(path))
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise UserError(f"{path} is damaged or cut off ({(str(error).splitlines() or [''])[0]})") from error
+    except (OSError, RuntimeError, EOFError, CheckpointException) as error:
+        reason = next((line for line in reversed(str(error).splitlines()) if line), type(error).__name__)
+        raise UserError(f"{path} is damaged or cut off ({reason})") from error
 
 
 def _without_absent_extra_states(sharded_state_dict: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,9 @@ SIZES = dict(
 BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
-def write_base(directory: Path, pattern: str = "M*-E", seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> None:
+def write_base(
+    directory: Path, pattern: str = "M*-E", seed: int = 0, dtype: torch.dtype = torch.float32, **changes
+) -> None:
     """A random model saved by transformers; no parameter keeps a value that another could be mistaken for."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 

@@ -35,7 +35,9 @@ def relative(have: torch.Tensor, want: torch.Tensor) -> float:
     return ((have - want).abs().max() / want.abs().max()).item()
 
 
-@pytest.mark.parametrize("changes", [{}, {"time_step_min": 0.5}, {"moe_latent_size": 16}, {"n_group": 2, "topk_group": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"time_step_min": 0.5}, {"moe_latent_size": 16}, {"n_group": 2, "topk_group": 1}]
+)
 def test_logits_equal_transformers(tmp_path, changes):
     from transformers import NemotronHForCausalLM
 

@@ -13,10 +13,16 @@ from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.layout import detect_layout, load_config
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.checkpoint.verify import compare_weights
-
 from tests.checkpoint.builders import GOLDEN, add_heads, write_base
 
-CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp", "tp2/moe", "pp2/mamba_attention_mlp"]
+CASES = [
+    "tp1/mamba_attention_mlp",
+    "tp1/moe",
+    "tp1/distinct_heads",
+    "tp2/mamba_attention_mlp",
+    "tp2/moe",
+    "pp2/mamba_attention_mlp",
+]
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:

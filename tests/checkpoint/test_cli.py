@@ -1,0 +1,60 @@
+"""The command: exit codes, what it prints, and that it reads every tensor once."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from mtpkit.checkpoint.convert import import_checkpoint
+from mtpkit.checkpoint.hf import HFReader
+from mtpkit.cli import run
+from mtpkit.cli.convert import app
+from tests.checkpoint.builders import edit
+
+
+def convert(*args: object) -> int:
+    """Exit code of `convert.py ARGS`."""
+    with pytest.raises(SystemExit) as stop:
+        run(app, [str(arg) for arg in args])
+    return int(stop.value.code or 0)
+
+
+def test_there_and_back(hf_dir, tmp_path, capsys):
+    assert convert("import", hf_dir, tmp_path / "megatron") == 0
+    assert convert("export", tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.001") == 0
+    assert convert("verify", hf_dir, tmp_path / "back", "--logits") == 0
+    out = capsys.readouterr().out
+    assert "tensors are equal bit for bit" in out
+    assert "logits of depth 3: largest relative difference 0" in out
+
+
+def test_verify_names_what_differs(hf_dir, tmp_path, capsys):
+    import_checkpoint(hf_dir, tmp_path / "megatron")
+
+    def nudge(tensors):
+        tensors["backbone.layers.1.mixer.k_proj.weight"][0, 0] += 1
+
+    edit(hf_dir, nudge)
+    assert convert("verify", hf_dir, tmp_path / "megatron", "--logits") == 1
+    out = capsys.readouterr().out
+    assert "1 differ: decoder.layers.1.self_attention.linear_qkv.weight (differs by up to 1)" in out
+
+
+def test_user_errors_are_one_line_and_exit_2(tmp_path, capsys):
+    assert convert("import", tmp_path / "nowhere", tmp_path / "out") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert convert("melt", tmp_path, tmp_path) == 2
+
+
+def test_every_tensor_is_read_once(hf_dir, tmp_path, monkeypatch):
+    """Though `in_proj` becomes five tensors and q, k, v one: nothing is read ahead or twice."""
+    reads: Counter[str] = Counter()
+    original = HFReader.read
+
+    def read(self: HFReader, name: str) -> torch.Tensor:
+        reads[name] += 1
+        return original(self, name)
+
+    monkeypatch.setattr(HFReader, "read", read)
+    import_checkpoint(hf_dir, tmp_path / "megatron")
+    assert reads == Counter(HFReader(hf_dir).tensors.keys())

@@ -1,0 +1,115 @@
+"""Configs of both sides, and the keys that servers read."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from mtpkit.checkpoint import load_config, load_model, save_checkpoint
+from mtpkit.checkpoint.convert import export_checkpoint
+from mtpkit.checkpoint.families import nemotron_h
+from mtpkit.checkpoint.megatron_config import config_from_megatron
+from mtpkit.checkpoint.verify import compare_weights
+from mtpkit.errors import UserError
+from tests.checkpoint.builders import GOLDEN, edit_config
+
+
+def test_both_spellings_of_a_pattern(hf_dir):
+    first = load_config(hf_dir)
+    assert (first.pattern, first.mtp_pattern, first.mtp_num_depths, first.num_mtp_layers) == ("M*-E", "*E", 3, 1)
+    edit_config(hf_dir, layers_block_type=["mamba", "attention", "mlp", "moe"])
+    assert load_config(hf_dir) == first
+    edit_config(hf_dir, layers_block_type=None, hybrid_override_pattern="M*-E", mtp_hybrid_override_pattern=None)
+    edit_config(hf_dir, mtp_layers_block_type=["full_attention", "moe"], time_step_limit=[0.0, 1.0])
+    assert load_config(hf_dir) == first
+    assert first.mamba_dt_limit == (0.001, float("inf"))
+
+
+@pytest.mark.parametrize(("physical", "depths", "repeated"), [(1, 1, True), (3, 3, False)])
+def test_depths_without_a_hint(hf_dir, physical, depths, repeated):
+    edit_config(hf_dir, mtpkit=None, num_nextn_predict_layers=physical)
+    config = load_config(hf_dir)
+    assert (config.mtp_num_depths, config.mtp_use_repeated_layer) == (depths, repeated)
+
+
+def test_export_writes_what_servers_read_and_keeps_the_rest(hf_dir):
+    original = json.loads((hf_dir / "config.json").read_text()) | {"rope_theta": 10000, "eos_token_id": [2, 5]}
+    config = nemotron_h.config_from_hf(original)
+    exported = nemotron_h.config_to_hf(config, original)
+    assert exported["hybrid_override_pattern"] == "M*-E" and exported["mtp_hybrid_override_pattern"] == "*E"
+    assert "layers_block_type" not in exported and "mtp_layers_block_type" not in exported
+    assert exported["num_nextn_predict_layers"] == 1, "physical layers, not the 3 depths"
+    assert exported["rope_theta"] == 10000 and exported["eos_token_id"] == [2, 5]
+    assert nemotron_h.config_from_hf(exported) == config
+    bare = nemotron_h.config_to_hf(config.replace(mtp_pattern="", mtp_num_depths=0), exported)
+    assert bare["num_nextn_predict_layers"] == 0 and "mtpkit" not in bare and "mtp_hybrid_override_pattern" not in bare
+
+
+def test_golden_configs():
+    config = load_config(GOLDEN / "tp2/moe")
+    assert (config.hybrid_layer_pattern, config.mtp_num_depths, config.num_mtp_layers) == ("ME*E/*E/*E", 2, 1)
+    assert (config.moe_router_topk_scaling_factor, config.moe_shared_expert_intermediate_size) == (2.5, 64)
+    assert not load_config(GOLDEN / "tp1/distinct_heads").mtp_use_repeated_layer
+
+
+def megatron_args(**changes) -> dict:
+    """Arguments as Megatron-LM saves them."""
+    values = dict(
+        padded_vocab_size=256,
+        hidden_size=64,
+        hybrid_override_pattern="M-*-",
+        mtp_hybrid_override_pattern="*-",
+        mtp_num_layers=2,
+        mtp_use_repeated_layer=True,
+        num_attention_heads=4,
+        group_query_attention=False,
+        num_query_groups=1,
+        kv_channels=16,
+        ffn_hidden_size=128,
+        squared_relu=True,
+        swiglu=False,
+        position_embedding_type="none",
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        norm_epsilon=1e-6,
+        normalization="RMSNorm",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        mamba_state_dim=16,
+        mamba_num_groups=2,
+    )
+    return values | changes
+
+
+def test_megatron_lm_arguments():
+    config = config_from_megatron(megatron_args())
+    assert (config.hybrid_layer_pattern, config.num_mtp_layers, config.layernorm_epsilon) == ("M-*-/*-/*-", 1, 1e-6)
+    assert config.num_query_groups == 4, "without group_query_attention every head has its own"
+    for changes in (
+        {"normalization": "LayerNorm"},
+        {"disable_bias_linear": False},
+        {"squared_relu": False},
+        {"hybrid_override_pattern": "M-*/*-/*E"},
+        {"hybrid_override_pattern": "G-*-"},
+    ):
+        with pytest.raises(UserError):
+            config_from_megatron(megatron_args(**changes))
+
+
+def test_arguments_inside_a_run_with_optimizer_state(tmp_path):
+    """A tree as Megatron-LM leaves it: `args` in the common state, optimizer tensors beside the model's."""
+    model = load_model(GOLDEN / "tp1/mamba_attention_mlp")
+    moment = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.final_norm.weight", torch.ones(64))
+    state = {"model": model.sharded_state_dict(), "optimizer": {"exp_avg": moment}}
+    args = argparse.Namespace(
+        **megatron_args(hybrid_override_pattern="M-*-M-", num_query_groups=2, group_query_attention=True)
+    )
+    save_checkpoint(tmp_path / "run", 300, state, {"args": args, "iteration": 300}, model.mtpkit_config)
+    (tmp_path / "run" / "mtpkit.json").unlink()
+    config = load_config(tmp_path / "run")
+    assert config == model.mtpkit_config.replace(layernorm_epsilon=1e-6)
+    assert load_config(tmp_path / "run" / "iter_0000300") == config
+    export_checkpoint(tmp_path / "run", tmp_path / "hf")
+    assert compare_weights(tmp_path / "hf", GOLDEN / "tp1/mamba_attention_mlp").identical
