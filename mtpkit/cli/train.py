@@ -17,11 +17,13 @@ def train(
     ] = None,
 ) -> None:
     """Train the heads of a base, or go on with a run that was stopped; under torchrun on all of its processes."""
+    import torch.distributed as dist
+
     from mtpkit.training import load_config
-
-    settings = load_config(config, overrides or ())
-
     from mtpkit.training import train as run_training
 
-    checkpoint = run_training(settings)
-    typer.echo(f"trained heads with their base: {checkpoint}")
+    settings = load_config(config, overrides or ())
+    output = run_training(settings)
+    if dist.get_rank() == 0:
+        typer.echo(f"trained heads with their base: {output}")
+    dist.destroy_process_group()

@@ -46,11 +46,11 @@ class Trainer:
         self.rank, self.num_ranks = self.group.rank(), self.group.size()
         self.config, model_config = resolve(config)
         self.directory = RunDirectory(self.config)
+        self.loader = self._loader()
+        self.eval_data = self._dataset(config.data.eval) if config.data.eval else None
         resuming = self.directory.iteration is not None
         self.model = build_with_heads(self.config, model_config, self.device, load_weights=not resuming)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
-        self.loader = self._loader()
-        self.eval_data = self._dataset(config.data.eval) if config.data.eval else None
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
         self.directory.start()
         self.log = MetricsLog(self.directory.path, self.step, config.steps, enabled=self.rank == 0)
@@ -63,10 +63,10 @@ class Trainer:
             self._evaluate()
         while self.step < config.steps and not stop.on_any_rank(self.device):
             lr = learning_rate(config.optimizer, self.step, config.steps)
-            batches = [batch.to(self.device) for batch in next(self.loader)]
-            sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group)
+            with throughput.step(config.data.global_batch_size * config.data.sequence_length):
+                batches = [batch.to(self.device) for batch in next(self.loader)]
+                sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group)
             self.step += 1
-            throughput.add(config.data.global_batch_size * config.data.sequence_length)
             self._log_step(sums, norm, lr, throughput)
             if self._due(config.eval_interval):
                 self._evaluate()
@@ -83,11 +83,12 @@ class Trainer:
         return self.step % interval == 0 or self.step == self.config.steps
 
     def _log_step(self, sums: DepthSums, norm: float, lr: float, throughput: Throughput) -> None:
-        loss = self._weighted(sums)
-        self.log.progress(loss=f"{loss:.4f}", AL=f"{sums.acceptance_length():.2f}")
+        values = {**self._summary(sums), "lr": lr, "grad_norm": norm, "tokens_per_s": throughput.rate()}
+        loss, length, rate = (values[key] for key in ("loss", "acceptance_length", "tokens_per_s"))
+        self.log.progress(f"loss {loss:.4f}, AL {length:.2f}, {rate:,.0f} tokens/s")
         if self._due(self.config.log_interval):
-            speed = {"tokens_per_s": throughput.rate()}
-            self.log.write("train", self.step, {**self._summary(sums), "lr": lr, "grad_norm": norm, **speed})
+            self.log.write("train", self.step, values)
+            throughput.reset()
 
     def _evaluate(self) -> None:
         """Write losses and acceptance on the held-out data, if there is any."""
@@ -106,12 +107,10 @@ class Trainer:
     def _save(self) -> None:
         self.directory.save(self.step, self.model, self.optimizer, self.loader)
 
-    def _weighted(self, sums: DepthSums) -> float:
-        return sum(weight * loss for weight, loss in zip(self.config.depth_weights(), sums.losses(), strict=True))
-
     def _summary(self, sums: DepthSums) -> dict[str, Any]:
+        weights = self.config.depth_weights()
         return {
-            "loss": self._weighted(sums),
+            "loss": sum(weight * loss for weight, loss in zip(weights, sums.losses(), strict=True)),
             "depth_losses": sums.losses(),
             "conditional_acceptance": sums.conditional_acceptance(),
             "acceptance_length": sums.acceptance_length(),

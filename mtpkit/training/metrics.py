@@ -3,6 +3,8 @@
 import json
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,18 @@ class MetricsLog:
         self.enabled = enabled
         self._file = None
         self._board = None
-        self._bar = tqdm(total=steps, initial=first_step, desc="train", unit="step", disable=not enabled)
+        # disable=None: silent where stderr is not a terminal.
+        disable = None if enabled else True
+        self._bar = tqdm(total=steps, initial=first_step, desc="training", unit=" steps", disable=disable)
         if enabled:
             path = output / "metrics.jsonl"
             _drop_lines_after(path, first_step)
             self._file = path.open("a", encoding="utf-8")
             self._board = _tensorboard(output / "tensorboard", first_step)
 
-    def progress(self, **shown: Any) -> None:
-        """Advance the bar by one step and show these values beside it."""
-        self._bar.set_postfix(shown, refresh=False)
+    def progress(self, shown: str) -> None:
+        """Advance the bar by one step and show this beside it."""
+        self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -56,22 +60,27 @@ class MetricsLog:
 
 
 class Throughput:
-    """Tokens a second since the last call of `rate`."""
+    """Tokens a second of the training steps alone, since the last `reset`."""
 
     def __init__(self) -> None:
-        self._tokens = 0
-        self._since = time.perf_counter()
+        self.reset()
 
-    def add(self, tokens: int) -> None:
-        """Count tokens of one step."""
+    def reset(self) -> None:
+        """Start a new window."""
+        self._tokens = 0
+        self._seconds = 0.0
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """Time the block, which trains on so many tokens."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
         self._tokens += tokens
 
     def rate(self) -> float:
-        """The rate; starts a new window."""
-        now = time.perf_counter()
-        rate = self._tokens / (now - self._since)
-        self._tokens, self._since = 0, now
-        return rate
+        """Tokens a second in this window."""
+        return self._tokens / self._seconds
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -1,8 +1,19 @@
-"""Fixtures of the training tests."""
+"""Fixtures of the training tests: a toy base that has learnt a predictable text."""
 
+import random
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
+import torch
+
+from mtpkit.checkpoint import save_model
+from mtpkit.data import build_dataset, load_tokenizer
+from mtpkit.model import SequenceInput, base_forward, compute_logits
+from tests.training.toy import toy_model
+
+SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left + right\n"]
 
 
 @pytest.fixture
@@ -11,3 +22,34 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory) -> tuple[Path, Path]:
+    """Two sentences in random order, many times: text to train on, and held-out text."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(0)
+    for name, count in (("train.txt", 400), ("heldout.txt", 60)):
+        (folder / name).write_text("".join(rng.choices(SENTENCES, k=count)))
+    return folder / "train.txt", folder / "heldout.txt"
+
+
+@pytest.fixture(scope="session")
+def toy_base(tmp_path_factory, tokenizer_dir, text_files) -> Path:
+    """A Megatron directory of a headless toy base, trained until it knows the text."""
+    model = toy_model(vocab_size=300, mtp_pattern="", mtp_num_depths=0)
+    data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        batch = data.batch([(step * 4 + row) % len(data) for row in range(4)])
+        hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+        logits = compute_logits(model, hidden).transpose(0, 1)[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.token_ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.5
+    directory = tmp_path_factory.mktemp("base")
+    save_model(model, directory)
+    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+    return directory

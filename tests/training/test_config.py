@@ -1,5 +1,7 @@
 """Settings: defaults, overrides, and one-line errors that name the key."""
 
+from pathlib import Path
+
 import pytest
 
 from mtpkit.errors import UserError
@@ -72,3 +74,8 @@ def test_unreadable_files(tmp_path, content):
 def test_missing_keys_are_named():
     with pytest.raises(UserError, match=r"model is required"):
         load_config(None, [])
+
+
+def test_the_example_is_valid():
+    config = load_config(Path(__file__).parents[2] / "examples" / "train_tiny.yaml")
+    assert config.loss.kind == "kl" and config.heads.num_depths == 3

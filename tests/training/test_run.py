@@ -1,0 +1,200 @@
+"""Whole runs: learning, resuming, stopping, many ranks, and what goes wrong."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpkit.checkpoint import load_config as load_model_config
+from mtpkit.checkpoint import load_model
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.training import load_config, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def settings(toy_base, text_files, tmp_path):
+    """Overrides of a short run; more of them can be added."""
+    values = {
+        "model": toy_base,
+        "output": tmp_path / "run",
+        "data.train": f"[{text_files[0]}]",
+        "data.eval": f"[{text_files[1]}]",
+        "data.sequence_length": 32,
+        "data.micro_batch_size": 2,
+        "data.global_batch_size": 4,
+        "data.eval_sequences": 6,
+        "heads.num_depths": 2,
+        "loss.chunk_size": 16,
+        "optimizer.warmup_steps": 2,
+        "steps": 6,
+        "log_interval": 1,
+        "eval_interval": 100,
+        "save_interval": 100,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def run(settings, *overrides):
+    return train(load_config(None, [*settings, *overrides]))
+
+
+def metrics(output, kind="train"):
+    lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == kind}
+
+
+def losses(output):
+    return {step: line["loss"] for step, line in metrics(output).items()}
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "ce"])
+def test_heads_learn_what_the_base_says(settings, kind):
+    optimizer = ["optimizer.lr=1e-2", "optimizer.min_lr=1e-3"]
+    output = run(settings, "steps=40", "heads.num_depths=3", f"loss.kind={kind}", "eval_interval=40", *optimizer)
+    evals = metrics(output, "eval")
+    assert evals[40]["loss"] < 0.7 * evals[0]["loss"]
+    assert evals[0]["acceptance_length"] < 1.5 and evals[40]["acceptance_length"] > 2.5
+
+
+def test_the_checkpoint_is_the_base_with_trained_heads(settings, toy_base):
+    output = run(settings)
+    config = load_model_config(output)
+    assert (config.mtp_pattern, config.mtp_num_depths, config.mtp_use_repeated_layer) == ("*-", 2, True)
+    trained, base = (load_model(path).state_dict() for path in (output, toy_base))
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in base.items() if tensor is not None)
+    assert any(name.startswith("mtp.") for name in trained)
+    assert (output / "tokenizer.json").exists() and load_config(output / "config.yaml").heads.attention == "serving"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype):
+    settings = [*settings, f"dtype={dtype}"]
+    whole = run(settings)
+    run(settings, f"output={tmp_path / 'parts'}", "save_interval=2")
+    parts = tmp_path / "parts"
+    # As if the run was killed after step 5 while it saved a checkpoint.
+    shutil.rmtree(parts / "iter_0000006")
+    (parts / ".iter_0000006.writing").mkdir()
+    (parts / "latest_checkpointed_iteration.txt").write_text("4")
+    expected = dict(losses(parts))
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    run(settings, f"output={parts}", "save_interval=2")
+    assert losses(whole) == losses(parts) == expected and len(expected) == 6
+    first, second = (load_model(path).state_dict() for path in (whole, parts))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items() if tensor is not None)
+
+
+def test_only_the_newest_checkpoints_are_kept(settings):
+    output = run(settings, "save_interval=1", "keep_checkpoints=2")
+    assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
+
+
+def test_a_failed_save_leaves_the_previous_checkpoint(settings, monkeypatch):
+    output = run(settings, "steps=2", "save_interval=2")
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron.core.dist_checkpointing.save", full_disk)
+        with pytest.raises(MtpkitError, match="No space left") as error:
+            run(settings, "steps=4", "save_interval=2")
+    assert error.value.exit_code == 1
+    assert (output / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert [path.name for path in output.glob("*iter_*")] == ["iter_0000002"]
+    run(settings, "steps=4", "save_interval=2")
+    assert sorted(losses(output)) == [1, 2, 3, 4]
+
+
+def test_training_goes_on_from_the_checkpoints_own_heads(settings, tmp_path):
+    first = run(settings)
+    second = run(settings, f"model={first}", f"output={tmp_path / 'more'}", "eval_interval=1", "heads.num_depths=3")
+    assert metrics(second, "eval")[0]["loss"] < 2 * metrics(first, "eval")[6]["loss"]
+    fresh = run(settings, f"model={first}", f"output={tmp_path / 'fresh'}", "heads.init=fresh")
+    assert losses(fresh) == losses(first)
+
+
+def test_distinct_heads(settings):
+    output = run(settings, "heads.repeated=false")
+    assert load_model_config(output).num_mtp_layers == 2
+    assert load_config(output / "config.yaml").heads.attention == "per_depth"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model=/nowhere"], "/nowhere"),
+        (["data.train=[/nowhere.txt]"], "/nowhere.txt"),
+        (["heads.init=checkpoint"], "set heads.init=fresh"),
+        (["heads.repeated=false", "heads.attention=serving"], "heads.attention=per_depth"),
+        (["data.text_column=body", "data.sequence_length=100000"], "sequence"),
+    ],
+)
+def test_user_errors(settings, overrides, says):
+    with pytest.raises(UserError, match=says):
+        run(settings, *overrides)
+
+
+def test_a_run_is_not_mixed_with_another(settings, toy_base):
+    run(settings)
+    with pytest.raises(UserError, match=r"loss\.kind was kl, is tv.*set another output"):
+        run(settings, "loss.kind=tv")
+    with pytest.raises(UserError, match="resume=true"):
+        run(settings, "resume=false")
+    with pytest.raises(UserError, match="at step 6 already"):
+        run(settings, "steps=5")
+    with pytest.raises(UserError, match="model's own directory"):
+        run(settings, f"output={toy_base}")
+
+
+def start(settings, *overrides, ranks=1, **pipes):
+    """`train/train_mtp.py` in a process of its own, under torchrun when there are more ranks."""
+    script = [str(ROOT / "train" / "train_mtp.py"), "--config", "/dev/null", *settings, *overrides]
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([*launcher, *script], env=environment, text=True, **pipes)
+
+
+def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path):
+    alone = run(settings, "eval_interval=3")
+    together = tmp_path / "together"
+    assert start(settings, f"output={together}", "eval_interval=3", ranks=2).wait() == 0
+    assert list(losses(together).values()) == pytest.approx(list(losses(alone).values()), rel=1e-5)
+    for step, line in metrics(alone, "eval").items():
+        other = metrics(together, "eval")[step]
+        assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)
+        assert other["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
+
+
+def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
+    whole = run(settings, "steps=30")
+    output = tmp_path / "stopped"
+    process = start(settings, "steps=30", f"output={output}")
+    while not (output / "metrics.jsonl").exists() or not losses(output):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    step = int((output / "latest_checkpointed_iteration.txt").read_text())
+    assert step == max(losses(output)) < 30
+    run(settings, "steps=30", f"output={output}")
+    assert losses(output) == losses(whole)
+
+
+def test_bad_settings_are_one_line_and_exit_code_2(settings):
+    process = start(settings, "stepz=3", stderr=subprocess.PIPE)
+    _, stderr = process.communicate()
+    assert process.returncode == 2
+    assert stderr.count("\n") == 1 and "stepz" in stderr
