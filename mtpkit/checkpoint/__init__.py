@@ -1,5 +1,6 @@
 """Checkpoints: two layouts, one config, one way to load."""
 
+from mtpkit.checkpoint.convert import save_hf_model
 from mtpkit.checkpoint.layout import detect_layout, find_companions, latest_iteration, load_config
 from mtpkit.checkpoint.load import load_model, load_model_weights
 from mtpkit.checkpoint.run import load_checkpoint, save_checkpoint, save_model
@@ -13,5 +14,6 @@ __all__ = [
     "load_model",
     "load_model_weights",
     "save_checkpoint",
+    "save_hf_model",
     "save_model",
 ]

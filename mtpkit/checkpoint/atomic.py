@@ -66,14 +66,14 @@ def check_destination(path: Path, force: bool) -> None:
 
 
 @contextmanager
-def staged_directory(path: Path, force: bool = False) -> Iterator[Path]:
+def staged_directory(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
 
+    What was at `path` is replaced; see `check_destination` for when not to.
+
     Raises:
-        UserError: see `check_destination`.
-        StorageError: writing failed, for instance on a full disk.
+        StorageError: writing failed, for instance on a full disk; what was at `path` still is.
     """
-    check_destination(path, force)
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint.atomic import check_destination, staged_directory
 from mtpkit.checkpoint.families import get_family
-from mtpkit.checkpoint.hf import MAX_SHARD_BYTES, HFReader, copy_companions, write_hf
+from mtpkit.checkpoint.families.table import MappedTensors
+from mtpkit.checkpoint.hf import INDEX, MAX_SHARD_BYTES, HFReader, copy_companions, write_hf
 from mtpkit.checkpoint.layout import (
     OWN_CONFIG,
     RELEASE,
@@ -18,7 +22,10 @@ from mtpkit.checkpoint.layout import (
     load_config,
     load_hf_config,
 )
+from mtpkit.checkpoint.load import ModelTensors
 from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader, write_megatron
+from mtpkit.checkpoint.tensors import TensorSource
+from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 
 
@@ -36,7 +43,7 @@ def import_checkpoint(source: Path | str, destination: Path | str, force: bool =
     config = load_config(source)
     family = get_family(config.family)
     weights = family.table(config).to_megatron(HFReader(source, family.canonical_hf_name), source)
-    with staged_directory(destination, force) as staging:
+    with staged_directory(destination) as staging:
         (staging / RELEASE).mkdir()
         write_megatron(staging / RELEASE, weights, CHECKPOINT_VERSION)
         copy_companions(source, staging)
@@ -50,16 +57,41 @@ def export_checkpoint(
 ) -> None:
     """Convert a Megatron directory, saved at any parallelism, to a Hugging Face one; raises as `import_checkpoint`."""
     source, destination = _check_paths(source, destination, "megatron", force)
-    config = load_config(source)
-    family = get_family(config.family)
-    original = load_hf_config(source)
-    hf_config = family.config_to_hf(config, original)
-    weights = family.table(config).to_hf(MegatronReader(find_torch_dist(source)), source)
-    dtype_key = "dtype" if original and "dtype" in original else "torch_dtype"
-    hf_config[dtype_key] = str(next(iter(weights.tensors.values())).dtype).removeprefix("torch.")
-    with staged_directory(destination, force) as staging:
+    reader = MegatronReader(find_torch_dist(source))
+    hf_config, weights = _hf_view(reader, load_config(source), load_hf_config(source), source)
+    with staged_directory(destination) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
         copy_companions(find_companions(source), staging)
+
+
+def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write a model of one process in the Hugging Face layout.
+
+    Weights and config that are in the directory are replaced; its other files, such as a tokenizer, stay.
+
+    Raises:
+        UserError: the family's config cannot express the model, or it is spread over processes.
+        StorageError: writing failed; what was there still is.
+    """
+    directory = Path(directory)
+    hf_config, weights = _hf_view(ModelTensors(model), model.mtpkit_config, None, directory)
+    with staged_directory(directory) as staging:
+        write_hf(staging, hf_config, weights, max_shard_bytes)
+        for file in directory.iterdir() if directory.exists() else ():
+            if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
+                shutil.copy2(file, staging)
+
+
+def _hf_view(
+    source: TensorSource, config: ModelConfig, original: dict[str, Any] | None, where: Path
+) -> tuple[dict[str, Any], MappedTensors]:
+    """(`config.json`, weights) of the Hugging Face layout for weights under Megatron's names."""
+    family = get_family(config.family)
+    hf_config = family.config_to_hf(config, original)
+    weights = family.table(config).to_hf(source, where)
+    dtype_key = "dtype" if original and "dtype" in original else "torch_dtype"
+    hf_config[dtype_key] = str(next(iter(weights.tensors.values())).dtype).removeprefix("torch.")
+    return hf_config, weights
 
 
 def _check_paths(source: Path | str, destination: Path | str, layout: Layout, force: bool) -> tuple[Path, Path]:

@@ -8,10 +8,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor
 
 from mtpkit.checkpoint.layout import load_config, open_weights
 from mtpkit.checkpoint.megatron import is_stacked
-from mtpkit.checkpoint.tensors import Shape, require_same_names
+from mtpkit.checkpoint.tensors import Shape, TensorInfo, require_same_names
+from mtpkit.errors import UserError
 from mtpkit.model import build_model
 
 
@@ -39,7 +41,7 @@ def load_model_weights(
 
     Args:
         strict: tensors that the model does not have are an error.
-        allow_missing_heads: leave the model's `mtp.*` as they are if the checkpoint has none at all.
+        allow_missing_heads: leave the model's `mtp.*` as they are unless the checkpoint has exactly these heads.
 
     Raises:
         UserError: lists every missing, unexpected and differently shaped tensor, before any parameter is changed.
@@ -47,9 +49,10 @@ def load_model_weights(
     source = open_weights(directory)
     targets = _targets(model)
     expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
-    if allow_missing_heads and not any(name.startswith("mtp.") for name in source.tensors):
-        expected = {name: shape for name, shape in expected.items() if not name.startswith("mtp.")}
     found = {name: info.shape for name, info in source.tensors.items()}
+    if allow_missing_heads and _heads(found) != _heads(expected):
+        expected = {name: expected[name] for name in expected.keys() - _heads(expected).keys()}
+        found = {name: found[name] for name in found.keys() - _heads(found).keys()}
     whole = model.pg_collection.pp.size() == 1 and model.config.expert_model_parallel_size == 1
     require_same_names(str(directory), found, expected, extra_ok=not (strict and whole))
     for name in source.tensors:  # in the checkpoint's order, so that a tensor that splits into several is read once
@@ -57,6 +60,27 @@ def load_model_weights(
             value = source.read(name)
             for shard in targets[name]:
                 shard.data.copy_(value[_local_slice(shard)])
+
+
+def _heads(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if name.startswith("mtp.")}
+
+
+class ModelTensors:
+    """The weights of a model in memory under Megatron's names.
+
+    Raises:
+        UserError: the model is spread over processes.
+    """
+
+    def __init__(self, model: HybridModel) -> None:
+        self._shards = {name: shards[0] for name, shards in _targets(model).items()}
+        if any(_global_shape(shard) != tuple(shard.local_shape) for shard in self._shards.values()):
+            raise UserError("the model is spread over processes; save it with save_model and convert that")
+        self.tensors = {n: TensorInfo(tuple(s.local_shape), s.dtype) for n, s in self._shards.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._shards[name].data.cpu()
 
 
 def _targets(model: HybridModel) -> dict[str, list[ShardedTensor]]:

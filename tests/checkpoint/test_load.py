@@ -6,7 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpkit.checkpoint import load_checkpoint, load_config, load_model, load_model_weights, save_checkpoint, save_model
+from mtpkit.checkpoint import (
+    load_checkpoint,
+    load_config,
+    load_model,
+    load_model_weights,
+    save_checkpoint,
+    save_hf_model,
+    save_model,
+)
 from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.checkpoint.layout import latest_iteration
 from mtpkit.checkpoint.verify import compare_weights
@@ -70,6 +78,25 @@ def test_heads_may_be_missing_only_when_allowed(tmp_path):
     assert torch.equal(head, model.mtp.layers[0].eh_proj.weight)
     want = load_file(tmp_path / "base" / "model.safetensors")["lm_head.weight"]
     assert torch.equal(model.output_layer.weight, want)
+
+
+def test_other_heads_are_left_alone_when_allowed(hf_dir):
+    model = build_model(load_config(hf_dir).replace(mtp_pattern="*-"))
+    head = model.mtp.layers[0].eh_proj.weight.clone()
+    load_model_weights(model, hf_dir, allow_missing_heads=True)
+    assert torch.equal(head, model.mtp.layers[0].eh_proj.weight)
+
+
+def test_save_hf_model(hf_dir, tmp_path):
+    model = load_model(hf_dir)
+    (tmp_path / "out").mkdir()
+    for name in ("tokenizer.json", "README.md", "model-00001-of-00009.safetensors", "config.json"):
+        (tmp_path / "out" / name).write_text("{}")
+    save_hf_model(model, tmp_path / "out")
+    assert compare_weights(hf_dir, tmp_path / "out").identical
+    assert load_config(tmp_path / "out") == model.mtpkit_config
+    names = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_every_misfit_is_listed_before_anything_changes(hf_dir, tmp_path):
