@@ -19,6 +19,17 @@ warnings.filterwarnings("ignore", message="Apex is not installed")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
+def _keep_megatron_eager() -> None:
+    """megatron-core compiles small functions at import; without a GPU that costs 20 s a process and a C++ compiler."""
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+
+
+if not torch.cuda.is_available():
+    _keep_megatron_eager()
+
+
 def default_device() -> torch.device:
     """The current GPU, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
