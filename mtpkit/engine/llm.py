@@ -43,7 +43,7 @@ class LLM:
         state_dtype: of recurrent state, "float32" or "bfloat16".
         draft_sampling: draw drafts from the heads' distribution instead of taking their best tokens.
         device: None: the GPU, or the CPU where there is none.
-        tokenizer: a transformers tokenizer or its directory; None: the one beside the checkpoint.
+        tokenizer: a transformers tokenizer or its directory; None: the one beside the checkpoint, if there is one.
 
     Raises:
         UserError: settings that cannot work, or heads that are missing or too few.
@@ -218,13 +218,16 @@ def _load(model: Any, dtype: str, device: torch.device | str | None, tokenizer: 
         if dtype != "auto" and DTYPES[dtype] != own:
             raise UserError(f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert the model")
         return (model if device is None else model.to(device)).eval(), tokenizer
-    from mtpkit.checkpoint import load_model
-    from mtpkit.data.tokenizer import load_tokenizer
+    from mtpkit.checkpoint import find_companions, load_model
+    from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
     place = default_device() if device is None else torch.device(device)
     auto = torch.bfloat16 if place.type == "cuda" else torch.float32
     loaded = load_model(model, dtype=DTYPES.get(dtype, auto), device=place)
-    return loaded, load_tokenizer(model) if tokenizer is None else tokenizer
+    beside = find_companions(model)
+    if tokenizer is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = load_tokenizer(beside)
+    return loaded, tokenizer
 
 
 def _blocks_that_fit(layout: CacheLayout, config: EngineConfig, device: torch.device, utilization: float) -> int:

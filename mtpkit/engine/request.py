@@ -66,7 +66,7 @@ class RequestStats(AcceptanceStats):
     """Largest size of the blocks that it held."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """Everything that belongs to one request. The scheduler alone changes it.
 

@@ -1,0 +1,89 @@
+"""Incremental text equals the text of all tokens, and stop strings end it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.detokenizer import Detokenizer
+from tests.engine.fakes import HashModel, fake_engine, run
+
+
+class Bytes:
+    """A token a byte."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+class Letters:
+    """Token i is the i-th letter."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(97 + token_id) for token_id in token_ids)
+
+
+@given(st.text(min_size=1), st.text())
+def test_text_grows_by_whole_characters_to_the_full_text(text, prompt):
+    detokenizer = Detokenizer(Bytes(), list(prompt.encode()))
+    for byte in text.encode():
+        assert not detokenizer.append(byte)
+        assert text.startswith(detokenizer.visible_text(False))
+    detokenizer.flush()
+    assert detokenizer.visible_text(True) == text
+
+
+def test_an_unfinished_character_is_shown_at_the_end_alone():
+    detokenizer = Detokenizer(Bytes(), [])
+    for byte in "aé".encode()[:-1]:
+        detokenizer.append(byte)
+    assert detokenizer.visible_text(False) == "a"
+    detokenizer.flush()
+    assert detokenizer.visible_text(True) == "a\ufffd"
+
+
+letters = st.text("abc", min_size=1, max_size=4)
+
+
+@given(st.text("abc", min_size=1, max_size=30), st.lists(letters, min_size=1, max_size=3))
+def test_stop_strings_cut_at_the_token_that_completes_one(text, stops):
+    detokenizer = Detokenizer(Bytes(), [], tuple(stops))
+    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    for count, byte in enumerate(text.encode(), 1):
+        shown = detokenizer.visible_text(False)
+        stopped = detokenizer.append(byte)
+        assert stopped == (count in ends)
+        if stopped:
+            final = detokenizer.visible_text(True)
+            assert final == min((text[:count].removesuffix(s) for s in stops if text[:count].endswith(s)), key=len)
+            assert final.startswith(shown)
+            return
+    assert not ends and detokenizer.visible_text(True) == text
+
+
+def test_a_real_tokenizer(tokenizer_dir):
+    tokenizer = load_tokenizer(tokenizer_dir)
+    text = "def add(left, right):\n    return the cat — é\n"
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("the mat\n"))
+    for token_id in tokenizer.encode(text):
+        detokenizer.append(token_id)
+    detokenizer.flush()
+    assert detokenizer.visible_text(True) == text
+
+
+@pytest.mark.parametrize("k", [0, 2, 5])
+def test_stop_strings_among_accepted_drafts(k):
+    model = HashModel()
+    params = SamplingParams(temperature=0, max_tokens=12)
+    tokens = model.decode([1, 2], params)
+    text = Letters().decode(tokens)
+    stop = text[4:6]
+    end = text.index(stop) + 2
+    engine = fake_engine(model, drafts="always", num_speculative_tokens=k, tokenizer=Letters())
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=12, stop=stop), "a")
+    output = run(engine)["a"]
+    assert output.outputs[0].token_ids == tokens[:end]
+    assert output.outputs[0].text == text[: end - 2]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.stats.accepted == sum(output.stats.reached_per_depth)

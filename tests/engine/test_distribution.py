@@ -1,0 +1,159 @@
+"""Speculative sampling draws from the base's own distribution: joint law of the first three tokens, 20,000 seeds."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+
+from mtpkit.engine import Engine, EngineConfig, SamplingParams, sampler, verifier
+from mtpkit.engine.drafter import NoDrafter
+from mtpkit.engine.states import CacheLayout
+from mtpkit.engine.step import Drafts, StepOutput
+from mtpkit.kernels import sampling
+from tests.engine.fakes import CPU
+
+VOCAB_SIZE, SEEDS, START = 4, 20_000, 1
+TABLE = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(8)) * 0.7
+HEADS = {
+    "good": TABLE + 0.3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(6)),
+    "bad": torch.zeros(VOCAB_SIZE, VOCAB_SIZE),
+    "adversarial": -3 * TABLE,
+}
+"""Logits of drafts after a token: near the base's, blind, and fond of what the base avoids."""
+
+
+class TableRunner:
+    """A base whose logits depend on the newest token."""
+
+    def run(self, batch) -> StepOutput:
+        return StepOutput(TABLE[batch.token_ids[batch.logit_indices]], torch.zeros(len(batch.token_ids), 1, 1))
+
+
+class TableDrafter:
+    """Drafts from a table, the best tokens or draws."""
+
+    def __init__(self, table, depths, draw) -> None:
+        self.table, self.depths, self.draw = table, depths, draw
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        count = batch.plan.num_sampling_rows
+        rows, (_, newest) = torch.arange(count), batch.newest(verdict.accepted)
+        tokens = [verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]]
+        probs = []
+        for depth in range(1, self.depths + 1):
+            logits = self.table[tokens[-1]]
+            if not self.draw:
+                tokens.append(logits.argmax(-1))
+                continue
+            probs.append(sampler.probabilities(logits, batch.sampling, rows))
+            numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
+            tokens.append(sampling.sample(probs[-1], numbers))
+        return Drafts(torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None)
+
+
+def decode(k, heads=None, draw=False, seeds=range(SEEDS), **params):
+    config = EngineConfig(64, k, max_num_seqs=1000, max_num_batched_tokens=6000)
+    drafter = TableDrafter(HEADS[heads], k, draw) if k else NoDrafter()
+    engine = Engine(config, CacheLayout({}, config, torch.float32), 2000, TableRunner(), drafter, VOCAB_SIZE, CPU)
+    for seed in seeds:
+        engine.add_request([START], SamplingParams(max_tokens=3, seed=seed, **params), str(seed))
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    return torch.tensor([outputs[str(seed)] for seed in seeds])
+
+
+@functools.cache
+def law(params: SamplingParams) -> torch.Tensor:
+    """[V, V, V] probabilities of the first three tokens."""
+    joint = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
+    one = torch.ones(1)
+    top_k = torch.tensor([params.top_k or VOCAB_SIZE])
+    for tokens in itertools.product(range(VOCAB_SIZE), repeat=3):
+        probability = 1.0
+        for i, token in enumerate(tokens):
+            counts = torch.bincount(torch.tensor(tokens[:i], dtype=torch.int64), minlength=VOCAB_SIZE)
+            logits = sampling.apply_penalties(
+                TABLE[[tokens[i - 1] if i else START]],
+                torch.arange(VOCAB_SIZE)[None] == START,
+                counts[None],
+                params.repetition_penalty * one,
+                params.frequency_penalty * one,
+                params.presence_penalty * one,
+            )
+            probs = sampling.probabilities(
+                logits, params.temperature * one, top_k, params.top_p * one, params.min_p * one
+            )
+            probability *= float(probs[0, token])
+        joint[tokens] = probability
+    return joint / joint.sum()
+
+
+def check(drawn: torch.Tensor, params: SamplingParams) -> None:
+    """Chi-square test of [N, 3] tokens, rare triples pooled."""
+    expected = law(params).flatten() * len(drawn)
+    index = drawn @ torch.tensor([VOCAB_SIZE**2, VOCAB_SIZE, 1])
+    counts = torch.bincount(index, minlength=len(expected)).double()
+    assert not counts[expected == 0].any()
+    rare = (expected < 5) & (expected > 0)
+    common = expected >= 5
+    assert common.sum() >= 8
+    if rare.any():
+        counts, expected = (torch.cat([v[common], v[rare].sum()[None]]) for v in (counts, expected))
+    else:
+        counts, expected = counts[common], expected[common]
+    assert stats.chisquare(counts.numpy(), (expected * counts.sum() / expected.sum()).numpy()).pvalue > 1e-3
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.9, "top_p": 0.85},
+    {"temperature": 1.5, "top_k": 3},
+    {"min_p": 0.2},
+    {"temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+def test_plain_sampling_follows_the_law(params):
+    check(decode(0, **params), SamplingParams(**params))
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_drawn_drafts_leave_the_law_alone(heads, params):
+    check(decode(3, heads, draw=True, **params), SamplingParams(**params))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_best_token_drafts_leave_the_very_tokens_alone(heads, k):
+    """Stronger than the law: a seed gives the same tokens at every K."""
+    for params in SETTINGS:
+        assert torch.equal(decode(k, heads, seeds=range(1000), **params), decode(0, seeds=range(1000), **params))
+
+
+def test_the_law_is_checked_sharply_enough():
+    """A temperature that is 10% off is found."""
+    drawn = decode(3, "bad", draw=True)
+    with pytest.raises(AssertionError):
+        check(drawn, SamplingParams(temperature=1.1))
+
+
+@pytest.mark.parametrize("sabotage", ["accept all", "replace from p"])
+def test_broken_rejection_is_found(monkeypatch, sabotage):
+    accept = verifier.accept_rejection
+
+    def broken(drafts, draft_probs, target_probs, accept_uniforms, sample_uniforms):
+        if sabotage == "accept all":
+            return accept(drafts, draft_probs, target_probs, 0 * accept_uniforms, sample_uniforms)
+        accepted, token_ids = accept(drafts, draft_probs, target_probs, accept_uniforms, sample_uniforms)
+        at_stop = accepted[:, None, None].expand(-1, 1, VOCAB_SIZE)
+        chosen = sampling.sample(target_probs.gather(1, at_stop)[:, 0], sample_uniforms[:, 0])
+        return accepted, token_ids.scatter(1, accepted[:, None], chosen[:, None])
+
+    monkeypatch.setattr(verifier, "accept_rejection", broken)
+    with pytest.raises(AssertionError):
+        check(decode(3, "bad", draw=True), SamplingParams())

@@ -1,0 +1,209 @@
+"""The front door: prompts in every form, streaming, statistics, errors of a user's making."""
+
+import shutil
+
+import pytest
+import torch
+
+from mtpkit import LLM, SamplingParams
+from mtpkit.checkpoint import save_model
+from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.engine.states import CacheLayout
+from mtpkit.errors import UserError
+from mtpkit.model import build_model, cache_specs
+from tests.engine.tiny import greedy, guide, make_llm, make_prompts, tiny_model
+
+
+class Words:
+    """Numbers as text."""
+
+    def encode(self, text):
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(f"{token_id} " for token_id in token_ids)
+
+
+def test_prompts_in_every_form_give_the_same_output():
+    llm = make_llm(tiny_model(), 2, tokenizer=Words())
+    forms = ["5 6 7", [5, 6, 7], {"prompt": "5 6 7"}, {"prompt_token_ids": [5, 6, 7]}]
+    for form in forms:
+        (output,) = llm.generate(form, greedy(6))
+        assert output.prompt_token_ids == [5, 6, 7] and output.finished
+        assert output.prompt == ("5 6 7" if "5 6 7" in (form, *getattr(form, "values", list)()) else None)
+        assert output.outputs[0].text == Words().decode(output.outputs[0].token_ids)
+    assert len({tuple(o.outputs[0].token_ids) for o in llm.generate(forms, greedy(6))}) == 1
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_their_own_parameters():
+    llm = make_llm(tiny_model(), 3)
+    outputs = llm.generate([[1], [2, 3], [4]], [greedy(9), greedy(2), greedy(5)])
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 2, 5]
+    assert [o.prompt_token_ids for o in outputs] == [[1], [2, 3], [4]]
+
+
+def test_streaming_grows_to_the_same_output():
+    prompts = make_prompts((3, 9))
+    want = make_llm(tiny_model(), 0).generate(prompts, greedy())
+    llm = guide(make_llm(tiny_model(), 3, tokenizer=Words()), prompts)
+    seen: dict[str, list[int]] = {}
+    for output in llm.stream(prompts, greedy()):
+        before, now = seen.get(output.request_id, []), output.outputs[0].token_ids
+        assert now[: len(before)] == before and len(before) < len(now) <= len(before) + 4
+        seen[output.request_id] = now
+        assert output.finished == (len(now) == 20)
+    assert list(seen.values()) == [o.outputs[0].token_ids for o in want]
+
+
+def test_a_closed_stream_leaves_nothing_behind():
+    llm = make_llm(tiny_model(), 2)
+    stream = llm.stream(make_prompts((3, 9, 4)), greedy())
+    next(stream)
+    stream.close()
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_unfinished and scheduler.blocks.num_free == scheduler.blocks.size
+    scheduler.check_integrity()
+
+
+def test_seeded_samples_do_not_depend_on_k_batch_or_preemption():
+    params = [SamplingParams(max_tokens=15, seed=i, top_p=0.9, ignore_eos=True) for i in range(4)]
+    prompts = make_prompts((4, 1, 9, 5))
+    alone = make_llm(tiny_model(), 0)
+    want = [alone.generate(p, one)[0].outputs[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    for k, settings in ((0, {}), (3, {}), (2, {"block_size": 2, "num_blocks": 18})):
+        llm = make_llm(tiny_model(), k, **settings)
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == want
+    assert llm.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+def test_sampled_drafts_give_the_same_output_after_preemption(heads):
+    params = [SamplingParams(max_tokens=15, seed=i, ignore_eos=True) for i in range(4)]
+    prompts = make_prompts((4, 1, 9, 5))
+    small, large = (
+        make_llm(tiny_model(heads), 3, draft_sampling=True, block_size=2, num_blocks=blocks) for blocks in (18, 200)
+    )
+    got, want = ([o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (small, large))
+    assert got == want and small.stats().preemptions > 0
+
+
+def test_engine_seed_serves_requests_without_one():
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    runs = [
+        [o.outputs[0].token_ids for o in make_llm(tiny_model(), 0, seed=seed).generate([[1], [1]], params)]
+        for seed in (0, 0, 1)
+    ]
+    assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_the_tensors(rollback, state_dtype):
+    llm = make_llm(tiny_model(), 3, state_rollback=rollback, state_dtype=state_dtype)
+    held = sum(t.nbytes for cache in llm.engine.caches.values() for t in vars(cache).values())
+    stats = llm.stats()
+    assert stats.state_bytes + stats.kv_bytes == held
+    (output,) = llm.generate([1, 2, 3], greedy(6))
+    assert output.stats.state_bytes == stats.state_bytes_per_request == stats.state_bytes // 8
+    assert output.stats.kv_bytes == 2 * stats.kv_bytes // 200  # 3 + 6 tokens and what 6 positions of lookahead reach
+
+
+def test_statistics_add_up():
+    prompts = make_prompts()
+    llm = guide(make_llm(tiny_model(), 3), prompts)
+    outputs = llm.generate(prompts, greedy())
+    total = llm.stats()
+    for name in ("steps", "drafted", "accepted"):
+        assert getattr(total.acceptance, name) == sum(getattr(o.stats, name) for o in outputs)
+    assert total.generated_tokens == 20 * len(prompts) and total.tokens_per_s > 0
+    assert total.acceptance_length == 1 + total.acceptance.accepted / total.acceptance.steps > 1.2
+    llm.reset_stats()
+    assert llm.stats().generated_tokens == 0 and llm.stats().acceptance.steps == 0
+
+
+@pytest.mark.parametrize(
+    "heads, settings, message",
+    [
+        ("repeated", {"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),
+        ("distinct", {"num_speculative_tokens": 4}, "has 3 distinct MTP heads"),
+        ("none", {"num_speculative_tokens": 1}, "has no MTP heads"),
+        ("repeated", {"dtype": "float16"}, "dtype is 'float16'"),
+        ("repeated", {"dtype": "bfloat16"}, "the model given holds torch.float32"),
+        ("repeated", {"state_dtype": "int8"}, "state_dtype is 'int8'"),
+        ("repeated", {"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
+        ("repeated", {"max_model_len": 0}, "max_model_len is 0"),
+        ("repeated", {"max_model_len": 1 << 40}, "lower max_num_seqs or max_model_len"),
+    ],
+)
+def test_settings_that_cannot_work(heads, settings, message):
+    model = tiny_model(heads) if heads != "none" else headless()
+    with pytest.raises(UserError, match=message):
+        LLM(model, **settings)
+
+
+def headless():
+    return build_model(tiny_model().mtpkit_config.replace(mtp_pattern="", mtp_num_depths=0))
+
+
+def test_heads_with_mamba_layers_draft_one_token():
+    with pytest.raises(UserError, match="set it to 1"):
+        LLM(tiny_model("repeated", "M*M-", "M-"), 2)
+
+
+@pytest.mark.parametrize(
+    "prompts, params, message",
+    [
+        ([[1], []], greedy(), "prompt is empty"),
+        ([[1], [1] * 125], greedy(), "exceed max_model_len 128"),
+        (["text"], greedy(), "needs a tokenizer"),
+        ([{}], greedy(), "neither 'prompt' nor 'prompt_token_ids'"),
+        ([[1]], [greedy(), greedy()], "1 prompts but 2 sampling parameters"),
+        ([[1]], SamplingParams(stop="x"), "stop strings need a tokenizer"),
+    ],
+)
+def test_bad_prompts_run_nothing(prompts, params, message):
+    llm = make_llm(tiny_model(), 1)
+    with pytest.raises(UserError, match=message):
+        llm.generate(prompts, params)
+    assert not llm.engine.has_unfinished
+
+
+def test_cache_defaults_to_full_length_requests_for_every_slot():
+    llm = LLM(tiny_model(), 3, max_num_seqs=2)
+    assert llm.engine.scheduler.blocks.size == 2 * -(-(128 + 6) // 16)
+
+
+def test_ring_holds_a_step_of_any_width():
+    llm = make_llm(tiny_model(), 12)
+    layout: CacheLayout = llm.engine.layout
+    assert layout.ring_length == 13 and set(layout.specs) == set(cache_specs(tiny_model()))
+    assert (
+        llm.generate([[1, 2]], greedy())[0].outputs[0].token_ids
+        == make_llm(tiny_model(), 0).generate([[1, 2]], greedy())[0].outputs[0].token_ids
+    )
+
+
+def test_text_with_a_real_tokenizer(tokenizer_dir):
+    tokenizer = load_tokenizer(tokenizer_dir)
+    model = headless()
+    llm = make_llm(model, 0, tokenizer=tokenizer_dir)
+    token_ids = [t % model.mtpkit_config.vocab_size for t in range(3, 9)]
+    output = llm.generate([token_ids], greedy(8))[0].outputs[0]
+    assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+
+def test_bfloat16_model_decodes():
+    model = build_model(tiny_model().mtpkit_config, dtype=torch.bfloat16)
+    llm = make_llm(model, 3, state_dtype="bfloat16")
+    assert len(llm.generate([[1, 2, 3]], greedy())[0].outputs[0].token_ids) == 20
+
+
+def test_a_saved_model_decodes_as_in_memory(tmp_path, tokenizer_dir):
+    save_model(tiny_model(), tmp_path / "bare")
+    shutil.copytree(tmp_path / "bare", tmp_path / "whole")
+    shutil.copytree(tokenizer_dir, tmp_path / "whole", dirs_exist_ok=True)
+    want = make_llm(tiny_model(), 2).generate([[1, 2]], greedy())[0].outputs[0].token_ids
+    for name in ("bare", "whole"):
+        llm = make_llm(tmp_path / name, 2, dtype="float32", device="cpu")
+        assert llm.generate([[1, 2]], greedy())[0].outputs[0].token_ids == want
+        assert (llm.tokenizer is None) == (name == "bare")
