@@ -11,7 +11,7 @@ import torch
 from mtpkit.engine.drafter import make_drafter
 from mtpkit.engine.engine import Engine, EngineStats
 from mtpkit.engine.params import EngineConfig, SamplingParams
-from mtpkit.engine.request import RequestOutput
+from mtpkit.engine.request import Request, RequestOutput
 from mtpkit.engine.runner import Runner
 from mtpkit.engine.states import CacheLayout
 from mtpkit.errors import UserError
@@ -116,18 +116,18 @@ class LLM:
             One finished output a prompt, in their order.
 
         Raises:
-            UserError: a prompt that cannot be served; nothing is run then.
+            UserError: a prompt that cannot be served, or a stream that is still open; nothing is run then.
         """
-        ids = self._add(prompts, sampling_params)
+        requests = self._requests(prompts, sampling_params)
         finished = {}
         from tqdm import tqdm
 
-        with tqdm(total=len(ids), desc="prompts", disable=not use_tqdm) as progress:
-            for output in self._run(ids):
+        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as progress:
+            for output in self._run(requests):
                 if output.finished:
                     finished[output.request_id] = output
                     progress.update()
-        return [finished[request_id] for request_id in ids]
+        return [finished[request.request_id] for request in requests]
 
     def stream(
         self,
@@ -139,9 +139,9 @@ class LLM:
         What could still become a stop string is held back. Closing the iterator drops the unfinished requests.
 
         Raises:
-            UserError: a prompt that cannot be served; raised by the call itself.
+            UserError: a prompt that cannot be served, raised by the call itself; another stream that is still open.
         """
-        return self._run(self._add(prompts, sampling_params))
+        return self._run(self._requests(prompts, sampling_params))
 
     def stats(self) -> EngineStats:
         """Totals over all requests since the last `reset_stats`."""
@@ -151,9 +151,13 @@ class LLM:
         """Start the totals anew."""
         self.engine.reset_stats()
 
-    def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
-        unfinished = set(ids)
+    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        if self.engine.has_unfinished:
+            raise UserError("an earlier stream is still open: read it to its end or close it first")
+        unfinished = {request.request_id for request in requests}
         try:
+            for request in requests:
+                self.engine.scheduler.add(request)
             while unfinished:
                 for output in self.engine.step():
                     if output.finished:
@@ -163,23 +167,20 @@ class LLM:
             for request_id in unfinished:
                 self.engine.abort(request_id)
 
-    def _add(
+    def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[str]:
-        """Queue all prompts, or none."""
+    ) -> list[Request]:
+        """All prompts as requests that can be served."""
         listed = _as_list(prompts)
         params = sampling_params or SamplingParams()
         each = itertools.repeat(params, len(listed)) if isinstance(params, SamplingParams) else params
         if not isinstance(params, SamplingParams) and len(params) != len(listed):
             raise UserError(f"{len(listed)} prompts but {len(params)} sampling parameters: give one, or one a prompt")
         encoded = [self._encode(prompt) for prompt in listed]
-        requests = [
+        return [
             self.engine.make_request(token_ids, one, prompt=text)
             for (text, token_ids), one in zip(encoded, each, strict=True)
         ]
-        for request in requests:
-            self.engine.scheduler.add(request)
-        return [request.request_id for request in requests]
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """Text, if there is one, and token ids of a prompt."""

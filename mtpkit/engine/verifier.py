@@ -5,6 +5,7 @@ from torch import Tensor
 
 from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Verdict
+from mtpkit.kernels import sampling as ops
 from mtpkit.kernels.acceptance import accept_matching, accept_rejection
 
 
@@ -39,7 +40,7 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
             accept_uniforms[:split].view(num_rows, 1 + depths)[:, :-1],
             token_uniforms[:split].view(num_rows, 1 + depths),
         )
-        first_tokens = sampler.ops.sample(probs[split:], token_uniforms[split:])
+        first_tokens = ops.sample(probs[split:], token_uniforms[split:])
     return _with_prefill_rows(batch, accepted, token_ids, first_tokens)
 
 

@@ -65,6 +65,17 @@ def test_a_closed_stream_leaves_nothing_behind():
     scheduler.check_integrity()
 
 
+def test_a_second_stream_waits_for_the_first_and_an_unread_one_holds_nothing():
+    llm = make_llm(tiny_model(), 2)
+    unread = llm.stream([[1]], greedy())
+    first = llm.stream([[2]], greedy())
+    next(first)
+    with pytest.raises(UserError, match="still open"):
+        llm.generate([[3]], greedy())
+    assert list(first)[-1].finished
+    assert llm.generate([[3]], greedy())[0].finished and list(unread)[-1].finished
+
+
 def test_seeded_samples_do_not_depend_on_k_batch_or_preemption():
     params = [SamplingParams(max_tokens=15, seed=i, top_p=0.9, ignore_eos=True) for i in range(4)]
     prompts = make_prompts((4, 1, 9, 5))

@@ -78,3 +78,12 @@ def test_recycled_slots_and_blocks_leave_no_trace():
     for poison in (False, True):
         llm = guide(make_llm(model, 3, max_num_seqs=1, num_blocks=9), PROMPTS)
         assert generate(llm, PROMPTS, poison=poison) == truth(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+def test_on_a_gpu(heads, rollback):
+    model = tiny_model(heads, device="cuda")
+    llm = guide(make_llm(model, 3, state_rollback=rollback, max_num_batched_tokens=10), PROMPTS)
+    assert generate(llm, PROMPTS) == truth(model)

@@ -17,7 +17,7 @@ PROMPT_LENGTHS = (1, 4, 8, 9, 21)
 
 
 @functools.cache
-def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str = "*-"):
+def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str = "*-", device: str | None = "cpu"):
     """A model with 2 repeated or 3 distinct heads, wide initialisation so that logits are far apart."""
     repeated = heads == "repeated"
     config = ModelConfig(
@@ -39,7 +39,7 @@ def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str
         mamba_num_groups=2,
         init_std=0.3,
     )
-    return build_model(config, seed=1)
+    return build_model(config, device=device, seed=1)
 
 
 def make_prompts(lengths=PROMPT_LENGTHS) -> list[list[int]]:
@@ -49,10 +49,10 @@ def make_prompts(lengths=PROMPT_LENGTHS) -> list[list[int]]:
 
 @functools.cache
 def _decode(model, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    tokens = list(prompt)
+    tokens, device = list(prompt), next(model.parameters()).device
     with torch.inference_mode():
         for _ in range(max_tokens):
-            hidden = base_forward(model, torch.tensor([tokens]), SequenceInput())
+            hidden = base_forward(model, torch.tensor([tokens], device=device), SequenceInput())
             tokens.append(int(compute_logits(model, hidden[-1, 0]).argmax()))
     return tuple(tokens[len(prompt) :])
 
