@@ -1,5 +1,6 @@
 """Checkpoints: two layouts, one config, one way to load."""
 
+import mtpkit.platform  # noqa: F401  (keeps megatron-core eager without a GPU, so it comes first)
 from mtpkit.checkpoint.convert import save_hf_model
 from mtpkit.checkpoint.layout import detect_layout, find_companions, latest_iteration, load_config
 from mtpkit.checkpoint.load import load_model, load_model_weights
