@@ -36,9 +36,11 @@ def default_device() -> torch.device:
 
 
 class _CpuInsteadOfCuda(TorchFunctionMode):
-    """Redirects `device="cuda"` to the CPU inside factory calls."""
+    """Redirects `device="cuda"` to the CPU inside factory calls, and `tensor.cuda()` to the tensor itself."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":

@@ -1,6 +1,7 @@
 """Build megatron-core's HybridModel from a `ModelConfig`."""
 
 import math
+import zlib
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def build_model(
     model.mtpkit_config = config
     for name, layer in caching_layers(model).items():
         layer.cache_name = name
-    init_weights(model, config, seed + 1000 * stage + groups.tp.rank())
+    init_weights(model, config, seed + (groups.tp.rank() << 32))
     if device is not None:
         model = model.to(device)
     return model.eval()
@@ -80,12 +81,12 @@ def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
-    """Initialise the parameters whose names start with `prefix`, deterministically from `seed`.
+    """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
-    Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are one;
+    So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are one;
     Mamba2's A, dt and convolution as in its paper's code.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator()
 
     def normal(shape: torch.Size, std: float) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * std
@@ -97,6 +98,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str =
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix):
             continue
+        generator.manual_seed(seed + zlib.crc32(name.encode()))
         kind, shape = name.rpartition(".")[2], parameter.shape
         if kind == "A_log":
             value = uniform(shape, 1, 16).log()

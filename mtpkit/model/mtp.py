@@ -90,7 +90,7 @@ def unroll_depths(
     hidden: Tensor,
     token_ids: Tensor,
     num_depths: int,
-    attention: DepthAttention = "serving",
+    attention: DepthAttention | None = None,
     documents: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Iterator[Tensor]:
@@ -101,16 +101,18 @@ def unroll_depths(
     Args:
         hidden: [s, b, h], the base's after its final norm.
         token_ids: [b, s].
-        attention: `serving`, the mask that decoding produces (repeated heads), or `per_depth`, causal attention of each
-            depth over its own stream (what Megatron trains).
+        attention: `serving`, the mask that decoding a repeated head produces, or `per_depth`, causal attention of each
+            depth over its own stream: what Megatron trains, and what decoding distinct heads produces. None: what
+            decoding this model produces.
         documents, positions: [b, s], see `SequenceInput`.
     """
+    repeated = model.mtpkit_config.mtp_use_repeated_layer
+    serving = repeated if attention is None else attention == "serving"
+    assert repeated or not serving, "distinct heads have a cache a depth: per_depth"
     streams: dict = {}
     for depth in range(1, num_depths + 1):
-        inputs: LayerInput
-        if attention == "serving" and model.mtpkit_config.mtp_use_repeated_layer:
+        inputs: LayerInput = SequenceInput(documents, positions)
+        if serving:
             inputs = DepthInput(documents, positions, depth, streams)
-        else:
-            inputs = SequenceInput(documents, positions)
         hidden = mtp_forward(model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         yield hidden

@@ -23,17 +23,23 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     """
     base = load_model_config(config.model)
     heads = config.heads
-    fresh = heads.init == "fresh" or (heads.init == "auto" and not base.mtp_num_depths)
-    if not fresh and not base.mtp_num_depths:
+    new = heads.init in ("fresh", "base") or (heads.init == "auto" and not base.mtp_num_depths)
+    if not new and not base.mtp_num_depths:
         raise UserError(f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=fresh")
-    if fresh:
+    absent = sorted(set(heads.pattern) - set(base.pattern))
+    if heads.init == "base" and absent:
+        raise UserError(
+            f"heads.init=base needs layers of the heads' kinds in {config.model}, but its pattern {base.pattern!r} has no "
+            f"{', '.join(map(repr, absent))}; set heads.init=fresh or another heads.pattern"
+        )
+    if new:
         model = base.replace(
             mtp_pattern=heads.pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
         )
         if base.mtp_num_depths and not _same_layers(base, model):
             raise UserError(
                 f"{config.model} has heads of pattern {base.mtp_pattern!r} ({base.num_mtp_layers} physical), which "
-                f"heads.init=fresh can start anew but not change; set heads.pattern and heads.repeated to match"
+                f"heads.init={heads.init} can start anew but not change; set heads.pattern and heads.repeated to match"
             )
     elif base.mtp_use_repeated_layer:
         model = base.replace(mtp_num_depths=heads.num_depths)
@@ -44,7 +50,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     else:
         model = base
     attention = _attention(heads.attention, model)
-    settled = dataclasses.replace(heads, init="fresh" if fresh else "checkpoint", attention=attention)
+    init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
+    settled = dataclasses.replace(heads, init=init, attention=attention)
     return dataclasses.replace(config, heads=settled), model
 
 
@@ -73,7 +80,26 @@ def build_with_heads(
     """
     model = build_model(model_config, dtype=getattr(torch, config.dtype), device=device, seed=config.seed)
     if load_weights:
-        load_model_weights(model, Path(config.model), allow_missing_heads=config.heads.init == "fresh")
-        if config.heads.init == "fresh":
+        new = config.heads.init != "checkpoint"
+        load_model_weights(model, Path(config.model), allow_missing_heads=new)
+        if new:
             init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
+        if config.heads.init == "base":
+            init_from_base(model)
     return model
+
+
+@torch.no_grad()
+def init_from_base(model: HybridModel) -> None:
+    """Start each head as the base's last layers of its kinds, reading the sum of embedding and hidden state.
+
+    What is there before stays as noise in `eh_proj`; everything else but the input norms is replaced.
+    """
+    pattern = model.mtpkit_config.pattern
+    for head in model.mtp.layers:
+        weight = head.eh_proj.weight
+        identity = torch.eye(weight.shape[0], dtype=weight.dtype, device=weight.device)
+        weight.add_(torch.cat([identity, identity], dim=1))
+        for letter, layer in zip(model.mtpkit_config.mtp_pattern, head.mtp_model_layer.layers, strict=True):
+            layer.load_state_dict(model.decoder.layers[pattern.rindex(letter)].state_dict())
+        head.final_layernorm.weight.copy_(model.decoder.final_norm.weight)

@@ -22,18 +22,28 @@ def causal_conv1d(
     """
     width = weight.shape[-1]
     padded = F.pad(x.transpose(1, 2), (width - 1, 0)) if initial is None else torch.cat([initial.to(x), x.transpose(1, 2)], -1)
-    if documents is None:
-        return F.silu(F.conv1d(padded, weight, bias, groups=weight.shape[0])).transpose(1, 2)
-    length = x.shape[1]
-    out = padded[..., width - 1 :] * weight[:, 0, -1, None]
-    # A document index that no token has marks the positions before the row, unless they continue its first document.
-    before = documents[:, :1] if initial is not None else torch.full_like(documents[:, :1], -1)
-    padded_documents = torch.cat([before.expand(-1, width - 1), documents], 1)
-    for lag in range(1, width):
-        start = width - 1 - lag
-        same = padded_documents[:, start : start + length] == documents
-        out = out + padded[..., start : start + length] * weight[:, 0, start, None] * same[:, None]
-    return F.silu(out if bias is None else out + bias[:, None]).transpose(1, 2)
+    out = F.conv1d(padded, weight, bias, groups=weight.shape[0])
+    if documents is not None:
+        out = _restart(out, padded, weight, bias, documents, continued=initial is not None)
+    return F.silu(out).transpose(1, 2)
+
+
+def _restart(
+    out: Tensor, padded: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor, continued: bool
+) -> Tensor:
+    """Replace out [b, c, s] at the few positions whose taps on padded [b, c, w - 1 + s] reach into another document."""
+    taps = weight.shape[-1]
+    # An index that no document has marks the positions before the row, unless they belong to its first document.
+    before = documents[:, :1] if continued else documents[:, :1] - 1
+    around = torch.cat([before.expand(-1, taps - 1), documents], 1).unfold(1, taps, 1)  # [b, s, w]
+    same = around == documents[..., None]
+    rows, places = (~same).any(-1).nonzero(as_tuple=True)
+    if not len(rows):
+        return out
+    windows = padded.transpose(1, 2)[rows[:, None], places[:, None] + torch.arange(taps, device=out.device)]  # [n, w, c]
+    values = (windows * same[rows, places, :, None] * weight[:, 0].t()).sum(1)
+    out[rows, :, places] = (values if bias is None else values + bias).to(out.dtype)
+    return out
 
 
 def causal_conv1d_update(
