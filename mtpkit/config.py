@@ -101,9 +101,11 @@ class ModelConfig:
             yield f"must be positive: {', '.join(missing)}"
             return
         if "*" in letters and self.num_attention_heads % self.num_query_groups:
-            yield f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups {self.num_query_groups}"
+            heads, groups = self.num_attention_heads, self.num_query_groups
+            yield f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}"
         if "M" in letters and self.mamba_num_heads % self.mamba_num_groups:
-            yield f"mamba_num_heads {self.mamba_num_heads} is not a multiple of mamba_num_groups {self.mamba_num_groups}"
+            heads, groups = self.mamba_num_heads, self.mamba_num_groups
+            yield f"mamba_num_heads {heads} is not a multiple of mamba_num_groups {groups}"
         if "E" in letters and self.moe_router_topk > self.num_moe_experts:
             yield f"moe_router_topk {self.moe_router_topk} exceeds num_moe_experts {self.num_moe_experts}"
 

@@ -56,8 +56,9 @@ def prepare_megatron() -> None:
     """
     if torch.cuda.is_available():
         return
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda device=None: None
 
 
 def cpu_redirect() -> TorchFunctionMode:

@@ -2,9 +2,9 @@
 
     python examples/tiny_base/corpus.py OUT_DIR [--packages]
 
-writes OUT_DIR/train.jsonl and OUT_DIR/heldout.jsonl, one module a line: {"path": ..., "text": ...}, and prompts cut from
-held-out modules, OUT_DIR/prompts.jsonl: {"prompt": ...}. With --packages the training part also holds the sources of
-packages from the development set-up, as the tiny base's own training did.
+writes OUT_DIR/train.jsonl and OUT_DIR/heldout.jsonl, one module a line: {"path": ..., "text": ...}, and prompts cut
+from held-out modules, OUT_DIR/prompts.jsonl: {"prompt": ...}. With --packages the training part also holds the sources
+of packages from the development set-up, as the tiny base's own training did.
 """
 
 import argparse
@@ -13,13 +13,41 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-HELD_OUT = (
-    "argparse bisect calendar configparser csv difflib fractions graphlib heapq json optparse sched shelve shlex "
-    "statistics textwrap tomllib zipapp"
-).split()
+HELD_OUT = [
+    "argparse",
+    "bisect",
+    "calendar",
+    "configparser",
+    "csv",
+    "difflib",
+    "fractions",
+    "graphlib",
+    "heapq",
+    "json",
+    "optparse",
+    "sched",
+    "shelve",
+    "shlex",
+    "statistics",
+    "textwrap",
+    "tomllib",
+    "zipapp",
+]
 """Modules (and their tests) that no training sees: prompts and held-out loss come from them."""
 
-PACKAGES = "datasets megatron mypy networkx numpy pandas pip scipy setuptools sympy torch".split()
+PACKAGES = [
+    "datasets",
+    "megatron",
+    "mypy",
+    "networkx",
+    "numpy",
+    "pandas",
+    "pip",
+    "scipy",
+    "setuptools",
+    "sympy",
+    "torch",
+]
 """Permissively licensed packages that the base's training adds."""
 
 

@@ -1,6 +1,6 @@
 """Train the tiny base's byte-level BPE tokenizer on the training part of the corpus.
 
-    python examples/tiny_base/make_tokenizer.py CORPUS_DIR MODEL_DIR
+python examples/tiny_base/make_tokenizer.py CORPUS_DIR MODEL_DIR
 """
 
 import json

@@ -99,18 +99,17 @@ def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         if step % args.log_every == 0 or step == args.steps - 1:
             held_out = evaluate(model, data["heldout"], args.length)
-            seen = (step + 1) * args.batch * args.length
-            print(
-                f"step {step} loss {loss.item():.4f} heldout {held_out:.4f} tokens/s {seen / (time.time() - started):.0f}",
-                flush=True,
-            )
+            rate = (step + 1) * args.batch * args.length / (time.time() - started)
+            print(f"step {step} loss {loss.item():.4f} heldout {held_out:.4f} tokens/s {rate:.0f}", flush=True)
 
 
 def main() -> None:
     """Parse, train, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True, help="directory that holds the tokenizer and gets the weights")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="directory that holds the tokenizer and gets the weights"
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)

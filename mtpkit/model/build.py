@@ -83,8 +83,9 @@ def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
 def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
     """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
-    So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are one;
-    Mamba2's A, dt and convolution as in its paper's code.
+    So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base.
+    Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are
+    one; Mamba2's A, dt and convolution as in its paper's code.
     """
     generator = torch.Generator()
 

@@ -108,7 +108,7 @@ class StepInput(LayerInput):
     query_start: Tensor
     """[R + 1] int64."""
     context_lens: Tensor
-    """[R] int64, tokens of the request that are committed in the caches before this step; 0 starts from a zero state."""
+    """[R] int64, tokens of the request that are committed in the caches before this step; 0: a zero state."""
     block_tables: Tensor
     """[R, B] int64, blocks of each row in order; entries past a row's last block are 0 and never read."""
     kv_slots: Tensor

@@ -36,7 +36,7 @@ def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInpu
     Returns:
         [s, b, h] (s / tp under sequence parallelism).
     """
-    hidden = embed(model, token_ids) if model.pre_process else None
+    hidden = embed(model, token_ids) if token_ids is not None and model.pre_process else None
     return model.decoder(hidden_states=hidden, attention_mask=None, inference_context=inputs)
 
 

@@ -93,7 +93,7 @@ def transformer_config(
             moe_token_dispatcher_type="allgather",
         )
     result = TransformerConfig(**settings)
-    result.mtpkit = config  # type: ignore[attr-defined]
+    result.mtpkit = config
     return result
 
 

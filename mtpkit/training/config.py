@@ -43,8 +43,8 @@ class HeadsConfig:
     num_depths: int = 3
     """K, the number of tokens the heads learn to predict beyond the base's own."""
     init: Literal["auto", "checkpoint", "fresh", "base"] = "auto"
-    """`checkpoint`: go on from the heads that the model has. `fresh`: new ones at random. `base`: new ones that start as
-    copies of the base's last layers, which learn in fewer steps. `auto`: its own if it has any, else `fresh`."""
+    """`checkpoint`: go on from the heads that the model has. `fresh`: new ones at random. `base`: new ones that start
+    as copies of the base's last layers, which learn in fewer steps. `auto`: its own if it has any, else `fresh`."""
     pattern: str = "*-"
     """Layers of one depth of fresh heads, in the letters of `ModelConfig.pattern`."""
     repeated: bool = True

@@ -29,7 +29,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     absent = sorted(set(heads.pattern) - set(base.pattern))
     if heads.init == "base" and absent:
         raise UserError(
-            f"heads.init=base needs layers of the heads' kinds in {config.model}, but its pattern {base.pattern!r} has no "
+            f"heads.init=base copies layers of {config.model}, but its pattern {base.pattern!r} has no "
             f"{', '.join(map(repr, absent))}; set heads.init=fresh or another heads.pattern"
         )
     if new:

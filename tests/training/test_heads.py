@@ -34,5 +34,5 @@ def test_new_heads_leave_the_base_as_it_is(toy_base):
 
 
 def test_a_kind_that_the_base_lacks_is_refused(toy_base):
-    with pytest.raises(UserError, match="no 'E'; set heads.init=fresh"):
+    with pytest.raises(UserError, match=r"no 'E'; set heads\.init=fresh"):
         settle(toy_base, init="base", pattern="*E")

@@ -62,7 +62,9 @@ def depth_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, width).to(q.dtype)
 
 
-def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> Tensor:
+def paged_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor
+) -> Tensor:
     """Causal attention of the newest T tokens of R rows over their paged keys and values, which include their own.
 
     Query t of row r stands at position context_lens[r] + t and sees the positions up to its own.

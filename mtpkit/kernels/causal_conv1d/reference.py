@@ -21,7 +21,8 @@ def causal_conv1d(
         silu of the convolution, [b, s, c], dtype of x.
     """
     width = weight.shape[-1]
-    padded = F.pad(x.transpose(1, 2), (width - 1, 0)) if initial is None else torch.cat([initial.to(x), x.transpose(1, 2)], -1)
+    inputs = x.transpose(1, 2)
+    padded = F.pad(inputs, (width - 1, 0)) if initial is None else torch.cat([initial.to(x), inputs], -1)
     out = F.conv1d(padded, weight, bias, groups=weight.shape[0])
     if documents is not None:
         out = _restart(out, padded, weight, bias, documents, continued=initial is not None)
@@ -40,7 +41,8 @@ def _restart(
     rows, places = (~same).any(-1).nonzero(as_tuple=True)
     if not len(rows):
         return out
-    windows = padded.transpose(1, 2)[rows[:, None], places[:, None] + torch.arange(taps, device=out.device)]  # [n, w, c]
+    columns = places[:, None] + torch.arange(taps, device=out.device)
+    windows = padded.transpose(1, 2)[rows[:, None], columns]  # [n, w, c]
     values = (windows * same[rows, places, :, None] * weight[:, 0].t()).sum(1)
     out[rows, :, places] = (values if bias is None else values + bias).to(out.dtype)
     return out
@@ -51,9 +53,9 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolve the next tokens of R rows and slide their windows.
 
-    With w the kernel width and T new tokens, `state` holds the inputs that the rows' last step left behind; the window of
-    row r is its columns committed[r] .. committed[r] + w - 2. It is replaced by window and new inputs, less the oldest
-    column, so that whichever new token is accepted last, its window is again an index into `state`.
+    With w the kernel width and T new tokens, `state` holds the inputs that the rows' last step left behind; the window
+    of row r is its columns committed[r] .. committed[r] + w - 2. It is replaced by window and new inputs, less the
+    oldest column, so that whichever new token is accepted last, its window is again an index into `state`.
 
     Args:
         x: [R, T, c].

@@ -32,7 +32,8 @@ def ssd_chunk_scan(
         chunk_size: tokens whose pairs are formed at a time; changes rounding only.
 
     Returns:
-        y [b, s, h, p] in the dtype of x, and the fp32 state after the last token [b, h, p, n]. Computed in fp32.
+        y [b, s, h, p] in the dtype of x, and the fp32 state after the last token [b, h, p, n]. Computed in fp32,
+        the sums of log decays in fp64.
     """
     batch, length, heads, width = x.shape
     groups, state_dim = B.shape[2:]
@@ -48,7 +49,8 @@ def ssd_chunk_scan(
     dt_c = chunked(dt, groups, rep)
     x_c = chunked(x, groups, rep, width) * dt_c[..., None]
     B_c, C_c = chunked(B, groups, state_dim), chunked(C, groups, state_dim)
-    decay = torch.cumsum(dt_c * A.float().view(groups, rep), dim=2)  # log decay since the chunk's start, [b, c, l, g, r]
+    # Log decay since the chunk's start, [b, c, l, g, r].
+    decay = torch.cumsum(dt_c * A.float().view(groups, rep), dim=2)
 
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()[None, None, :, :, None, None]
     to_end: Tensor | None = None
@@ -63,17 +65,17 @@ def ssd_chunk_scan(
         from_start = (docs == previous[..., None])[..., None, None]
 
     # Pairs inside a chunk.
-    log_pair = decay[:, :, :, None] - decay[:, :, None, :]  # [b, c, l, s, g, r]
+    log_pair = (decay[:, :, :, None] - decay[:, :, None, :]).float()  # [b, c, l, s, g, r]
     weights = torch.exp(log_pair.masked_fill(~pairs, float("-inf")))
     scores = torch.einsum("bclgn,bcsgn->bclsg", C_c, B_c)
     y = torch.einsum("bclsgr,bcsgrp->bclgrp", scores[..., None] * weights, x_c)
 
     # What each chunk adds to the state, and the states at the chunks' starts.
-    weight_end = torch.exp(decay[:, :, -1:] - decay)
+    weight_end = torch.exp((decay[:, :, -1:] - decay).float())
     if to_end is not None:
         weight_end = weight_end * to_end
     added = torch.einsum("bcsgn,bcsgrp->bcgrpn", B_c, x_c * weight_end[..., None])
-    keep = torch.exp(decay[:, :, -1])  # [b, c, g, r]
+    keep = torch.exp(decay[:, :, -1].float())  # [b, c, g, r]
     if from_start is not None:
         keep = keep * from_start[:, :, -1]
     state = x_c.new_zeros(batch, groups, rep, width, state_dim)
@@ -84,7 +86,7 @@ def ssd_chunk_scan(
         starts.append(state)
         state = state * keep[:, c, ..., None, None] + added[:, c]
 
-    weight_start = torch.exp(decay)
+    weight_start = torch.exp(decay.float())
     if from_start is not None:
         weight_start = weight_start * from_start
     y = y + torch.einsum("bclgn,bcgrpn->bclgrp", C_c, torch.stack(starts, 1)) * weight_start[..., None]

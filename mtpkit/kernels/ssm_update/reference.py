@@ -13,8 +13,8 @@ def ssm_snapshot_update(
     """Step token by token from the committed snapshot and keep the state after every token.
 
     Args:
-        state: [slots, at least T, h, p, n]; row r starts from state[slots[r], committed[r]], and entry t becomes the state
-            after its token t. Updated in place.
+        state: [slots, at least T, h, p, n]; row r starts from state[slots[r], committed[r]], and entry t becomes the
+            state after its token t. Updated in place.
         slots, committed: [R] int64.
         x: [R, T, h, p]; dt: [R, T, h], positive; A: [h], negative; B, C: [R, T, g, n]; D: [h].
 
@@ -28,7 +28,8 @@ def ssm_snapshot_update(
     for t in range(x.shape[1]):
         step, x_t = dt[:, t].float(), x[:, t].float()
         B_t, C_t = (m[:, t].float().repeat_interleave(rep, 1) for m in (B, C))
-        current = current * torch.exp(step * A.float())[..., None, None] + torch.einsum("rh,rhp,rhn->rhpn", step, x_t, B_t)
+        added = torch.einsum("rh,rhp,rhn->rhpn", step, x_t, B_t)
+        current = current * torch.exp(step * A.float())[..., None, None] + added
         state[slots, t] = current.to(state.dtype)
         outputs.append(torch.einsum("rhpn,rhn->rhp", current, C_t) + D.float()[:, None] * x_t)
     return torch.stack(outputs, 1).to(x.dtype)
@@ -50,13 +51,13 @@ def ssm_replay_update(
 ) -> Tensor:
     """Compute the step's outputs from one stored state and the inputs that came after it, in chunked form.
 
-    The committed state of row r is state[slots[r]] advanced by the first ring_lens[r] entries of its ring. The new inputs
-    are appended to the ring; where they no longer fit, the committed entries are first folded into the state, which is the
-    only time it is written. Rejecting tokens is forgetting their ring entries.
+    The committed state of row r is state[slots[r]] advanced by the first ring_lens[r] entries of its ring. The new
+    inputs are appended to the ring; where they no longer fit, the committed entries are first folded into the state,
+    which is the only time it is written. Rejecting tokens is forgetting their ring entries.
 
     Args:
-        state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], with L >= T.
-            Updated in place.
+        state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], with
+            L >= T. Updated in place.
         slots, ring_lens: [R] int64.
         x: [R, T, h, p]; dt: [R, T, h], positive; A: [h], negative; B, C: [R, T, g, n]; D: [h].
 
@@ -77,24 +78,26 @@ def ssm_replay_update(
     all_dt = joined(ring_dt, dt, groups, rep)
     all_B = joined(ring_B, B, groups, state_dim)
     scaled_x = joined(ring_x, x, groups, rep, width) * all_dt[..., None]
-    decay = torch.cumsum(all_dt * A.float().view(groups, rep), 1)  # log decay since the stored state, [R, L + T, g, r]
+    # Log decay since the stored state, [R, L + T, g, r]; in fp64 because differences of large sums are taken.
+    decay = torch.cumsum((all_dt * A.float().view(groups, rep)).double(), 1)
     current = state[slots].float().view(rows, groups, rep, width, state_dim)
 
     queries = C.float()
     causal = torch.ones(tokens, capacity + tokens, dtype=torch.bool, device=x.device).tril(capacity)
-    log_pair = decay[:, capacity:, None] - decay[:, None]  # [R, T, L + T, g, r]
+    log_pair = (decay[:, capacity:, None] - decay[:, None]).float()  # [R, T, L + T, g, r]
     weights = torch.exp(log_pair.masked_fill(~causal[None, :, :, None, None], float("-inf")))
     scores = torch.einsum("rtgn,rjgn->rtjg", queries, all_B)
     y = torch.einsum("rtjgq,rjgqp->rtgqp", scores[..., None] * weights, scaled_x)
-    y = y + torch.einsum("rtgn,rgqpn->rtgqp", queries, current) * torch.exp(decay[:, capacity:])[..., None]
+    y = y + torch.einsum("rtgn,rgqpn->rtgqp", queries, current) * torch.exp(decay[:, capacity:].float())[..., None]
     y = y.reshape(rows, tokens, heads, width) + x.float() * D.float()[:, None]
 
     full = ring_lens + tokens > capacity
     if bool(full.any()):
         at_end = decay[:, capacity - 1]
-        to_end = torch.exp(at_end[:, None] - decay[:, :capacity])
-        folded = current * torch.exp(at_end)[..., None, None]
-        folded = folded + torch.einsum("rjgn,rjgqp->rgqpn", all_B[:, :capacity], scaled_x[:, :capacity] * to_end[..., None])
+        to_end = torch.exp((at_end[:, None] - decay[:, :capacity]).float())
+        folded = current * torch.exp(at_end.float())[..., None, None]
+        decayed_x = scaled_x[:, :capacity] * to_end[..., None]
+        folded = folded + torch.einsum("rjgn,rjgqp->rgqpn", all_B[:, :capacity], decayed_x)
         state[slots[full]] = folded.view(rows, heads, width, state_dim)[full].to(state.dtype)
     base = torch.where(full, torch.zeros_like(ring_lens), ring_lens)
     places = base[:, None] + torch.arange(tokens, device=x.device)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mtpkit.kernels.attention import depth_attention, paged_attention, sequence_attention
 from mtpkit.kernels.kv_store import store_kv
-from mtpkit.model.inputs import AttentionCacheSpec, DepthInput, SequenceInput, StepInput
+from mtpkit.model.inputs import AttentionCache, AttentionCacheSpec, DepthInput, SequenceInput, StepInput
 
 
 class CoreAttention(nn.Module):
@@ -47,7 +47,7 @@ class SelfAttention(MegatronSelfAttention):
         """What this layer caches for a token."""
         return AttentionCacheSpec(self.num_query_groups_per_partition, self.hidden_size_per_attention_head)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, inference_context: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -98,20 +98,17 @@ class SelfAttention(MegatronSelfAttention):
     def _step(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
         """Store the step's keys and values, then attend through the cache: [T, heads, d] to the same."""
         cache = step.caches[self.cache_name]
-        store_kv(k, v, cache.key, cache.value, step.kv_slots)  # type: ignore[union-attr]
-        outputs, start = [], step.num_decode_tokens
+        assert isinstance(cache, AttentionCache)
+        store_kv(k, v, cache.key, cache.value, step.kv_slots)
+        rows, start = step.num_decode_rows, step.num_decode_tokens
+        outputs = []
         if start:
-            rows = step.num_decode_rows
             decode_q = q[:start].unflatten(0, (rows, step.decode_width))
-            out = paged_attention(
-                decode_q, cache.key, cache.value, step.block_tables[:rows], step.context_lens[:rows]  # type: ignore[union-attr]
-            )
-            outputs.append(out.flatten(0, 1))
-        for row, length in enumerate(step.prefill_lens, step.num_decode_rows):
-            chunk_q = q[None, start : start + length]
-            out = paged_attention(
-                chunk_q, cache.key, cache.value, step.block_tables[row, None], step.context_lens[row, None]  # type: ignore[union-attr]
-            )
-            outputs.append(out[0])
+            outputs.append(self._paged(decode_q, cache, step, slice(0, rows)).flatten(0, 1))
+        for row, length in enumerate(step.prefill_lens, rows):
+            outputs.append(self._paged(q[None, start : start + length], cache, step, slice(row, row + 1))[0])
             start += length
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _paged(self, q: Tensor, cache: AttentionCache, step: StepInput, rows: slice) -> Tensor:
+        return paged_attention(q, cache.key, cache.value, step.block_tables[rows], step.context_lens[rows])

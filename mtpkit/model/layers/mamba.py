@@ -23,7 +23,8 @@ from mtpkit.model.layers.norm import GatedRMSNorm
 
 
 class ScanInputs(NamedTuple):
-    """What the recurrence consumes for each token, after the convolution: x [b, s, h, p], dt [b, s, h], B, C [b, s, g, n]."""
+    """What the recurrence consumes of each token, after the convolution: x [b, s, h, p], dt [b, s, h], B and C
+    [b, s, g, n]."""
 
     x: Tensor
     dt: Tensor
@@ -38,7 +39,7 @@ class MambaMixer(MegatronModule):
     """Key of this layer in `StepInput.caches` and `DepthInput.streams`, set when the model is built."""
 
     def __init__(
-        self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, name: str | None = None, **_: Any
+        self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config)
         model_config = config.mtpkit
@@ -183,8 +184,8 @@ class MambaMixer(MegatronModule):
     def _depth(self, conv_in: Tensor, dt: Tensor, inputs: DepthInput) -> Tensor:
         """MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`.
 
-        With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i; so y^k_i is C_k's readout of S_i,
-        decayed, plus one term for each of depths 2..k.
+        With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i; so y^k_i is C_k's readout of
+        S_i, decayed, plus one term for each of depths 2..k.
         """
         streams = inputs.streams.setdefault(self.cache_name, [])
         if inputs.depth == 1:
@@ -209,10 +210,10 @@ class MambaMixer(MegatronModule):
         return (y + torch.exp(log_decay)[..., None] * readout).to(current.x.dtype)
 
     def _depth_conv(self, raw: list[Tensor], documents: Tensor | None) -> Tensor:
-        """Convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at i, the older ones depth 1 at i,
-        i - 1, .. inside the document. raw[d - 1]: inputs of depth d, [b, s, c]."""
+        """Convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at i, the older ones depth 1 at
+        i, i - 1, .. inside the document. raw[d - 1]: inputs of depth d, [b, s, c]."""
         first, length = raw[0], raw[0].shape[1]
-        out = self.conv1d_bias
+        out: Tensor = self.conv1d_bias
         for lag in range(self.conv_kernel):
             back = lag - (len(raw) - 1)  # positions before i at depth 1; negative while later depths are read
             source = raw[len(raw) - 1 - lag] if back < 0 else F.pad(first, (0, 0, back, 0))[:, :length]
@@ -239,11 +240,14 @@ class MambaMixer(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         for name, module in self.named_children():
-            entries.update(
-                sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
-            )
-        conv_parts = {"x": self.inner, "B": self.bc_width, "C": self.bc_width}
-        for entry, parts in (("in_proj.weight", self._in_proj_parts()), ("conv1d_weight", conv_parts), ("conv1d_bias", conv_parts)):
+            child = f"{prefix}{name}."
+            entries.update(sharded_state_dict_default(module, child, sharded_offsets, metadata, tp_group=self.tp_group))
+        conv = {"x": self.inner, "B": self.bc_width, "C": self.bc_width}
+        for entry, parts in {
+            "in_proj.weight": self._in_proj_parts(),
+            "conv1d_weight": conv,
+            "conv1d_bias": conv,
+        }.items():
             key = prefix + entry
             entries[key].key = key.replace("conv1d_", "conv1d.")
             entries[key] = _split_tensor_factory(entries[key], list(parts.values()), list(parts), 0)

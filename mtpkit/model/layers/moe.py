@@ -40,7 +40,7 @@ class DuplicatedLinear(nn.Linear):
 
 
 class MoELayer(MegatronMoELayer):
-    """megatron-core's routed and shared experts; with `moe_latent_size` the routed experts work in that width (Nemotron 3)."""
+    """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3)."""
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         latent = config.moe_latent_size

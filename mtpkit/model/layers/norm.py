@@ -9,13 +9,18 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor, nn
 
 
+def _ones(size: int, config: Any) -> nn.Parameter:
+    """A norm's weight, on the device and in the dtype that megatron-core builds with."""
+    return nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight = _ones(hidden_size, config)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,19 +35,18 @@ class RMSNorm(nn.Module):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear with the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
+    """Column-parallel linear of the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
-        self.layer_norm_weight = nn.Parameter(
-            torch.ones(input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        self.layer_norm_weight = _ones(input_size, config)
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Linear of the norm of x [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
-        return super().forward(F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps), *args, **kwargs)
+        normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        return super().forward(normed, *args, **kwargs)
 
 
 class GatedRMSNorm(nn.Module):
@@ -52,7 +56,7 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.group_size, self.tp_group = group_size, tp_group
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight = _ones(hidden_size, config)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z: [..., hidden_size]; returns the dtype of x, computed in fp32."""
