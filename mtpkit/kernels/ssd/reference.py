@@ -49,8 +49,9 @@ def ssd_chunk_scan(
     dt_c = chunked(dt, groups, rep)
     x_c = chunked(x, groups, rep, width) * dt_c[..., None]
     B_c, C_c = chunked(B, groups, state_dim), chunked(C, groups, state_dim)
-    # Log decay since the chunk's start, [b, c, l, g, r].
-    decay = torch.cumsum(dt_c * A.float().view(groups, rep), dim=2)
+    # Log decay since the chunk's start, [b, c, l, g, r]. In fp64: after a token that forgets nearly everything, the
+    # difference of two large sums is the small decay between the tokens that follow.
+    decay = torch.cumsum((dt_c * A.float().view(groups, rep)).double(), dim=2)
 
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()[None, None, :, :, None, None]
     to_end: Tensor | None = None
