@@ -4,6 +4,7 @@ Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V voca
 newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from mtpkit.engine.step import Batch, Drafts, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import sampling as ops
 from mtpkit.model import compute_logits, mtp_forward
-from mtpkit.model.inputs import StepInput
+from mtpkit.model.inputs import AttentionCache, LayerCache, ReplayCache, StepInput, ring_base
 
 
 class Drafter(Protocol):
@@ -50,14 +51,12 @@ def make_drafter(model: Any, num_speculative_tokens: int, block_size: int, num_s
         )
     recurrent = "M" in config.mtp_pattern
     if config.mtp_use_repeated_layer:
-        if recurrent and depths > 1:
-            raise UserError(
-                f"num_speculative_tokens is {depths}, but heads with Mamba layers (MTP pattern {config.mtp_pattern!r}) "
-                "draft one token: set it to 1"
-            )
         return RepeatedDrafter(model, depths, block_size, sample)
     if recurrent and depths > 1:
-        raise UserError(f"distinct MTP heads with Mamba layers ({config.mtp_pattern!r}) draft one token: set K to 1")
+        raise UserError(
+            f"num_speculative_tokens is {depths}, but distinct heads with Mamba layers (MTP pattern "
+            f"{config.mtp_pattern!r}) draft one token: set it to 1"
+        )
     if depths > config.mtp_num_depths:
         raise UserError(
             f"num_speculative_tokens is {depths}, but the model has {config.mtp_num_depths} distinct MTP heads: "
@@ -96,7 +95,8 @@ class RepeatedDrafter(_MtpDrafter):
     """One physical layer at every depth, with one cache.
 
     Depth 1 runs over the whole step: entry j is made from (h_j, t_{j+1}), those of rejected drafts are overwritten
-    before anything can see them. Depth k >= 2 runs on one token a row, (g^{k-1}_p, draft_{k-1}) at position p + k - 1.
+    before anything can see them. Depth k >= 2 runs on one token a row, (g^{k-1}_p, draft_{k-1}) at position p + k - 1;
+    Mamba layers continue from their committed state there, on a copy of it that the step then forgets.
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
@@ -107,31 +107,52 @@ class RepeatedDrafter(_MtpDrafter):
             flat, newest = batch.newest(verdict.accepted)
             state = states[flat]
             chosen.append(self._choose(state[:, 0], 1, batch, newest))
+            inputs = self._continue_at(batch, verdict)
             for depth in range(2, self.num_speculative_tokens + 1):
-                inputs = self._one_token(batch, newest + depth - 1)
+                inputs = self._one_token(inputs, newest + depth - 1)
                 state = mtp_forward(self.model, depth, state, chosen[-1][0][None], inputs)
                 chosen.append(self._choose(state[:, 0], depth, batch, newest))
+                inputs = self._advance(inputs)
         return self._drafts(chosen, batch)
 
-    def _one_token(self, batch: Batch, positions: Tensor) -> StepInput:
-        """One token a row, at `positions` [S]."""
-        count = batch.plan.num_sampling_rows
-        rows = torch.arange(count + 1, device=positions.device)
-        tables = batch.inputs.block_tables[:count]
+    def _continue_at(self, batch: Batch, verdict: Verdict) -> StepInput:
+        """The rows that sample, as one-token rows whose recurrent state is a copy of what depth 1 left at p."""
+        inputs, count = batch.inputs, batch.plan.num_sampling_rows
+        slots, accepted = inputs.state_slots[:count], verdict.accepted[:count]
+        copies: dict[str, LayerCache] = {
+            name: type(cache)(*(tensor[slots] for tensor in vars(cache).values()))
+            for name, cache in inputs.caches.items()
+            if name.startswith("mtp.") and not isinstance(cache, AttentionCache)
+        }
+        in_ring = ring_base(inputs.ring_lens[:count], inputs.decode_width, _ring_length(copies)) + accepted + 1
+        in_ring[inputs.num_decode_rows :] = 0  # a chunk leaves its state folded
         return replace(
-            batch.inputs,
-            positions=positions,
-            query_start=rows,
-            context_lens=positions,
-            block_tables=tables,
-            kv_slots=kv_slots(tables, rows[:-1], positions, self.block_size),
-            state_slots=batch.inputs.state_slots[:count],
-            committed=batch.inputs.committed[:count],
-            ring_lens=batch.inputs.ring_lens[:count],
+            inputs,
+            query_start=torch.arange(count + 1, device=slots.device),
+            block_tables=inputs.block_tables[:count],
+            state_slots=torch.arange(count, device=slots.device),
+            committed=accepted,
+            ring_lens=in_ring,
             num_decode_rows=count,
             decode_width=1,
             prefill_lens=(),
+            caches={**inputs.caches, **copies},
         )
+
+    def _one_token(self, inputs: StepInput, positions: Tensor) -> StepInput:
+        """The same rows with their token at `positions` [S]."""
+        slots = kv_slots(inputs.block_tables, inputs.query_start[:-1], positions, self.block_size)
+        return replace(inputs, positions=positions, context_lens=positions, kv_slots=slots)
+
+    def _advance(self, inputs: StepInput) -> StepInput:
+        """The same rows after their token, which the copies of the recurrent state have taken up."""
+        in_ring = ring_base(inputs.ring_lens, 1, _ring_length(inputs.caches)) + 1
+        return replace(inputs, committed=torch.zeros_like(inputs.committed), ring_lens=in_ring)
+
+
+def _ring_length(caches: Mapping[str, LayerCache]) -> int:
+    """Entries of the replay rings; 1 where there are none."""
+    return next((cache.x.shape[1] for cache in caches.values() if isinstance(cache, ReplayCache)), 1)
 
 
 def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:

@@ -32,7 +32,13 @@ def test_drafts_are_the_same_alone_in_a_batch_in_chunks_and_after_preemption(hea
     assert small.stats().preemptions > 0
 
 
-def test_recurrent_head_drafts_equal_those_without_caches():
-    model = tiny_model("repeated", "M*M-", "M-")
-    for known, token_ids in record_drafts(make_llm(model, 1), PROMPTS, 10).items():
-        assert token_ids == teacher_forced_drafts(model, known, 1)
+@pytest.mark.parametrize("state_rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("mtp_pattern", ["M-", "*M"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_recurrent_head_drafts_equal_those_without_caches(k, mtp_pattern, state_rollback):
+    model = tiny_model("repeated", "M*M-", mtp_pattern)
+    llm = make_llm(model, k, max_num_batched_tokens=13, state_rollback=state_rollback)
+    drafts = record_drafts(llm, PROMPTS, 12)
+    assert len(drafts) > 10
+    for known, token_ids in drafts.items():
+        assert token_ids == teacher_forced_drafts(model, known, k)
