@@ -43,42 +43,44 @@ def ssd_chunk_scan(
     num_chunks = (length + pad) // chunk
 
     def chunked(t: Tensor, *tail: int) -> Tensor:
-        return F.pad(t.float(), (0, 0) * (t.dim() - 2) + (0, pad)).view(batch, num_chunks, chunk, *tail)
+        """[b, s, ...] to [b, c, l, *tail] in fp32, zeros behind the end."""
+        t = t.float() if pad == 0 else F.pad(t.float(), (0, 0) * (t.dim() - 2) + (0, pad))
+        return t.reshape(batch, num_chunks, chunk, *tail)
 
     # Padding has dt = 0: it neither decays the state nor adds to it.
-    dt_c = chunked(dt, groups, rep)
-    x_c = chunked(x, groups, rep, width) * dt_c[..., None]
-    B_c, C_c = chunked(B, groups, state_dim), chunked(C, groups, state_dim)
-    # Log decay since the chunk's start, [b, c, l, g, r]. In fp64: after a token that forgets nearly everything, the
+    dt_c = chunked(dt, groups, rep).permute(0, 1, 3, 4, 2)  # [b, c, g, r, l]
+    x_c = chunked(x, groups, rep, width).permute(0, 1, 3, 4, 2, 5) * dt_c[..., None]  # [b, c, g, r, l, p]
+    B_c, C_c = (chunked(t, groups, state_dim).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
+    # Log decay since the chunk's start, [b, c, g, r, l]. In fp64: after a token that forgets nearly everything, the
     # difference of two large sums is the small decay between the tokens that follow.
-    decay = torch.cumsum((dt_c * A.float().view(groups, rep)).double(), dim=2)
+    decay = torch.cumsum((dt_c * A.float().view(groups, rep, 1)).double(), dim=-1)
 
-    pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()[None, None, :, :, None, None]
+    pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     to_end: Tensor | None = None
     from_start: Tensor | None = None
     if documents is not None:
         docs = F.pad(documents, (0, pad), mode="replicate") if pad else documents
-        docs = docs.view(batch, num_chunks, chunk)
-        pairs = pairs & (docs[..., :, None] == docs[..., None, :])[..., None, None]
-        last = docs[..., -1]
-        previous = torch.cat([docs[:, :1, 0], last[:, :-1]], 1)
-        to_end = (docs == last[..., None])[..., None, None]
-        from_start = (docs == previous[..., None])[..., None, None]
+        docs = docs.reshape(batch, num_chunks, 1, 1, chunk)
+        pairs = pairs & (docs[..., :, None] == docs[..., None, :])
+        last = docs[..., -1:]
+        previous = torch.cat([docs[:, :1, ..., :1], last[:, :-1]], 1)
+        to_end = docs == last
+        from_start = docs == previous
 
     # Pairs inside a chunk.
-    log_pair = (decay[:, :, :, None] - decay[:, :, None, :]).float()  # [b, c, l, s, g, r]
+    log_pair = (decay[..., :, None] - decay[..., None, :]).float()  # [b, c, g, r, l, s]
     weights = torch.exp(log_pair.masked_fill(~pairs, float("-inf")))
-    scores = torch.einsum("bclgn,bcsgn->bclsg", C_c, B_c)
-    y = torch.einsum("bclsgr,bcsgrp->bclgrp", scores[..., None] * weights, x_c)
+    scores = (C_c @ B_c.transpose(-1, -2))[:, :, :, None]
+    y = (scores * weights) @ x_c
 
     # What each chunk adds to the state, and the states at the chunks' starts.
-    weight_end = torch.exp((decay[:, :, -1:] - decay).float())
+    weight_end = torch.exp((decay[..., -1:] - decay).float())
     if to_end is not None:
         weight_end = weight_end * to_end
-    added = torch.einsum("bcsgn,bcsgrp->bcgrpn", B_c, x_c * weight_end[..., None])
-    keep = torch.exp(decay[:, :, -1].float())  # [b, c, g, r]
+    added = (x_c * weight_end[..., None]).transpose(-1, -2) @ B_c[:, :, :, None]  # [b, c, g, r, p, n]
+    keep = torch.exp(decay[..., -1].float())  # [b, c, g, r]
     if from_start is not None:
-        keep = keep * from_start[:, :, -1]
+        keep = keep * from_start[..., -1]
     state = x_c.new_zeros(batch, groups, rep, width, state_dim)
     if initial_state is not None:
         state = initial_state.float().view_as(state)
@@ -90,8 +92,8 @@ def ssd_chunk_scan(
     weight_start = torch.exp(decay.float())
     if from_start is not None:
         weight_start = weight_start * from_start
-    y = y + torch.einsum("bclgn,bcgrpn->bclgrp", C_c, torch.stack(starts, 1)) * weight_start[..., None]
-    y = y.reshape(batch, num_chunks * chunk, heads, width)[:, :length]
+    y = y + (C_c[:, :, :, None] @ torch.stack(starts, 1).transpose(-1, -2)) * weight_start[..., None]
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, num_chunks * chunk, heads, width)[:, :length]
     if D is not None:
         y = y + x.float() * D.float()[:, None]
     return y.to(x.dtype), state.reshape(batch, heads, width, state_dim)
