@@ -1,0 +1,49 @@
+"""Prompts from a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mtpkit.errors import UserError
+
+Prompt = str | list[int]
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Texts or token ids, one a line; lines of whitespace are skipped.
+
+    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers); any other file is
+    plain text.
+
+    Args:
+        limit: only the first so many.
+
+    Raises:
+        UserError: a file that cannot be read, a line of another form, or no prompt at all.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"prompts file {path}: {error.strerror}; name a .jsonl or a text file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompts file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
+    if not numbered:
+        raise UserError(f"prompts file {path} holds no prompts; write one a line")
+    if path.suffix != ".jsonl":
+        return [line for _, line in numbered]
+    return [_parse(line, f"{path}:{number}") for number, line in numbered]
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
+    record = record if isinstance(record, dict) else {}
+    text, token_ids = record.get("prompt"), record.get("prompt_token_ids")
+    if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):
+        return token_ids
+    if isinstance(text, str):
+        return text
+    raise UserError(f'{where} must be an object with "prompt", a text, or "prompt_token_ids", a list of integers')

@@ -1,0 +1,179 @@
+"""How much faster a model decodes with K drafts a step than with none, and whether it says the same."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from mtpkit.bench.machine import commit, describe_device
+from mtpkit.bench.prompts import Prompt
+from mtpkit.bench.report import Report, Row
+from mtpkit.engine import LLM, SamplingParams
+from mtpkit.errors import UserError
+
+_WARM_UP_TOKENS = 8
+_ROUNDS_A_TURN = 4
+"""Prompts of a turn, over the batch size: few, and yet the batch is full for most of the time."""
+
+
+@dataclass(frozen=True)
+class SpeedupConfig:
+    """What is measured.
+
+    Raises:
+        UserError: values that cannot be measured, all of them named.
+    """
+
+    ks: tuple[int, ...] = (0, 1, 2, 3)
+    """Drafts a step; 0, against which the others are measured, is added."""
+    batch_sizes: tuple[int, ...] = (1, 8)
+    """Requests that run at once; when one ends the next prompt takes its place."""
+    repeats: int = 3
+    """Times that everything is measured; the median time counts."""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0, max_tokens=128))
+    """Its seed, 0 if None, is the first prompt's; each further prompt has the next one."""
+    block_size: int = 16
+    state_rollback: Literal["replay", "snapshot"] = "replay"
+    max_model_len: int | None = None
+    """Longest prompt plus output; None: what the model was made for."""
+
+    def __post_init__(self) -> None:
+        checks = [
+            *((k >= 0, f"k is {k}, must be 0 (no drafts) or more") for k in self.ks),
+            *((size >= 1, f"batch size is {size}, must be at least 1") for size in self.batch_sizes),
+            (bool(self.batch_sizes), "no batch size is given"),
+            (self.repeats >= 1, f"repeats is {self.repeats}, must be at least 1"),
+        ]
+        problems = [problem for good, problem in checks if not good]
+        if problems:
+            raise UserError("speedup: " + "; ".join(problems))
+        object.__setattr__(self, "ks", tuple(sorted({0, *self.ks})))
+        object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
+
+
+def measure_speedup(
+    model: Any,
+    prompts: Sequence[Prompt],
+    config: SpeedupConfig,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    tokenizer: Any = None,
+) -> Report:
+    """Decode all prompts at every batch size and K.
+
+    Every engine is warmed up first. All K take turns on a few prompts at a time, so that a machine that slows down for
+    a while slows all of them.
+
+    Args:
+        model: directory of either layout, or a model from `mtpkit.model.build_model`.
+        prompts: texts or token ids.
+
+    Raises:
+        UserError: the model lacks the heads, or a prompt cannot be served.
+    """
+    first = LLM(model, dtype=dtype, tokenizer=tokenizer, max_num_seqs=1, max_model_len=config.max_model_len)
+    token_ids = [_encode(prompt, first.tokenizer) for prompt in prompts]
+    contenders = [_Contender(first, token_ids, config, size, k) for size in config.batch_sizes for k in config.ks]
+    _run_all(contenders, config)
+    baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
+    weight = next(first.model.parameters())
+    return Report(
+        rows=[contender.row(baselines[contender.batch_size]) for contender in contenders],
+        model=str(model) if isinstance(model, str | Path) else type(model).__name__,
+        device=describe_device(weight.device),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        commit=commit(),
+        settings={"prompts": len(prompts), **asdict(config)},
+    )
+
+
+def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
+    turns = [
+        (contender, start)
+        for size in config.batch_sizes
+        for start in range(0, len(contenders[0].prompts), _ROUNDS_A_TURN * size)
+        for contender in contenders
+        if contender.batch_size == size
+    ]
+    with tqdm(total=config.repeats * len(turns), desc="warming up", unit=" runs", disable=None) as progress:
+        for contender in contenders:
+            contender.warm_up()
+        progress.set_description("measuring")
+        for contender, start in config.repeats * turns:
+            progress.set_postfix_str(f"batch {contender.batch_size}, K = {contender.k}")
+            contender.run(start, start + _ROUNDS_A_TURN * contender.batch_size)
+            progress.update()
+
+
+def _encode(prompt: Prompt, tokenizer: Any) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise UserError("text prompts need a tokenizer beside the model: put one there, or give prompt_token_ids")
+    return tokenizer.encode(prompt)
+
+
+class _Contender:
+    """One batch size and K: its engine, and what its runs gave."""
+
+    def __init__(self, first: LLM, prompts: list[list[int]], config: SpeedupConfig, batch_size: int, k: int) -> None:
+        seed, sampling = config.sampling.seed or 0, config.sampling
+        self.batch_size, self.k = batch_size, k
+        self.prompts = prompts
+        self.sampling = [replace(sampling, seed=seed + index) for index in range(len(prompts))]
+        # All engines live side by side, so each has caches for what it will see and no more.
+        longest = max(map(len, prompts)) + sampling.max_tokens
+        self.llm = LLM(
+            first.model,
+            num_speculative_tokens=k,
+            block_size=config.block_size,
+            max_model_len=min(longest, first.engine.config.max_model_len),
+            max_num_seqs=batch_size,
+            state_rollback=config.state_rollback,
+            tokenizer=first.tokenizer,
+        )
+        self.seconds: list[float] = []
+        """Of each repeat."""
+        self.outputs: list[list[list[int]]] = []
+        """Tokens of each prompt, in each repeat."""
+
+    def warm_up(self) -> None:
+        """Run a few steps at the full batch size, once it is clear that all prompts can be served."""
+        for prompt, sampling in zip(self.prompts, self.sampling, strict=True):
+            self.llm.engine.make_request(prompt, sampling)
+        brief = [replace(one, max_tokens=min(one.max_tokens, _WARM_UP_TOKENS)) for one in self.sampling]
+        self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size])
+        self.llm.reset_stats()
+
+    def run(self, start: int, end: int) -> None:
+        """Decode some of the prompts, timed as a user would; a repeat begins with the first one."""
+        if start == 0:
+            self.seconds.append(0.0)
+            self.outputs.append([])
+        began = time.perf_counter()
+        outputs = self.llm.generate(self.prompts[start:end], self.sampling[start:end])
+        self.seconds[-1] += time.perf_counter() - began
+        self.outputs[-1] += [output.outputs[0].token_ids for output in outputs]
+
+    def row(self, baseline: "_Contender") -> Row:
+        """Its numbers beside those of K = 0."""
+        reference = baseline.outputs[0]
+        same = [all(run[index] == tokens for run in self.outputs) for index, tokens in enumerate(reference)]
+        stats = self.llm.stats()
+        return Row(
+            batch_size=self.batch_size,
+            k=self.k,
+            tokens_per_s=self.rate,
+            speedup=self.rate / baseline.rate,
+            acceptance_length=stats.acceptance_length,
+            conditional_acceptance=stats.conditional_acceptance,
+            identical=sum(same) / len(same),
+        )
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of the median repeat."""
+        return sum(map(len, self.outputs[0])) / statistics.median(self.seconds)

@@ -1,0 +1,54 @@
+"""Prompt files: their forms, and what is wrong with others."""
+
+import re
+
+import pytest
+
+from mtpkit.bench import read_prompts
+from mtpkit.errors import UserError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: str, name: str = "prompts.jsonl"):
+        (tmp_path / name).write_text(content)
+        return tmp_path / name
+
+    return write
+
+
+def test_jsonl_holds_texts_and_token_ids(write):
+    path = write('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [3, 4], "prompt": "ignored"}\n{"prompt": "c"}\n')
+    assert read_prompts(path) == ["a\nb", [3, 4], "c"]
+    assert read_prompts(path, limit=2) == ["a\nb", [3, 4]]
+
+
+def test_other_files_hold_one_text_a_line(write):
+    assert read_prompts(write('  if x:\n\n{"prompt": "a"}\n', "prompts.txt")) == ["  if x:", '{"prompt": "a"}']
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "prompts.jsonl holds no prompts; write one a line"),
+        ("\n \n", "prompts.jsonl holds no prompts"),
+        ('{"prompt": "a"}\n{"prompt"\n', "prompts.jsonl:2 is not JSON"),
+        ('{"text": "a"}\n', 'prompts.jsonl:1 must be an object with "prompt"'),
+        ('"a"\n', "prompts.jsonl:1 must be an object"),
+        ('{"prompt_token_ids": [1, "2"]}\n', "prompts.jsonl:1 must be an object"),
+        ('{"prompt": 5}\n', "prompts.jsonl:1 must be an object"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(write, content, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_prompts(write(content))
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(UserError, match=r"nothing.txt: No such file or directory; name a .jsonl or a text file"):
+        read_prompts(tmp_path / "nothing.txt")
+    with pytest.raises(UserError, match="Is a directory"):
+        read_prompts(tmp_path)
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    with pytest.raises(UserError, match="binary is not UTF-8 text: invalid start byte at byte 2"):
+        read_prompts(tmp_path / "binary")

@@ -1,0 +1,110 @@
+"""What is run, in which order, and what is made of it; the model is real or a stand-in with a clock of its own."""
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from mtpkit.bench import SpeedupConfig, measure_speedup, speedup
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.request import AcceptanceStats
+from mtpkit.errors import UserError
+from tests.engine.tiny import make_prompts, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def test_a_real_model_is_measured_at_every_batch_size_and_k():
+    model, prompts = tiny_model(), make_prompts((3, 9, 4, 6, 1))
+    config = SpeedupConfig(ks=(3, 1), batch_sizes=(4, 1), repeats=2, sampling=GREEDY)
+    report = measure_speedup(model, prompts, config)
+    assert [(row.batch_size, row.k) for row in report.rows] == [(1, 0), (1, 1), (1, 3), (4, 0), (4, 1), (4, 3)]
+    assert (report.dtype, report.model) == ("float32", "HybridModel")
+    for row in report.rows:
+        assert row.identical == 1 and row.tokens_per_s > 0 and len(row.conditional_acceptance) == row.k
+        assert (row.speedup == 1) or row.k
+    # A request's drafts do not depend on the batch.
+    alone, together = report.rows[2], report.rows[5]
+    assert alone.acceptance_length == together.acceptance_length > 1
+    assert report.settings is not None and report.settings["prompts"] == 5
+
+
+def test_sampling_with_a_seed_gives_the_same_tokens_too():
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=5)
+    config = SpeedupConfig(ks=(2,), batch_sizes=(2,), repeats=2, sampling=sampling)
+    assert all(row.identical == 1 for row in measure_speedup(tiny_model(), make_prompts((3, 9, 4)), config).rows)
+
+
+class FakeLLM:
+    """Takes `1 / (1 + k)` seconds a prompt, `slow` times that in its second repeat; `wrong[k]` prompts differ."""
+
+    calls: ClassVar[list[tuple[int, int, int]]] = []
+    clock = 0.0
+    slow = 1.0
+    wrong: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, model, num_speculative_tokens=0, max_num_seqs=1, max_model_len=None, tokenizer=None, **_):
+        self.k, self.batch_size, self.seen = num_speculative_tokens, max_num_seqs, 0
+        self.model, self.tokenizer = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)])), tokenizer
+        config = SimpleNamespace(max_model_len=100)
+        self.engine = SimpleNamespace(config=config, make_request=lambda prompt, params: None)
+        assert max_model_len is None or max_model_len == 4 + 12  # the longest prompt and its output
+
+    def generate(self, prompts, params):
+        FakeLLM.calls.append((self.batch_size, self.k, len(prompts)))
+        repeat = self.seen // 6
+        FakeLLM.clock += len(prompts) / (1 + self.k) * (self.slow if repeat else 1)
+        self.seen += len(prompts) if params[0].max_tokens == 12 else 0
+        wrong = [index < self.wrong.get(self.k, 0) for index in range(len(prompts))]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[bad] * 12)]) for bad in wrong]
+
+    def reset_stats(self):
+        pass
+
+    def stats(self):
+        return AcceptanceStats.for_depths(self.k)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(speedup, "LLM", FakeLLM)
+    monkeypatch.setattr(speedup.time, "perf_counter", lambda: FakeLLM.clock)
+    monkeypatch.setattr(FakeLLM, "calls", [])
+    return FakeLLM
+
+
+PROMPTS = [[1, 2, 3, 4], [5], [6], [7], [8], [9]]
+
+
+def test_all_k_take_turns_after_a_warm_up(fake):
+    measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1, 2), repeats=1, sampling=GREEDY))
+    warm_up, measured = fake.calls[:4], fake.calls[4:]
+    assert warm_up == [(1, 0, 1), (1, 1, 1), (2, 0, 2), (2, 1, 2)]
+    assert measured == [(1, 0, 4), (1, 1, 4), (1, 0, 2), (1, 1, 2), (2, 0, 6), (2, 1, 6)]
+
+
+def test_the_median_repeat_counts(fake, monkeypatch):
+    monkeypatch.setattr(fake, "slow", 3.0)
+    config = SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=2, sampling=GREEDY)
+    plain, drafted = measure_speedup("dir", PROMPTS, config).rows
+    assert plain.tokens_per_s == pytest.approx(72 / 12)  # repeats of 6 and 18 seconds
+    assert drafted.speedup == pytest.approx(2)
+
+
+def test_a_prompt_whose_tokens_differ_is_counted(fake, monkeypatch):
+    monkeypatch.setattr(fake, "wrong", {2: 1})
+    config = SpeedupConfig(ks=(1, 2), batch_sizes=(8,), sampling=GREEDY)
+    assert [row.identical for row in measure_speedup("dir", PROMPTS, config).rows] == [1, 1, pytest.approx(5 / 6)]
+
+
+def test_settings_that_cannot_be_measured_are_all_named():
+    with pytest.raises(UserError, match=r"k is -1, must .*; batch size is 0, must .*; repeats is 0, must"):
+        SpeedupConfig(ks=(2, -1), batch_sizes=(0,), repeats=0)
+    with pytest.raises(UserError, match="no batch size is given"):
+        SpeedupConfig(batch_sizes=())
+
+
+def test_text_prompts_need_a_tokenizer():
+    with pytest.raises(UserError, match="text prompts need a tokenizer"):
+        measure_speedup(tiny_model(), ["text"], SpeedupConfig(sampling=GREEDY))
