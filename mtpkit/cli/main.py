@@ -14,6 +14,9 @@ COMMANDS = {
     "train": "Train MTP heads on a frozen base.",
     "data": "Show what a data set becomes when it is tokenised and packed.",
     "convert": "Convert checkpoints between the Hugging Face and the Megatron layout, and compare them.",
+    "generate": "Continue prompts, with or without drafts from the MTP heads.",
+    "evaluate": "Measure how much faster a model decodes with its MTP heads.",
+    "demo": "Train MTP heads on the tiny base, convert them and measure the speedup.",
 }
 """Name of each command, which is also its module's, and its line in the help. The module's `app` is a `typer.Typer`."""
 

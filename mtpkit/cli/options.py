@@ -1,8 +1,27 @@
 """Options shared by the commands."""
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import typer
 from typer.core import TyperCommand
+
+Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"], typer.Option(help="Of weights; auto: bfloat16 on a GPU, float32 on a CPU.")
+]
+BlockSize = Annotated[int, typer.Option(help="Tokens whose keys and values share a block.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt plus output; by default what the model was made for.")
+]
+StateRollback = Annotated[
+    Literal["replay", "snapshot"], typer.Option(help="How recurrent state is taken back after a rejection.")
+]
+Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
+TopP = Annotated[float, typer.Option(help="Smallest set of tokens with this much probability; 1: all.")]
+TopK = Annotated[int, typer.Option(help="So many most likely tokens; 0: all.")]
+MinP = Annotated[float, typer.Option(help="Tokens at least this share as likely as the most likely one.")]
+Seed = Annotated[int, typer.Option(help="Of the random numbers.")]
 
 
 class ListCommand(TyperCommand):

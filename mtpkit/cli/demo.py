@@ -1,0 +1,158 @@
+"""`mtpkit demo`: the whole road on the tiny base, from real text to a speedup report."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import mtpkit
+from mtpkit.errors import MtpkitError, UserError
+
+if TYPE_CHECKING:
+    from mtpkit.bench import Row, SpeedupConfig
+    from mtpkit.training import TrainConfig
+
+app = typer.Typer(add_completion=False)
+
+ROOT = Path(mtpkit.__file__).parent.parent
+CONFIG = Path("examples/train_tiny.yaml")
+MARK = ".mtpkit-demo"
+"""File that says that a directory is a demo's own, to be removed by the next one."""
+
+
+@app.command()
+def demo(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help=f"Training settings that replace those of {CONFIG}."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory for everything; an earlier demo in it is removed.")] = (
+        ROOT / "outputs" / "demo"
+    ),
+    num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 48,
+) -> None:
+    """Train MTP heads on the tiny base, convert them there and back, measure the speedup on held-out prompts."""
+    out = out.resolve()
+    out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
+    os.chdir(ROOT)  # the examples name their files from here
+    _start_over(out)
+    import torch
+
+    from mtpkit.bench import SpeedupConfig, measure_speedup, read_prompts
+    from mtpkit.cli.evaluate import show
+    from mtpkit.engine import SamplingParams
+    from mtpkit.training import load_config
+
+    # The matrices of the tiny base gain little from more threads, and threads that wait for each other make timings
+    # depend on whatever else runs.
+    torch.set_num_threads(1)
+    corpus, run, hf = out / "corpus", out / "run", out / "hf"
+    config = SpeedupConfig(repeats=1, sampling=SamplingParams(temperature=0, max_tokens=max_tokens))
+    paths = [f"output={run}", f"data.train=[{corpus / 'train.jsonl'}]", f"data.eval=[{corpus / 'heldout.jsonl'}]"]
+    settings = [*paths, *(overrides or ())]
+    training = load_config(CONFIG, settings)
+    with _stage("1/5 a corpus of the Python standard library's sources"):
+        _call([sys.executable, "examples/tiny_base/corpus.py", str(corpus)])
+        prompts = read_prompts(corpus / "prompts.jsonl", num_prompts)
+    with _stage("2/5 decoding with untrained heads"):
+        before = _measure_untrained(training, prompts[:2], config)
+    with _stage(f"3/5 training the heads, {training.steps} steps"):
+        _train(training, settings)
+    with _stage("4/5 conversion to the Hugging Face layout and back"):
+        _convert(run, hf, out / "back")
+    with _stage("5/5 decoding with the trained heads"):
+        report = replace(measure_speedup(hf, prompts, config, dtype="float32"), before=before)
+    report.save(out)
+    print(f"the report is in {out}: report.json, report.md, report.png")
+    show(report)
+    report.require_identical()
+
+
+def _start_over(out: Path) -> None:
+    """Make `out` anew.
+
+    Raises:
+        UserError: this is no checkout, or `out` holds something else than a demo.
+    """
+    if not CONFIG.exists():
+        raise UserError(f"the demo needs a checkout of mtpkit, {ROOT} is none: clone the repository and run make demo")
+    if out.exists() and not (out / MARK).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} holds something else than a demo; name another directory with --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / MARK).touch()
+
+
+@contextmanager
+def _stage(title: str) -> Iterator[None]:
+    """Announce a part of the work and say how long it took."""
+    began = time.perf_counter()
+    print(f"== {title}", flush=True)
+    yield
+    print(f"   {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _call(command: list[str], **environment: str) -> None:
+    """Run a command that shows its own progress and errors.
+
+    Raises:
+        MtpkitError: it failed.
+    """
+    code = subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
+    if code:
+        raise MtpkitError(f"{' '.join(command[1:4])} failed with exit code {code}; see its output above")
+
+
+def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[Row]":
+    """The heads as training will find them: they draft nothing right, and change nothing."""
+    from mtpkit.bench import measure_speedup
+    from mtpkit.data import load_tokenizer
+    from mtpkit.platform import default_device
+    from mtpkit.training.heads import build_with_heads, resolve
+
+    settled, model_config = resolve(training)
+    model = build_with_heads(settled, model_config, default_device())
+    only = replace(config, ks=(training.heads.num_depths,), batch_sizes=(1,))
+    report = measure_speedup(model, prompts, only, tokenizer=load_tokenizer(training.model))
+    report.require_identical()
+    return report.rows
+
+
+def _train(training: "TrainConfig", settings: list[str]) -> None:
+    """One process a core, as far as the batch divides: on small matrices they beat as many threads."""
+    cores, data = _cores(), training.data
+    micro_batches = data.global_batch_size // data.micro_batch_size
+    ranks = max(n for n in range(1, cores + 1) if micro_batches % n == 0)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launcher, "train/train_mtp.py", "--config", str(CONFIG), *settings]
+    _call(command, OMP_NUM_THREADS=str(cores // ranks))
+
+
+def _convert(run: Path, hf: Path, back: Path) -> None:
+    """Export, import again, and compare.
+
+    Raises:
+        MtpkitError: a tensor is not what it was.
+    """
+    from mtpkit.checkpoint.verify import compare_weights
+    from mtpkit.cli import convert
+
+    convert.export(run, hf)
+    convert.import_(hf, back)
+    result = compare_weights(run, back)
+    if not result.identical:
+        raise MtpkitError(f"converting {run} to {hf} and back to {back} changed tensors: {result}")
+    print(f"{len(result.equal)} tensors are equal bit for bit after export and import")

@@ -1,0 +1,80 @@
+"""`mtpkit evaluate`: how much faster a model decodes with its MTP heads."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtpkit.cli import options
+from mtpkit.cli.options import ListCommand
+
+if TYPE_CHECKING:
+    from mtpkit.bench import Report
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=ListCommand)
+def evaluate(
+    model: options.Model,
+    prompts: Annotated[
+        Path, typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.')
+    ],
+    k: Annotated[list[int], typer.Option(help="Drafts a step; K = 0 is always measured.")] = [0, 1, 2, 3],  # noqa: B006
+    batch_size: Annotated[list[int], typer.Option(help="Requests that run at once.")] = [1, 8],  # noqa: B006
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
+    out: Annotated[Path, typer.Option(help="Directory for report.json, report.md, report.png.")] = Path(
+        "outputs/speedup"
+    ),
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    repeats: Annotated[int, typer.Option(help="Times that everything is measured; the median counts.")] = 3,
+    dtype: options.Dtype = "auto",
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")] = False,
+    block_size: options.BlockSize = 16,
+    max_model_len: options.MaxModelLen = None,
+    state_rollback: options.StateRollback = "replay",
+) -> None:
+    """Decode prompts at several batch sizes and K, and report tokens/s, speedup and acceptance.
+
+    Tokens/s are generated tokens over the wall time of a whole run, prefill included. The last line printed is one JSON
+    object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding.
+    """
+    from mtpkit.bench import SpeedupConfig, measure_speedup, read_prompts
+    from mtpkit.engine import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    config = SpeedupConfig(tuple(k), tuple(batch_size), repeats, sampling, block_size, state_rollback, max_model_len)
+    listed = read_prompts(prompts, num_prompts)
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is a file; name a directory", param_hint="--out")
+    report = measure_speedup(model, listed, config, dtype)
+    report.save(out)
+    show(report)
+    if sampling.greedy and report.dtype == "float32":
+        report.require_identical()
+
+
+def show(report: "Report") -> None:
+    """Print the tables, and the JSON object as the last line."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:  # no reason to squeeze what goes to a file
+        console.width = 120
+    for table in report.tables():
+        console.print(table)
+    print(json.dumps(report.to_dict()))

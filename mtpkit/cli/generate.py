@@ -1,0 +1,132 @@
+"""`mtpkit generate`: text in, text out."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtpkit.cli import options
+from mtpkit.errors import UserError
+
+if TYPE_CHECKING:
+    from mtpkit.engine import EngineStats, RequestOutput
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def generate(
+    model: options.Model,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; by default what stdin holds.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
+    ] = None,
+    k: Annotated[int | None, typer.Option(help="Drafts a step; by default what the heads were trained for.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given again.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, in the prompts' order.")] = False,
+    dtype: options.Dtype = "auto",
+    block_size: options.BlockSize = 16,
+    max_model_len: options.MaxModelLen = None,
+    state_rollback: options.StateRollback = "replay",
+) -> None:
+    """Continue prompts and stream what comes to stdout; statistics go to stderr."""
+    from mtpkit.checkpoint import load_config
+    from mtpkit.engine import LLM, SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    prompts = _prompts(prompt, prompt_file)
+    drafts = load_config(model).mtp_num_depths if k is None else k
+    llm = LLM(
+        str(model),
+        drafts,
+        dtype=dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        state_rollback=state_rollback,
+    )
+    printer = _InOrder(len(prompts), as_json)
+    for output in llm.stream(prompts, params):
+        printer.update(output)
+    print(_summary(drafts, llm.stats()), file=sys.stderr)
+
+
+def _prompts(prompt: str | None, prompt_file: Path | None) -> list[Any]:
+    """From the one place that was named.
+
+    Raises:
+        UserError: two places, or nothing to read.
+    """
+    from mtpkit.bench import read_prompts
+
+    if prompt is not None and prompt_file is not None:
+        raise UserError("a prompt and --prompt-file were both given: leave one out")
+    if prompt_file is not None:
+        return list(read_prompts(prompt_file))
+    text = sys.stdin.read() if prompt is None else prompt
+    if not text:
+        raise UserError("the prompt is empty: give a text, --prompt-file, or text on stdin")
+    return [text]
+
+
+class _InOrder:
+    """Prints outputs in the order of their prompts though they come as they are decoded; the first open one streams."""
+
+    def __init__(self, count: int, as_json: bool) -> None:
+        self._outputs: list[RequestOutput | None] = [None] * count
+        self._as_json = as_json
+        self._current = 0
+        self._shown = 0
+
+    def update(self, output: "RequestOutput") -> None:
+        """Take up the newest state of a request and print what can be printed."""
+        # Requests are numbered in the order of their prompts.
+        self._outputs[int(output.request_id)] = output
+        while self._current < len(self._outputs) and (current := self._outputs[self._current]) is not None:
+            if not self._as_json:
+                text = current.outputs[0].text
+                print(text[self._shown :], end="", flush=True)
+                self._shown = len(text)
+            if not current.finished:
+                return
+            print(json.dumps(_record(current)) if self._as_json else "", flush=True)
+            self._current, self._shown = self._current + 1, 0
+
+
+def _record(output: "RequestOutput") -> dict[str, Any]:
+    completion, stats = output.outputs[0], output.stats
+    return {
+        "prompt": output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "steps": stats.steps,
+        "acceptance_length": stats.acceptance_length,
+        "conditional_acceptance": stats.conditional_acceptance,
+    }
+
+
+def _summary(k: int, stats: "EngineStats") -> str:
+    line = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f} tokens/s, K = {k}"
+    if k == 0:
+        return line
+    rates = ", ".join(f"{rate:.0%}" for rate in stats.conditional_acceptance)
+    return f"{line}, acceptance length {stats.acceptance_length:.2f}, conditional acceptance {rates}"

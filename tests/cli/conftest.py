@@ -1,0 +1,30 @@
+"""A model with random heads and a tokenizer, and commands called in this process."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mtpkit.checkpoint import save_hf_model
+from mtpkit.cli import run
+from tests.training.toy import toy_model
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+    save_hf_model(toy_model(vocab_size=300, mtp_num_depths=2), directory)
+    return directory
+
+
+@pytest.fixture
+def call():
+    """Exit code of a command."""
+
+    def call(app, *args: object) -> int:
+        with pytest.raises(SystemExit) as stop:
+            run(app, [str(arg) for arg in args])
+        return int(stop.value.code or 0)
+
+    return call

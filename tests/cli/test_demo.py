@@ -1,0 +1,47 @@
+"""`mtpkit demo`: what it removes and what it refuses to; the whole of it runs in tests/integration."""
+
+import sys
+
+import pytest
+
+from mtpkit.cli import demo
+from mtpkit.errors import MtpkitError
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """The demo changes to the root of the checkout."""
+    monkeypatch.chdir(demo.ROOT)
+
+
+def test_an_earlier_demo_is_removed(tmp_path):
+    out = tmp_path / "demo"
+    demo._start_over(out)
+    (out / "run").mkdir()
+    (out / "report.json").write_text("{}")
+    demo._start_over(out)
+    assert [path.name for path in out.iterdir()] == [demo.MARK]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_anything_else_is_left_alone(kind, tmp_path, call, capsys):
+    out = tmp_path / "mine"
+    if kind == "directory":
+        out.mkdir()
+        (out / "thesis.txt").write_text("mine")
+    else:
+        out.write_text("mine")
+    assert call(demo.app, "--out", out) == 2
+    assert f"{out} holds something else than a demo; name another directory with --out" in capsys.readouterr().err
+    assert (out / "thesis.txt" if kind == "directory" else out).read_text() == "mine"
+
+
+def test_without_the_examples_it_says_so(tmp_path, call, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    assert call(demo.app) == 2
+    assert "the demo needs a checkout of mtpkit" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_ends_the_demo():
+    with pytest.raises(MtpkitError, match="failed with exit code 3; see its output above"):
+        demo._call([sys.executable, "-c", "raise SystemExit(3)"])

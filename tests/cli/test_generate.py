@@ -1,0 +1,78 @@
+"""`mtpkit generate`: where prompts come from, and what goes to stdout and to stderr."""
+
+import io
+import json
+
+import pytest
+
+from mtpkit.cli.generate import app
+from mtpkit.engine import LLM, SamplingParams
+
+PROMPT = "the cat sat"
+
+
+@pytest.fixture
+def answer(model_dir):
+    """What the model says to a prompt, greedily and without drafts."""
+    llm = LLM(model_dir)
+
+    def answer(prompt):
+        return llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
+
+    return answer
+
+
+@pytest.mark.parametrize("source", ["argument", "stdin", "file"])
+def test_a_prompt_from_anywhere_is_continued(source, model_dir, answer, call, capsys, monkeypatch, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    where = {"argument": [PROMPT], "stdin": [], "file": ["--prompt-file", tmp_path / "prompt.txt"]}[source]
+    assert call(app, "--model", model_dir, "--max-tokens", 8, *where) == 0
+    printed = capsys.readouterr()
+    assert printed.out == answer(PROMPT).text + "\n"
+    assert " tokens/s, K = 2, acceptance length 1." in printed.err  # K is what the heads were made for
+
+
+def test_the_first_open_prompt_streams_and_all_come_in_order(model_dir, answer, call, capsys, tmp_path):
+    """The second and third prompt wait for the first, though they are decoded beside it."""
+    prompts = [PROMPT, "def add(left, right)", "on the"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    options = ["--k", 0, "--max-tokens", 8]
+    assert call(app, "--model", model_dir, "--prompt-file", tmp_path / "prompts.txt", *options) == 0
+    assert capsys.readouterr().out == "".join(answer(prompt).text + "\n" for prompt in prompts)
+
+
+def test_json_lines(model_dir, answer, call, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "the"}\n')
+    options = ["--prompt-file", tmp_path / "prompts.jsonl", "--max-tokens", 8, "--json", "--k", 1]
+    assert call(app, "--model", model_dir, *options) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["prompt"] is None and second["prompt"] == "the"
+    assert first["token_ids"] == answer([5, 6]).token_ids and second["text"] == answer("the").text
+    assert (second["finish_reason"], len(second["conditional_acceptance"])) == ("length", 1)
+
+
+def test_sampling_follows_the_seed(model_dir, call, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        options = ["--temperature", 1.5, "--seed", seed, "--max-tokens", 12]
+        assert call(app, "--model", model_dir, *options, PROMPT) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["", "--k", 0], "the prompt is empty: give a text, --prompt-file, or text on stdin"),
+        ([PROMPT, "--prompt-file", "x"], "a prompt and --prompt-file were both given: leave one out"),
+        ([PROMPT, "--temperature", -1], "temperature is -1.0, must be 0 (greedy) or more"),
+        ([PROMPT, "--top-p", 0], "top_p is 0.0, must be in (0, 1]"),
+        ([PROMPT, "--dtype", "int8"], "Invalid value for '--dtype'"),
+        ([PROMPT, "--max-model-len", 5], "max_tokens 128 exceed max_model_len 5"),
+    ],
+)
+def test_mistakes_are_one_line(options, message, model_dir, call, capsys):
+    assert call(app, "--model", model_dir, *options) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and message in printed.err and not printed.out
