@@ -1,0 +1,22 @@
+"""What the integration tests share: where things are, and how a user calls them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from mtpkit.engine import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+TINY_BASE = ROOT / "examples" / "tiny_base" / "model"
+TOKENS, PROMPTS = 112, 16
+"""Prompts that the heads are trained for, and the tokens that follow them."""
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def call(*command: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a script of the repository, or a module, from its root."""
+    arguments = [sys.executable, *map(str, command)]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False, input=stdin)

@@ -1,0 +1,92 @@
+"""Teacher-forced acceptance, the engine's own count and the report are one number on the same prompts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpkit.checkpoint import load_model
+from mtpkit.engine import LLM
+from mtpkit.engine import drafter as drafter_module
+from mtpkit.training import served_acceptance
+from tests.integration.front_doors import PROMPTS, TOKENS, call, greedy
+
+K = 3
+TOLERANCE = 0.02
+"""Relative. The engine cuts the last step of a request at max_tokens, of which teacher forcing knows nothing."""
+
+Acceptance = tuple[float, list[float]]
+"""Acceptance length, and conditional acceptance of each depth."""
+
+
+def agree(a: Acceptance, b: Acceptance) -> bool:
+    pairs = [(a[0], b[0]), *zip(a[1], b[1], strict=True)]
+    return all(abs(x - y) <= TOLERANCE * max(x, y) for x, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def teacher_forced(trained, prompts) -> Acceptance:
+    """On what the base says, which goes on until the drafts of every step of the engine lie in the text."""
+    model = load_model(trained.megatron)
+    answers = LLM(model, max_num_seqs=PROMPTS, max_model_len=512).generate(prompts, greedy(TOKENS + K - 1))
+    pairs = [(prompt, answer.outputs[0].token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    sums = [served_acceptance(model, torch.tensor(prompt + answer), len(prompt), K) for prompt, answer in pairs]
+    total = sum(sums[1:], start=sums[0])
+    return total.acceptance_length(), total.conditional_acceptance()
+
+
+def engine_count(model: Path, prompts: list[list[int]]) -> Acceptance:
+    llm = LLM(model, K, max_num_seqs=PROMPTS, max_model_len=512)
+    llm.generate(prompts, greedy(TOKENS))
+    return llm.stats().acceptance_length, llm.stats().conditional_acceptance
+
+
+@pytest.mark.parametrize("layout", ["megatron", "hf"])
+def test_the_engine_counts_what_teacher_forcing_predicts(layout, trained, prompts, teacher_forced):
+    assert teacher_forced[0] > 1.8, "heads that accept little would agree with much"
+    assert agree(engine_count(getattr(trained, layout), prompts), teacher_forced)
+
+
+def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path):
+    """Through the front door, in smaller batches; files and the last line are as documented."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
+    options = f"--k {K} --batch-size 8 --max-tokens {TOKENS} --ignore-eos --repeats 1"
+    done = call("infer/eval_speedup.py", "--model", trained.hf, "--prompts", file, "--out", out, *options.split())
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert list(report) == ["rows", "model", "device", "dtype", "commit"]
+    assert (report["model"], report["dtype"]) == (str(trained.hf), "float32")
+    plain, drafted = report["rows"]
+    fields = "batch_size k tokens_per_s speedup acceptance_length conditional_acceptance identical"
+    assert list(plain) == list(drafted) == fields.split()
+    assert (plain["batch_size"], plain["k"], plain["speedup"], plain["acceptance_length"]) == (8, 0, 1, 1)
+    assert (drafted["batch_size"], drafted["k"], drafted["identical"]) == (8, K, 1)
+    assert drafted["speedup"] == pytest.approx(drafted["tokens_per_s"] / plain["tokens_per_s"])
+    assert agree((drafted["acceptance_length"], drafted["conditional_acceptance"]), teacher_forced)
+
+    assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md", "report.png"]
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "report.json").read_text())["rows"] == report["rows"]
+
+
+def shift_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depth 1 reads the token of its own position instead of the next one."""
+    monkeypatch.setattr(drafter_module, "shifted_token_ids", lambda batch, verdict: batch.token_ids)
+
+
+def shift_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depth 1 reads the hidden state of the position before its own."""
+    mtp_forward = drafter_module.mtp_forward
+
+    def shifted(model, depth, hidden, *args):
+        return mtp_forward(model, depth, hidden.roll(1, 0) if depth == 1 else hidden, *args)
+
+    monkeypatch.setattr(drafter_module, "mtp_forward", shifted)
+
+
+@pytest.mark.parametrize("sabotage", [shift_tokens, shift_hidden])
+def test_a_shift_by_one_shows(sabotage, monkeypatch, trained, prompts, teacher_forced):
+    sabotage(monkeypatch)
+    assert not agree(engine_count(trained.hf, prompts), teacher_forced)

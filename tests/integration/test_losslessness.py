@@ -1,0 +1,42 @@
+"""On the tiny base, greedy output in fp32 does not depend on K, on the heads or on the batch."""
+
+import pytest
+
+from mtpkit.checkpoint import load_config, load_model, load_model_weights
+from mtpkit.engine import LLM
+from mtpkit.model import build_model
+from tests.integration.front_doors import TINY_BASE, greedy
+
+LENGTHS = [3, 40, 17, 64, 1, 33]
+
+
+@pytest.fixture(scope="module")
+def mixed(prompts) -> list[list[int]]:
+    return [prompt[:length] for prompt, length in zip(prompts[-len(LENGTHS) :], LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def plain(mixed) -> list[list[int]]:
+    """One after another, without drafts."""
+    return decode(load_model(TINY_BASE), mixed, 0, max_num_seqs=1)
+
+
+def decode(model, prompts, k, **settings) -> list[list[int]]:
+    llm = LLM(model, k, max_model_len=256, **settings)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(40))]
+
+
+def untrained():
+    config = load_config(TINY_BASE).replace(mtp_pattern="*-", mtp_num_depths=3, mtp_use_repeated_layer=True)
+    model = build_model(config)
+    load_model_weights(model, TINY_BASE, allow_missing_heads=True)
+    return model
+
+
+@pytest.mark.parametrize("heads", ["trained", "untrained"])
+def test_drafts_change_nothing(heads, request, mixed, plain):
+    model = untrained() if heads == "untrained" else load_model(request.getfixturevalue("trained").hf)
+    for k in (0, 1, 2, 3, 5):
+        # Prompts are split over steps, and as requests end others join those that are decoding.
+        tokens = decode(model, mixed, k, max_num_seqs=4, max_num_batched_tokens=24, block_size=1 + k)
+        assert tokens == plain, f"K = {k}"
