@@ -1,0 +1,115 @@
+"""An independent forward pass in fp64: Mamba2, attention and MLP layers, and MTP heads, straight from a checkpoint."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.kernels import recurrence
+
+EPSILON = 1e-5
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a distributed checkpoint under their names on disk, in fp64."""
+    items = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in items.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    return {name: tensor.double() for name, tensor in state.items()}
+
+
+def rms_norm(x: Tensor, weight: Tensor | float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPSILON) * weight
+
+
+class Oracle:
+    """What a golden case computes; token ids are [b, s], hidden states [b, s, h]."""
+
+    def __init__(self, case: Path) -> None:
+        description = json.loads((case / "config.json").read_text())["config"]
+        self.config = description
+        self.base, *self.heads = description["hybrid_layer_pattern"].split("/")
+        self.weights = read_tensors(case / "checkpoint")
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """After the final norm."""
+        x = self.block("decoder", self.base, self.weights["embedding.word_embeddings.weight"][ids])
+        return rms_norm(x, self.weights["decoder.final_norm.weight"])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weights["output_layer.weight"].t()
+
+    def depth(self, k: int, previous: Tensor, ids: Tensor) -> Tensor:
+        """g^k at the positions i < s - k, from g^{k-1} at as many and the tokens t_{i+k}."""
+        name = f"mtp.layers.{0 if self.config['mtp_use_repeated_layer'] else k - 1}"
+        count = ids.shape[1] - k
+        embedding = self.weights["embedding.word_embeddings.weight"][ids[:, k:]]
+        x = [
+            rms_norm(embedding, self.weights[f"{name}.enorm.weight"]),
+            rms_norm(previous[:, :count], self.weights[f"{name}.hnorm.weight"]),
+        ]
+        x = torch.cat(x, -1) @ self.weights[f"{name}.eh_proj.weight"].t()
+        x = self.block(f"{name}.mtp_model_layer", self.heads[k - 1], x)
+        return rms_norm(x, self.weights[f"{name}.final_layernorm.weight"])
+
+    def block(self, prefix: str, pattern: str, x: Tensor) -> Tensor:
+        layers = {"M": self.mamba, "*": self.attention, "-": self.mlp}
+        for i, letter in enumerate(pattern):
+            x = x + layers[letter](f"{prefix}.layers.{i}", x)
+        return x
+
+    def norm_linear(self, name: str, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weights[f"{name}.layer_norm_weight"]) @ self.weights[f"{name}.weight"].t()
+
+    def mlp(self, name: str, x: Tensor) -> Tensor:
+        inner = self.norm_linear(f"{name}.mlp.linear_fc1", x).relu() ** 2
+        return inner @ self.weights[f"{name}.mlp.linear_fc2.weight"].t()
+
+    def attention(self, name: str, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        groups, width = self.config["num_query_groups"], self.config["kv_channels"]
+        rep = self.config["num_attention_heads"] // groups
+        qkv = self.norm_linear(f"{name}.self_attention.linear_qkv", x).view(batch, length, groups, rep + 2, width)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        heads = []
+        for group in range(groups):
+            key, value = qkv[:, :, group, rep], qkv[:, :, group, rep + 1]
+            for head in range(rep):
+                scores = qkv[:, :, group, head] @ key.transpose(1, 2) / math.sqrt(width)
+                heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+        return torch.cat(heads, -1) @ self.weights[f"{name}.self_attention.linear_proj.weight"].t()
+
+    def mamba(self, name: str, x: Tensor) -> Tensor:
+        name += ".mixer"
+        w = {key.removeprefix(f"{name}."): t for key, t in self.weights.items() if key.startswith(f"{name}.")}
+        u = rms_norm(x, w["in_proj.layer_norm_weight"])
+        z, dt = (u @ w[f"in_proj.weight.{part}"].t() for part in ("z", "dt"))
+        inner, B, C = (self.convolve(u @ w[f"in_proj.weight.{p}"].t(), w, p) for p in "xBC")
+        heads, groups = self.config["mamba_num_heads"], self.config["mamba_num_groups"]
+        y, _ = recurrence.scan(
+            inner.unflatten(-1, (heads, -1)),
+            F.softplus(dt + w["dt_bias"]),
+            -w["A_log"].exp(),
+            B.unflatten(-1, (groups, -1)),
+            C.unflatten(-1, (groups, -1)),
+            w["D"],
+        )
+        gated = (y.flatten(2) * F.silu(z)).unflatten(-1, (groups, -1))
+        return (rms_norm(gated, 1.0).flatten(2) * w["norm.weight"]) @ w["out_proj.weight"].t()
+
+    @staticmethod
+    def convolve(x: Tensor, weights: dict[str, Tensor], part: str) -> Tensor:
+        taps = weights[f"conv1d.weight.{part}"][:, 0]
+        out = weights[f"conv1d.bias.{part}"].expand_as(x)
+        for lag in range(taps.shape[1]):
+            out = out + F.pad(x, (0, 0, lag, 0))[:, : x.shape[1]] * taps[:, -1 - lag]
+        return F.silu(out)

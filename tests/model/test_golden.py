@@ -1,0 +1,63 @@
+"""Megatron's own checkpoints at one process: the independent oracle, pipeline-parallel files, rotary attention."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpkit.checkpoint import load_model
+from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from tests.checkpoint.builders import GOLDEN
+from tests.kernels.recurrence import relative
+from tests.model.oracle import Oracle
+
+LENGTH, TOLERANCE = 24, 1e-5
+IDS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+
+
+@torch.no_grad()
+def run(case: str, ids: torch.Tensor):
+    """Logits [b, s, v] and h, g^1, g^2, .. each [s, b, h]."""
+    model = load_model(GOLDEN / case)
+    hidden = base_forward(model, ids, SequenceInput())
+    depths = unroll_depths(model, hidden, ids, model.mtpkit_config.mtp_num_depths, attention="per_depth")
+    return compute_logits(model, hidden).transpose(0, 1), [hidden, *depths]
+
+
+@pytest.mark.parametrize("case", ["tp1/gated_rope", "tp2/moe"])
+def test_golden_logits_and_depths(case):
+    golden = load_file(GOLDEN / case / "golden.safetensors")
+    logits, states = run(case, golden["ids"])
+    assert relative(logits, golden["logits"]) < TOLERANCE
+    # Sequence-parallel ranks hold a part of the sequence each: then this is the first rank's.
+    for k, want in enumerate(golden["mtp_chain_sbh"].chunk(len(states))):
+        count = min(len(want), LENGTH - k)
+        assert relative(states[k][:count], want[:count]) < TOLERANCE, k
+
+
+@pytest.mark.parametrize("case", ["tp1/mamba_attention_mlp", "tp1/distinct_heads"])
+def test_the_oracle_agrees_with_golden(case):
+    golden = load_file(GOLDEN / case / "golden.safetensors")
+    oracle, ids = Oracle(GOLDEN / case), golden["ids"]
+    state = oracle.hidden(ids)
+    assert relative(oracle.logits(state), golden["logits"]) < TOLERANCE
+    for k, want in enumerate(golden["mtp_chain_sbh"].chunk(3)):
+        state = oracle.depth(k, state, ids) if k else state
+        assert relative(state.transpose(0, 1), want[: LENGTH - k]) < TOLERANCE, k
+
+
+@pytest.mark.parametrize("case", ["pp2/mamba_attention_mlp", "tp1/mamba_attention_mlp", "tp1/distinct_heads"])
+def test_the_model_agrees_with_the_oracle(case):
+    logits, states = run(case, IDS)
+    oracle = Oracle(GOLDEN / case)
+    state = oracle.hidden(IDS)
+    assert relative(logits, oracle.logits(state)) < TOLERANCE
+    for k, have in enumerate(states):
+        state = oracle.depth(k, state, IDS) if k else state
+        assert relative(have[: LENGTH - k], state.transpose(0, 1)) < TOLERANCE, k
+
+
+def test_the_oracle_sees_a_token_read_too_early():
+    oracle = Oracle(GOLDEN / "pp2/mamba_attention_mlp")
+    hidden = oracle.hidden(IDS)
+    right, shifted = oracle.depth(1, hidden, IDS), oracle.depth(1, hidden, IDS.roll(1, 1))
+    assert relative(shifted, right) > 1e-2
