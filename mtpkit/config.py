@@ -1,13 +1,51 @@
 """The frozen description of a model, whichever checkpoint layout it came from."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from mtpkit.errors import UserError
 
 LAYER_KINDS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 """Letters of a layer pattern that can be built."""
+
+SIZES = ("vocab_size", "hidden_size", "max_position_embeddings")
+"""Fields that must be positive in every model."""
+
+LAYER_SIZES = {
+    "M": (
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "mamba_state_dim",
+        "mamba_num_groups",
+        "mamba_conv_kernel",
+        "mamba_chunk_size",
+    ),
+    "*": ("num_attention_heads", "num_query_groups", "kv_channels"),
+    "-": ("ffn_hidden_size",),
+    "E": (
+        "num_moe_experts",
+        "moe_ffn_hidden_size",
+        "moe_router_topk",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+    ),
+}
+"""Fields that must be positive where the pattern has the letter."""
+
+MULTIPLES = (
+    ("*", "num_attention_heads", "num_query_groups"),
+    ("M", "mamba_num_heads", "mamba_num_groups"),
+    ("E", "num_moe_experts", "moe_router_num_groups"),
+)
+"""(letter, field, field that divides it)"""
+
+AT_MOST = (
+    ("E", "moe_router_topk", "num_moe_experts"),
+    ("E", "moe_router_group_topk", "moe_router_num_groups"),
+)
+"""(letter, field, field that it may not exceed)"""
 
 
 @dataclass(frozen=True)
@@ -73,11 +111,20 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        problems = list(self._wrong_values()) or list(self._problems())
         if problems:
             raise UserError("model config: " + "; ".join(problems))
 
-    def _problems(self):
+    def _wrong_values(self) -> Iterator[str]:
+        """Yield one clause for every value of the wrong type or outside its choices."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, str) and type(value) is not field.type:
+                yield f"{field.name} {value!r} is not {'a whole number' if field.type is int else 'a text'}"
+            elif get_origin(field.type) is Literal and value not in get_args(field.type):
+                yield f"{field.name} {value!r} is unknown; known: {', '.join(get_args(field.type))}"
+
+    def _problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be built."""
         for field in ("pattern", "mtp_pattern"):
             unknown = sorted(set(getattr(self, field)) - set(LAYER_KINDS))
@@ -86,28 +133,22 @@ class ModelConfig:
                 yield f"{field} has unknown layer letter(s) {', '.join(map(repr, unknown))}; known: {known}"
         if not self.pattern:
             yield "pattern is empty"
-        if bool(self.mtp_pattern) != bool(self.mtp_num_depths):
+        if self.mtp_num_depths < 0:
+            yield f"mtp_num_depths {self.mtp_num_depths} is negative"
+        elif bool(self.mtp_pattern) != bool(self.mtp_num_depths):
             yield f"mtp_pattern {self.mtp_pattern!r} and mtp_num_depths {self.mtp_num_depths} must be set together"
-        letters = set(self.pattern + self.mtp_pattern)
-        needed = {
-            "*": ("num_attention_heads", "num_query_groups", "kv_channels"),
-            "M": ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel"),
-            "-": ("ffn_hidden_size",),
-            "E": ("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
-        }
-        required = ["vocab_size", "hidden_size", *(f for letter in "*M-E" if letter in letters for f in needed[letter])]
+        letters = [letter for letter in LAYER_KINDS if letter in self.pattern + self.mtp_pattern]
+        required = [*SIZES, *(field for letter in letters for field in LAYER_SIZES[letter])]
         missing = [field for field in required if getattr(self, field) <= 0]
         if missing:
             yield f"must be positive: {', '.join(missing)}"
             return
-        if "*" in letters and self.num_attention_heads % self.num_query_groups:
-            heads, groups = self.num_attention_heads, self.num_query_groups
-            yield f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}"
-        if "M" in letters and self.mamba_num_heads % self.mamba_num_groups:
-            heads, groups = self.mamba_num_heads, self.mamba_num_groups
-            yield f"mamba_num_heads {heads} is not a multiple of mamba_num_groups {groups}"
-        if "E" in letters and self.moe_router_topk > self.num_moe_experts:
-            yield f"moe_router_topk {self.moe_router_topk} exceeds num_moe_experts {self.num_moe_experts}"
+        for letter, whole, part in MULTIPLES:
+            if letter in letters and getattr(self, whole) % getattr(self, part):
+                yield f"{whole} {getattr(self, whole)} is not a multiple of {part} {getattr(self, part)}"
+        for letter, low, high in AT_MOST:
+            if letter in letters and getattr(self, low) > getattr(self, high):
+                yield f"{low} {getattr(self, low)} exceeds {high} {getattr(self, high)}"
 
     @property
     def num_mtp_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
         for name, item in items.items()
         if isinstance(item, TensorStorageMetadata)
     }
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of reading in a single process
+        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return {name: tensor.double() for name, tensor in state.items()}
 
 

@@ -1,0 +1,74 @@
+"""Devices and process groups on a machine that may have no GPU."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mtpkit.errors import UserError
+from mtpkit.platform import cpu_redirect, default_device, ensure_distributed, prepare_megatron
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def fresh_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that no launcher started."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+
+
+@without_gpu
+def test_cpu_stands_in_for_cuda_only_where_asked():
+    prepare_megatron()
+    assert default_device() == torch.device("cpu") == torch.cuda.current_device()
+    torch.cuda.synchronize()
+    with cpu_redirect():
+        assert torch.empty(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.device("cuda", 0)).cuda().device.type == "cpu"
+        assert torch.empty(2, device="meta").device.type == "meta"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(2, device="cuda")
+
+
+def test_one_process_needs_no_launcher_and_may_ask_again():
+    from megatron.core import parallel_state
+
+    ensure_distributed()
+    ensure_distributed()
+    assert torch.distributed.get_world_size() == parallel_state.get_tensor_model_parallel_world_size() == 1
+
+
+@pytest.mark.parametrize("sizes", [dict(tensor_parallel=2), dict(pipeline_parallel=3), dict(expert_parallel=2)])
+def test_sizes_that_do_not_fit(sizes):
+    ensure_distributed()
+    with pytest.raises(UserError, match="parallel") as error:
+        ensure_distributed(**sizes)
+    assert "\n" not in str(error.value)
+
+
+def test_sizes_are_checked_before_groups_exist():
+    """In a fresh process, as a command would."""
+    done = fresh_python("from mtpkit.platform import *\nensure_distributed(expert_parallel=2)")
+    assert done.returncode == 1 and "UserError: 1 processes cannot be split" in done.stderr, done.stderr[-500:]
+
+
+@without_gpu
+def test_importing_the_model_is_quiet():
+    done = fresh_python("import mtpkit.model, mtpkit.platform as p; p.ensure_distributed()")
+    assert done.returncode == 0 and not done.stderr
+
+
+@without_gpu
+def test_megatron_compiles_nothing():
+    """Compiling takes tens of seconds a process, and a C++ compiler."""
+    import mtpkit.model  # noqa: F401  (imports megatron-core's layers)
+
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
+    owners = modules + [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    functions = {value for owner in owners for value in vars(owner).values() if inspect.isfunction(value)}
+    compiled = {f"{f.__module__}.{f.__qualname__}" for f in functions if hasattr(f, "get_compiler_config")}
+    assert not compiled
+    assert hasattr(torch.compile(lambda x: x), "get_compiler_config"), "others may still compile"
