@@ -16,7 +16,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     plain text.
 
     Args:
-        limit: only the first so many.
+        limit: only so many, evenly spread over the file.
 
     Raises:
         UserError: a file that cannot be read, a line of another form, or no prompt at all.
@@ -27,9 +27,11 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         raise UserError(f"prompts file {path}: {error.strerror}; name a .jsonl or a text file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"prompts file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"prompts file {path} holds no prompts; write one a line")
+    if limit is not None and limit < len(numbered):
+        numbered = [numbered[index * len(numbered) // limit] for index in range(limit)]
     if path.suffix != ".jsonl":
         return [line for _, line in numbered]
     return [_parse(line, f"{path}:{number}") for number, line in numbered]

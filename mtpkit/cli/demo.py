@@ -117,14 +117,14 @@ def _call(command: list[str], **environment: str) -> None:
 
 
 def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[Row]":
-    """The heads as training will find them: they draft nothing right, and change nothing."""
+    """Random heads: they draft nothing right, and change nothing."""
     from mtpkit.bench import measure_speedup
     from mtpkit.data import load_tokenizer
     from mtpkit.platform import default_device
     from mtpkit.training.heads import build_with_heads, resolve
 
-    settled, model_config = resolve(training)
-    model = build_with_heads(settled, model_config, default_device())
+    fresh = replace(training, heads=replace(training.heads, init="fresh"))
+    model = build_with_heads(*resolve(fresh), default_device())
     only = replace(config, ks=(training.heads.num_depths,), batch_sizes=(1,))
     report = measure_speedup(model, prompts, only, tokenizer=load_tokenizer(training.model))
     report.require_identical()
@@ -132,13 +132,13 @@ def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupC
 
 
 def _train(training: "TrainConfig", settings: list[str]) -> None:
-    """One process a core, as far as the batch divides: on small matrices they beat as many threads."""
+    """Share the batch among one process a core: on matrices this small they beat as many threads."""
     cores, data = _cores(), training.data
-    micro_batches = data.global_batch_size // data.micro_batch_size
-    ranks = max(n for n in range(1, cores + 1) if micro_batches % n == 0)
+    ranks = max(n for n in range(1, cores + 1) if data.global_batch_size % n == 0)
+    micro_batch = min(data.micro_batch_size, data.global_batch_size // ranks)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launcher, "train/train_mtp.py", "--config", str(CONFIG), *settings]
-    _call(command, OMP_NUM_THREADS=str(cores // ranks))
+    _call([*command, f"data.micro_batch_size={micro_batch}"], OMP_NUM_THREADS=str(cores // ranks))
 
 
 def _convert(run: Path, hf: Path, back: Path) -> None:

@@ -27,7 +27,7 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Directory for report.json, report.md, report.png.")] = Path(
         "outputs/speedup"
     ),
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread over the file.")] = None,
     repeats: Annotated[int, typer.Option(help="Times that everything is measured; the median counts.")] = 3,
     dtype: options.Dtype = "auto",
     temperature: options.Temperature = 0.0,

@@ -20,7 +20,11 @@ def write(tmp_path):
 def test_jsonl_holds_texts_and_token_ids(write):
     path = write('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [3, 4], "prompt": "ignored"}\n{"prompt": "c"}\n')
     assert read_prompts(path) == ["a\nb", [3, 4], "c"]
-    assert read_prompts(path, limit=2) == ["a\nb", [3, 4]]
+
+
+def test_a_limit_spreads_over_the_file(write):
+    path = write("a\n\nb\nc\nd\ne\n", "prompts.txt")
+    assert [read_prompts(path, limit) for limit in (1, 2, 5, 9)] == [["a"], ["a", "c"], [*"abcde"], [*"abcde"]]
 
 
 def test_other_files_hold_one_text_a_line(write):
