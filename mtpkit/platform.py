@@ -20,9 +20,16 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _keep_megatron_eager() -> None:
-    """megatron-core compiles small functions at import; without a GPU that costs 20 s a process and a C++ compiler."""
-    from megatron.core import jit
+    """megatron-core compiles small functions at import; without a GPU that costs 20 s a process and a C++ compiler.
 
+    Its package imports most of its modules before its switch for this can be reached, so `torch.compile` stands aside.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compile_function
     jit.disable_jit_fuser()
 
 
@@ -75,8 +82,11 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
         UserError: the number of processes does not divide, or groups of another shape exist already.
     """
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     prepare_megatron()
+    # Sequence-parallel embeddings fork megatron-core's CUDA random states for a dropout that is never applied here.
+    initialize_rng_tracker(inference_rng_tracker=True)
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -86,11 +96,12 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
         else:
             store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mtpkit-"), "store"), 1)
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    model_parallel = tensor_parallel * pipeline_parallel
+    model_parallel = tensor_parallel * pipeline_parallel * expert_parallel
     if dist.get_world_size() % model_parallel:
         raise UserError(
             f"{dist.get_world_size()} processes cannot be split into groups of tensor_parallel {tensor_parallel} x "
-            f"pipeline_parallel {pipeline_parallel}; change --nproc-per-node or the parallel sizes"
+            f"pipeline_parallel {pipeline_parallel} x expert_parallel {expert_parallel}; change --nproc-per-node or "
+            "the parallel sizes"
         )
     if parallel_state.model_parallel_is_initialized():
         sizes = (

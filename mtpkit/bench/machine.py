@@ -5,8 +5,6 @@ from pathlib import Path
 
 import torch
 
-import mtpkit
-
 
 def describe_device(device: torch.device) -> str:
     """Name of the GPU, or of the CPU with the number of threads that torch uses."""
@@ -30,7 +28,7 @@ def commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         done = subprocess.run(
-            command, cwd=Path(mtpkit.__file__).parent, capture_output=True, text=True, check=True, timeout=20
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError):
         return None
