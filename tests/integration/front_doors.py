@@ -8,7 +8,7 @@ from mtpkit.engine import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 TINY_BASE = ROOT / "examples" / "tiny_base" / "model"
-TOKENS, PROMPTS = 112, 16
+TOKENS, PROMPTS = 80, 16
 """Prompts that the heads are trained for, and the tokens that follow them."""
 
 
