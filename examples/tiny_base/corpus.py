@@ -1,6 +1,6 @@
 """Real text that is on every machine: the sources of the running Python's standard library.
 
-    python examples/tiny_base/corpus.py OUT_DIR [--packages]
+    python examples/tiny_base/corpus.py OUT_DIR [--packages] [--limit N]
 
 writes OUT_DIR/train.jsonl and OUT_DIR/heldout.jsonl, one module a line: {"path": ..., "text": ...}, and prompts cut
 from held-out modules, OUT_DIR/prompts.jsonl: {"prompt": ...}. With --packages the training part also holds the sources
@@ -71,28 +71,33 @@ def modules(root: Path) -> Iterator[tuple[Path, str]]:
             yield relative, text
 
 
-def write(out: Path, packages: bool = False) -> dict[str, int]:
-    """Write both files; returns the number of modules in each."""
+def write(out: Path, packages: bool = False, limit: int | None = None) -> dict[str, int]:
+    """Write the files; returns the number of modules in each.
+
+    `limit` keeps that many training modules, spread evenly over the library.
+    """
     paths = sysconfig.get_paths()
-    roots = [Path(paths["stdlib"])] + [Path(paths["purelib"]) / name for name in PACKAGES if packages]
+    stdlib, site = Path(paths["stdlib"]), Path(paths["purelib"])
+    train, held_out = [], []
+    for root in [stdlib, *(site / name for name in PACKAGES if packages)]:
+        for path, text in modules(root):
+            if not is_held_out(path):
+                train.append({"path": str(path), "text": text})
+            elif root == stdlib:  # packages may hold copies of held-out modules
+                held_out.append({"path": str(path), "text": text})
+    if limit is not None and limit < len(train):
+        train = [train[index * len(train) // limit] for index in range(limit)]
+    files = {"train": train, "heldout": held_out, "prompts": [{"prompt": prompt} for prompt in prompts(held_out)]}
     out.mkdir(parents=True, exist_ok=True)
-    counts = {"train": 0, "heldout": 0}
-    with (out / "train.jsonl").open("w") as train, (out / "heldout.jsonl").open("w") as heldout:
-        for root in roots:
-            for path, text in modules(root):
-                held = is_held_out(path)
-                if held and root != roots[0]:
-                    continue  # vendored copies of held-out modules
-                counts["heldout" if held else "train"] += 1
-                (heldout if held else train).write(json.dumps({"path": str(path), "text": text}) + "\n")
-    with (out / "prompts.jsonl").open("w") as lines:
-        lines.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts(roots[0]))
-    return counts
+    for name, samples in files.items():
+        with (out / f"{name}.jsonl").open("w") as lines:
+            lines.writelines(json.dumps(sample) + "\n" for sample in samples)
+    return {name: len(samples) for name, samples in files.items()}
 
 
-def prompts(root: Path, count: int = 32, characters: int = 400) -> list[str]:
+def prompts(held_out: list[dict[str, str]], count: int = 32, characters: int = 400) -> list[str]:
     """`count` pieces of held-out modules, each starting and ending with a line."""
-    texts = [text for path, text in modules(root) if is_held_out(path) and len(text) > 4 * characters]
+    texts = [sample["text"] for sample in held_out if len(sample["text"]) > 4 * characters]
     cut = []
     for index in range(count):
         text = texts[index * len(texts) // count]
@@ -105,5 +110,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--packages", action="store_true", help="add the sources of installed packages")
+    parser.add_argument("--limit", type=int, help="keep this many training modules")
     arguments = parser.parse_args()
-    print(write(arguments.out, arguments.packages))
+    print(write(arguments.out, arguments.packages, arguments.limit))

@@ -24,6 +24,8 @@ app = typer.Typer(add_completion=False)
 
 ROOT = Path(mtpkit.__file__).parent.parent
 CONFIG = Path("examples/train_tiny.yaml")
+TRAINING_MODULES = 400
+"""Of the library's 1,400: more than the demo's training gets to read."""
 MARK = ".mtpkit-demo"
 """File that says that a directory is a demo's own, to be removed by the next one."""
 
@@ -61,7 +63,7 @@ def demo(
     settings = [*paths, *(overrides or ())]
     training = load_config(CONFIG, settings)
     with _stage("1/5 a corpus of the Python standard library's sources"):
-        _call([sys.executable, "examples/tiny_base/corpus.py", str(corpus)])
+        _call([sys.executable, "examples/tiny_base/corpus.py", str(corpus), "--limit", str(TRAINING_MODULES)])
         prompts = read_prompts(corpus / "prompts.jsonl", num_prompts)
     with _stage("2/5 decoding with untrained heads"):
         before = _measure_untrained(training, prompts[:2], config)
@@ -132,13 +134,15 @@ def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupC
 
 
 def _train(training: "TrainConfig", settings: list[str]) -> None:
-    """Share the batch among one process a core: on matrices this small they beat as many threads."""
+    """Share the batch among processes: one a GPU, or one a core, which need not wait for each other as threads do."""
+    import torch
+
     cores, data = _cores(), training.data
-    ranks = max(n for n in range(1, cores + 1) if data.global_batch_size % n == 0)
+    ranks = max(n for n in range(1, (torch.cuda.device_count() or cores) + 1) if data.global_batch_size % n == 0)
     micro_batch = min(data.micro_batch_size, data.global_batch_size // ranks)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launcher, "train/train_mtp.py", "--config", str(CONFIG), *settings]
-    _call([*command, f"data.micro_batch_size={micro_batch}"], OMP_NUM_THREADS=str(cores // ranks))
+    _call([*command, f"data.micro_batch_size={micro_batch}"], OMP_NUM_THREADS=str(max(1, cores // ranks)))
 
 
 def _convert(run: Path, hf: Path, back: Path) -> None:

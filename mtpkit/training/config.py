@@ -113,6 +113,9 @@ class TrainConfig:
     """Of fresh heads, of the order of the data and of torch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; the optimizer works in fp32 either way."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """How fp32 matrices are multiplied, in torch's words (`torch.set_float32_matmul_precision`): `high` takes TF32 and
+    `medium` bf16 inside, where the hardware has them, which is faster."""
     log_interval: int = 10
     """Steps between lines in the metrics files."""
     eval_interval: int = 100

@@ -41,6 +41,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig):
         torch.manual_seed(config.seed)
+        torch.set_float32_matmul_precision(config.matmul_precision)
         self.device = default_device()
         self.group = parallel_state.get_data_parallel_group()
         self.rank, self.num_ranks = self.group.rank(), self.group.size()
