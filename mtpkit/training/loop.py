@@ -28,12 +28,15 @@ def train(config: TrainConfig) -> Path:
         MtpkitError: the gradient is not finite, or a frozen tensor changed.
     """
     ensure_distributed()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(config.matmul_precision)
     trainer = Trainer(config)
     with StopSignal() as stop:
         try:
             return trainer.run(stop)
         finally:
             trainer.log.close()
+            torch.set_float32_matmul_precision(precision)
 
 
 class Trainer:
@@ -41,7 +44,6 @@ class Trainer:
 
     def __init__(self, config: TrainConfig):
         torch.manual_seed(config.seed)
-        torch.set_float32_matmul_precision(config.matmul_precision)
         self.device = default_device()
         self.group = parallel_state.get_data_parallel_group()
         self.rank, self.num_ranks = self.group.rank(), self.group.size()
