@@ -156,9 +156,9 @@ def headless():
     return build_model(tiny_model().mtpkit_config.replace(mtp_pattern="", mtp_num_depths=0))
 
 
-def test_heads_with_mamba_layers_draft_one_token():
+def test_distinct_heads_with_mamba_layers_draft_one_token():
     with pytest.raises(UserError, match="set it to 1"):
-        LLM(tiny_model("repeated", "M*M-", "M-"), 2)
+        LLM(tiny_model("distinct", "M*M-", "M-"), 2)
 
 
 @pytest.mark.parametrize(
