@@ -3,11 +3,11 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.mtpkit-setup
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 setup: $(STAMP) ## make the virtual environment
 
@@ -19,6 +19,9 @@ demo: $(STAMP) ## train MTP heads on the tiny base, convert them, measure the sp
 
 test: $(STAMP) ## run the test suite
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## run the tests that need a GPU
+	@$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(VENV)/bin/ruff check .

@@ -88,7 +88,8 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
     # Sequence-parallel embeddings fork megatron-core's CUDA random states for a dropout that is never applied here.
     initialize_rng_tracker(inference_rng_tracker=True)
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # gloo for tensors on the CPU: a model may be loaded there on a machine that has a GPU.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -21,14 +21,26 @@ settings.register_profile("mtpkit", deadline=None, derandomize=True)
 settings.load_profile("mtpkit")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Show the GPU to `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is none."""
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    skip = pytest.mark.skip(reason="needs a CUDA device and `pytest -m gpu`")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The CPU, and under `pytest -m gpu` the GPU."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

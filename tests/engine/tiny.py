@@ -5,11 +5,11 @@ import math
 
 import torch
 
-from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.step import Drafts
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from tests.engine.fakes import known_tokens
+from tests.toy_config import toy_config
 
 VOCAB_SIZE = 61
 PROMPT_LENGTHS = (1, 4, 8, 9, 21)
@@ -20,23 +20,13 @@ PROMPT_LENGTHS = (1, 4, 8, 9, 21)
 def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str = "*-", device: str | None = "cpu"):
     """A model with 2 repeated or 3 distinct heads, wide initialisation so that logits are far apart."""
     repeated = heads == "repeated"
-    config = ModelConfig(
-        family="nemotron_h",
+    config = toy_config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=32,
         pattern=pattern,
         max_position_embeddings=128,
         mtp_pattern=mtp_pattern,
         mtp_num_depths=2 if repeated else 3,
         mtp_use_repeated_layer=repeated,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=8,
-        ffn_hidden_size=48,
-        mamba_num_heads=4,
-        mamba_head_dim=8,
-        mamba_state_dim=8,
-        mamba_num_groups=2,
         init_std=0.3,
     )
     return build_model(config, device=device, seed=1)

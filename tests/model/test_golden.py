@@ -15,18 +15,19 @@ IDS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(4)
 
 
 @torch.no_grad()
-def run(case: str, ids: torch.Tensor):
+def run(case: str, ids: torch.Tensor, device: str = "cpu"):
     """Logits [b, s, v] and h, g^1, g^2, .. each [s, b, h]."""
-    model = load_model(GOLDEN / case)
+    model = load_model(GOLDEN / case, device=device)
+    ids = ids.to(device)
     hidden = base_forward(model, ids, SequenceInput())
     depths = unroll_depths(model, hidden, ids, model.mtpkit_config.mtp_num_depths, attention="per_depth")
-    return compute_logits(model, hidden).transpose(0, 1), [hidden, *depths]
+    return compute_logits(model, hidden).transpose(0, 1).cpu(), [x.cpu() for x in (hidden, *depths)]
 
 
-@pytest.mark.parametrize("case", ["tp1/gated_rope", "tp2/moe"])
-def test_golden_logits_and_depths(case):
+@pytest.mark.parametrize("case", ["tp1/gated_rope", "tp1/mamba_attention_mlp", "tp2/moe"])
+def test_golden_logits_and_depths(case, device):
     golden = load_file(GOLDEN / case / "golden.safetensors")
-    logits, states = run(case, golden["ids"])
+    logits, states = run(case, golden["ids"], device)
     assert relative(logits, golden["logits"]) < TOLERANCE
     # Sequence-parallel ranks hold a part of the sequence each: then this is the first rank's.
     for k, want in enumerate(golden["mtp_chain_sbh"].chunk(len(states))):

@@ -4,40 +4,27 @@ import functools
 
 import torch
 
-from mtpkit.config import ModelConfig
 from mtpkit.model import build_model
+from tests.toy_config import toy_config
 
 VOCAB = 40
 
-CONFIG = ModelConfig(
-    family="nemotron_h",
+CONFIG = toy_config(
     vocab_size=VOCAB,
-    hidden_size=32,
     pattern="M*-E",
-    mtp_pattern="*-",
-    mtp_num_depths=3,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=8,
-    ffn_hidden_size=48,
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    mamba_state_dim=8,
-    mamba_num_groups=2,
     mamba_chunk_size=4,
     num_moe_experts=4,
     moe_router_topk=2,
     moe_ffn_hidden_size=24,
     moe_shared_expert_intermediate_size=16,
     moe_router_topk_scaling_factor=2.5,
-    init_std=0.2,
 )
 
 
 @functools.cache
 def toy_model(**changes):
     """Read-only: tests share it."""
-    return build_model(CONFIG.replace(**changes), seed=3).requires_grad_(False)
+    return build_model(CONFIG.replace(**changes), device="cpu", seed=3).requires_grad_(False)
 
 
 def toy_tokens(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

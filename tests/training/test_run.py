@@ -57,7 +57,7 @@ def losses(output):
 
 
 @pytest.mark.parametrize("kind", ["kl", "tv", "ce"])
-def test_heads_learn_what_the_base_says(settings, kind):
+def test_heads_learn_what_the_base_says(settings, kind, device):
     optimizer = ["optimizer.lr=1e-2", "optimizer.min_lr=1e-3"]
     output = run(settings, "steps=40", "heads.num_depths=3", f"loss.kind={kind}", "eval_interval=40", *optimizer)
     evals = metrics(output, "eval")
@@ -163,11 +163,14 @@ def start(settings, *overrides, ranks=1, **pipes):
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.Popen([*launcher, *script], env=environment, text=True, **pipes)
 
 
-def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path):
+def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     alone = run(settings, "eval_interval=3")
     together = tmp_path / "together"
     assert start(settings, f"output={together}", "eval_interval=3", ranks=2).wait() == 0

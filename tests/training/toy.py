@@ -2,35 +2,17 @@
 
 import torch
 
-from mtpkit.config import ModelConfig
 from mtpkit.data import PackedBatch
 from mtpkit.model import build_model
+from tests.toy_config import toy_config
 
 VOCAB = 24
 
-CONFIG = ModelConfig(
-    family="nemotron_h",
-    vocab_size=VOCAB,
-    hidden_size=32,
-    pattern="M*-",
-    mtp_pattern="*-",
-    mtp_num_depths=3,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=8,
-    ffn_hidden_size=48,
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    mamba_state_dim=8,
-    mamba_num_groups=2,
-    mamba_chunk_size=8,
-    init_std=0.2,
-    eos_token_ids=(0,),
-)
+CONFIG = toy_config(vocab_size=VOCAB, mamba_chunk_size=8, eos_token_ids=(0,))
 
 
 def toy_model(dtype=torch.float32, **changes):
-    return build_model(CONFIG.replace(**changes), dtype=dtype)
+    return build_model(CONFIG.replace(**changes), dtype=dtype, device="cpu")
 
 
 def toy_batch(lengths, wanted=0.8, seed=0):

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoELayer
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
@@ -39,10 +41,20 @@ class DuplicatedLinear(nn.Linear):
         """Ignored."""
 
 
+class Router(TopKRouter):
+    """megatron-core's router on the device where its weights are; the original moves CPU weights to the GPU."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """input [..., hidden] to fp32 logits [..., experts]."""
+        return router_gating_linear(input, self.weight, self.bias, torch.float32)
+
+
 class MoELayer(MegatronMoELayer):
     """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3)."""
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        submodules = copy.copy(submodules)
+        submodules.router = Router
         latent = config.moe_latent_size
         if not latent:
             super().__init__(config, submodules, *args, **kwargs)
@@ -51,7 +63,6 @@ class MoELayer(MegatronMoELayer):
         # experts at their latent width.
         plain = copy.copy(config)
         plain.moe_latent_size = None
-        submodules = copy.copy(submodules)
         build_experts = submodules.experts
         submodules.experts = lambda num_experts, _config, **kw: build_experts(num_experts, config, **kw)
         super().__init__(plain, submodules, *args, **kwargs)
