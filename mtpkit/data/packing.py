@@ -33,9 +33,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def pack(
-    documents: Sequence[Document], sequence_length: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def pack(documents: Sequence[Document], sequence_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sequences of whole documents: token_ids [n, s] int32, loss_mask [n, s] bool, document index [n, s] int32.
 
     The index counts from 0 in each sequence; the padding that fills a sequence up is a last document, masked out.

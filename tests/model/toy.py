@@ -35,5 +35,3 @@ def packed(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Documents and positions [1, s] of one row."""
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return documents[None], torch.cat([torch.arange(length) for length in lengths])[None]
-
-
