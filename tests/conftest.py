@@ -22,9 +22,13 @@ settings.load_profile("mtpkit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Show the GPU to `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one."""
+    """Show the GPU to `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one.
+
+    Without it Triton kernels run in their interpreter.
+    """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
