@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 CHOICE = "MTPKIT_KERNELS"
-"""Environment variable; `reference` keeps the plain PyTorch twins on a GPU too, to tell a kernel's fault from others."""
+"""Environment variable; `reference` keeps the PyTorch twins on a GPU too, to tell a kernel's fault from others."""
 
 
 def pick[**P, R](reference: Callable[P, R]) -> Callable[P, R]:
