@@ -17,7 +17,7 @@ from mtpkit.model.inputs import (
     SnapshotCache,
 )
 
-_MIN_RING_LENGTH = 8
+_MIN_RING_WIDTH = 4
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -33,8 +33,11 @@ class CacheLayout:
 
     @property
     def ring_length(self) -> int:
-        """Entries of the replay ring: several steps' worth, so that state is written once in a while."""
-        return max(_MIN_RING_LENGTH, self.config.decode_width)
+        """Places of the replay ring: room for one step and, so that the state is written once in a while, committed
+        entries of four or more; see `ring_capacity`. 20 for up to 4 tokens a step, then 40, 80, ..: with a power of two
+        of committed entries no lane of a kernel's tile is idle."""
+        width = max(_MIN_RING_WIDTH, self.config.decode_width)
+        return 5 * (1 << (width - 1).bit_length())
 
     @property
     def block_bytes(self) -> int:
@@ -55,7 +58,7 @@ class CacheLayout:
         if isinstance(spec, AttentionCacheSpec):
             page = (self.config.block_size, spec.num_kv_heads, spec.head_dim)
             return {"key": (page, self.dtype), "value": (page, self.dtype)}
-        window = (spec.conv_dim, spec.conv_kernel - 1 + self.config.num_speculative_tokens)
+        window = (spec.conv_kernel - 1 + self.config.num_speculative_tokens, spec.conv_dim)
         state = (spec.num_heads, spec.head_dim, spec.state_dim)
         if self.config.state_rollback == "snapshot":
             return {"conv": (window, self.dtype), "state": ((self.config.decode_width, *state), self.state_dtype)}

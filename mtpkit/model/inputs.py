@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from mtpkit.kernels.ssm_update import ring_base as ring_base
 
 
 class LayerInput:
@@ -63,7 +64,7 @@ class AttentionCache:
 class SnapshotCache:
     """Recurrent state of one Mamba2 layer, kept after each token of a step and committed by index.
 
-    `conv` [slots, conv_dim, kernel - 1 + K]: the inputs of the convolution; with committed index c the window of the
+    `conv` [slots, kernel - 1 + K, conv_dim]: the inputs of the convolution; with committed index c the window of the
     next token is columns c .. c + kernel - 2.
     `state` [slots, 1 + K, heads, head_dim, state_dim]: entry c is the committed state.
     """
@@ -77,8 +78,9 @@ class ReplayCache:
     """Recurrent state of one Mamba2 layer as one state and a ring of the small inputs that came after it.
 
     `conv` as in `SnapshotCache`. `state` [slots, heads, head_dim, state_dim]. `x` [slots, L, heads, head_dim],
-    `B` [slots, L, groups, state_dim] and `dt` [slots, L, heads] (after softplus) hold the L latest inputs; a row's
-    `ring_lens` says how many of them are committed and not yet folded into `state`.
+    `B` [slots, L, groups, state_dim] and `dt` [slots, L, heads] (after softplus) hold the latest inputs, that of
+    position i at place i % L. A row's `ring_lens` says how many of its last committed positions are not yet folded into
+    `state`; there are never more than `ring_capacity(L)`, so that a step writes to places that it does not read.
     """
 
     conv: Tensor
@@ -119,7 +121,7 @@ class StepInput(LayerInput):
     """[R] int64, which token of the row's last step is the newest accepted one: its index among the decode_width
     tokens, 0 after a prefill chunk. Selects the convolution window and the snapshot."""
     ring_lens: Tensor
-    """[R] int64, committed entries in the replay ring."""
+    """[R] int64, committed entries in the replay ring: those of the positions before `context_lens`."""
     num_decode_rows: int
     decode_width: int
     prefill_lens: tuple[int, ...]
@@ -153,11 +155,3 @@ class MambaCacheSpec:
 
 
 CacheSpec = AttentionCacheSpec | MambaCacheSpec
-
-
-def ring_base(ring_lens: Tensor, new_tokens: int, capacity: int) -> Tensor:
-    """[R] ring entries left in place before `new_tokens` more are written; 0 where the ring is folded first.
-
-    A row's next `ring_lens` is this plus the tokens that were accepted.
-    """
-    return torch.where(ring_lens + new_tokens > capacity, torch.zeros_like(ring_lens), ring_lens)

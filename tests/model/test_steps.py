@@ -19,7 +19,7 @@ from mtpkit.model.inputs import (
 from tests.kernels.recurrence import relative
 from tests.model.toy import VOCAB, toy_model
 
-K, BLOCK_SIZE, NUM_BLOCKS, SLOTS, RING = 2, 4, 24, 6, 7
+K, BLOCK_SIZE, NUM_BLOCKS, SLOTS, RING = 2, 4, 36, 6, 15
 TOLERANCE = 1e-5
 
 
@@ -32,7 +32,7 @@ def make_cache(spec, rollback: str) -> LayerCache:
     if isinstance(spec, AttentionCacheSpec):
         return AttentionCache(*(nan(NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim) for _ in range(2)))
     assert isinstance(spec, MambaCacheSpec)
-    conv = nan(SLOTS, spec.conv_dim, spec.conv_kernel - 1 + K)
+    conv = nan(SLOTS, spec.conv_kernel - 1 + K, spec.conv_dim)
     state = (spec.num_heads, spec.head_dim, spec.state_dim)
     if rollback == "snapshot":
         return SnapshotCache(conv, nan(SLOTS, 1 + K, *state))
@@ -103,12 +103,12 @@ def draw(generator: torch.Generator, count: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=generator).tolist()
 
 
-def simulate(model, rollback: str, sabotage: str = "", steps: int = 8) -> float:
+def simulate(model, rollback: str, sabotage: str = "", steps: int = 14) -> float:
     """Two requests prefilled in chunks, a third that joins later; random accepts. The worst relative error."""
     generator = torch.Generator().manual_seed(5)
     caches = {name: make_cache(spec, rollback) for name, spec in cache_specs(model).items()}
     order = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
-    rows = [Row(draw(generator, 40), order[8 * i : 8 * i + 8], slot) for i, slot in enumerate((4, 0, 3))]
+    rows = [Row(draw(generator, 60), order[12 * i : 12 * i + 12], slot) for i, slot in enumerate((4, 0, 3))]
     chunks = {0: [[5], [1], [4]], 1: [[1], [6]], 2: [[], [], [], [2], [3]]}
     errors = []
     for turn in range(steps):
@@ -175,5 +175,5 @@ def test_a_recycled_slot_does_not_leak(rollback, length):
 
 
 def test_ring_base():
-    lens = torch.tensor([0, 3, 4, 5, 7])
-    assert ring_base(lens, 3, 7).tolist() == [0, 3, 4, 0, 0]
+    lens = torch.tensor([0, 3, 9, 10, 12])
+    assert ring_base(lens, 3, 15).tolist() == [0, 3, 9, 0, 0]

@@ -48,6 +48,28 @@ def _restart(
     return out
 
 
+def causal_conv1d_varlen(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor, lens: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Convolve R sequences that lie one behind the other, each after a window of its own.
+
+    Args:
+        x: [T, c], a view of a larger tensor will do.
+        weight: [c, 1, w]; bias: [c] or None.
+        initial: [R, w - 1, c], the inputs before each sequence.
+        lens: their R lengths, T in all.
+
+    Returns:
+        silu of the convolution [T, c], and the last w - 1 inputs of each sequence [R, w - 1, c]: of `initial` too where
+        it is short. Both in the dtype of x.
+    """
+    outputs, windows = [], []
+    for row, part in enumerate(x.split(list(lens))):
+        outputs.append(causal_conv1d(part[None], weight, bias, initial=initial[row, None].transpose(1, 2))[0])
+        windows.append(torch.cat([initial[row].to(x), part])[-initial.shape[1] :])
+    return torch.cat(outputs), torch.stack(windows)
+
+
 def causal_conv1d_update(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, committed: Tensor
 ) -> Tensor:
@@ -58,10 +80,10 @@ def causal_conv1d_update(
     oldest column, so that whichever new token is accepted last, its window is again an index into `state`.
 
     Args:
-        x: [R, T, c].
-        state: [slots, c, at least w - 2 + T], updated in place at `slots`.
+        x: [R, T, c], a view of a larger tensor will do.
+        state: [slots, at least w - 2 + T, c], updated in place at `slots`.
         weight: [c, 1, w]; bias: [c] or None.
-        slots: [R] int64; committed: [R] int64.
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, its output is zero.
 
     Returns:
         silu of the convolution, [R, T, c], dtype of x.
@@ -69,11 +91,15 @@ def causal_conv1d_update(
     Example, w = 4, T = 3, window a b c, new tokens x y z: state becomes b c x y z; if y is the last token accepted
     (committed = 1) the next window is c x y.
     """
+    if bool((slots < 0).any()):
+        live, y = slots >= 0, x.new_zeros(x.shape)
+        y[live] = causal_conv1d_update(x[live], state, weight, bias, slots[live], committed[live])
+        return y
     width, tokens = weight.shape[-1], x.shape[1]
     columns = committed[:, None] + torch.arange(width - 1, device=x.device)
-    window = state[slots].gather(2, columns[:, None].expand(-1, state.shape[1], -1)).to(x)
-    inputs = torch.cat([window, x.transpose(1, 2)], -1)
-    state[slots, :, : width - 2 + tokens] = inputs[..., 1:].to(state)
+    window = state[slots[:, None], columns].to(x)
+    inputs = torch.cat([window, x], 1)  # [R, w - 1 + T, c]
+    state[slots, : width - 2 + tokens] = inputs[:, 1:].to(state)
     # A few tokens are no work for a convolution library.
-    out = (inputs.unfold(-1, width, 1) * weight).sum(-1)
-    return F.silu(out if bias is None else out + bias[:, None]).transpose(1, 2)
+    out = (inputs.unfold(1, width, 1) * weight[:, 0]).sum(-1)
+    return F.silu(out if bias is None else out + bias)

@@ -97,3 +97,40 @@ def ssd_chunk_scan(
     if D is not None:
         y = y + x.float() * D.float()[:, None]
     return y.to(x.dtype), state.reshape(batch, heads, width, state_dim)
+
+
+def ssd_varlen(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    initial_states: Tensor,
+    lens: tuple[int, ...],
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The scan over R sequences that lie one behind the other, each after a state of its own.
+
+    Args:
+        x: [T, h, p]; dt: [T, h], before its bias and softplus; B, C: [T, g, n]: views of larger tensors will do.
+        A_log, D, dt_bias: [h], with A = -exp(A_log); `dt_limit` clamps the softplus.
+        initial_states: [R, h, p, n].
+        lens: lengths of the R sequences, T in all.
+        chunk_size: as in `ssd_chunk_scan`.
+
+    Returns:
+        y [T, h, p] in the dtype of x, and the fp32 states after the last token of each sequence [R, h, p, n].
+    """
+    steps = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
+    A = -torch.exp(A_log.float())
+    outputs, states = [], []
+    for row, parts in enumerate(zip(*(t.split(list(lens)) for t in (x, steps, B, C)), strict=True)):
+        x_r, dt_r, B_r, C_r = (part[None] for part in parts)
+        initial = initial_states[row, None]
+        y, state = ssd_chunk_scan(x_r, dt_r, A, B_r, C_r, D, initial_state=initial, chunk_size=chunk_size)
+        outputs.append(y[0])
+        states.append(state[0])
+    return torch.cat(outputs), torch.stack(states)

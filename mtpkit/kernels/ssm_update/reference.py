@@ -1,35 +1,57 @@
 """Mamba2's recurrence over the few tokens of a decode step, with two ways to take rejected tokens back.
 
 Shape legend: R rows, T tokens a row, h heads, p head width, g groups of h / g heads, n state width, L ring length.
+Both take dt as the input projection gives it; the step size is softplus(dt + dt_bias), clamped to `dt_limit`. The decay
+of a step is exp(step size * A) with A = -exp(A_log).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from mtpkit.kernels.ssm_update.ring import ring_capacity
 
 
 def ssm_snapshot_update(
-    state: Tensor, slots: Tensor, committed: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+    state: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
 ) -> Tensor:
     """Step token by token from the committed snapshot and keep the state after every token.
 
     Args:
         state: [slots, at least T, h, p, n]; row r starts from state[slots[r], committed[r]], and entry t becomes the
             state after its token t. Updated in place.
-        slots, committed: [R] int64.
-        x: [R, T, h, p]; dt: [R, T, h], positive; A: [h], negative; B, C: [R, T, g, n]; D: [h].
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, its y is zero.
+        x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]: views of larger tensors will do. A_log, D, dt_bias: [h].
 
     Returns:
         y [R, T, h, p] in the dtype of x.
     """
-    heads = x.shape[2]
-    rep = heads // B.shape[2]
+    if bool((slots < 0).any()):
+        live = slots >= 0
+        y = x.new_zeros(x.shape)
+        rows = (t[live] for t in (slots, committed, x, dt, B, C))
+        slots, committed, x, dt, B, C = rows
+        y[live] = ssm_snapshot_update(state, slots, committed, x, dt, A_log, B, C, D, dt_bias, dt_limit)
+        return y
+    rep = x.shape[2] // B.shape[2]
     current = state[slots, committed].float()
+    steps, A = step_size(dt, dt_bias, dt_limit), -torch.exp(A_log.float())
     outputs = []
     for t in range(x.shape[1]):
-        step, x_t = dt[:, t].float(), x[:, t].float()
+        step, x_t = steps[:, t], x[:, t].float()
         B_t, C_t = (m[:, t].float().repeat_interleave(rep, 1) for m in (B, C))
         added = torch.einsum("rh,rhp,rhn->rhpn", step, x_t, B_t)
-        current = current * torch.exp(step * A.float())[..., None, None] + added
+        current = current * torch.exp(step * A)[..., None, None] + added
         state[slots, t] = current.to(state.dtype)
         outputs.append(torch.einsum("rhpn,rhn->rhp", current, C_t) + D.float()[:, None] * x_t)
     return torch.stack(outputs, 1).to(x.dtype)
@@ -41,50 +63,72 @@ def ssm_replay_update(
     ring_B: Tensor,
     ring_dt: Tensor,
     slots: Tensor,
+    context_lens: Tensor,
     ring_lens: Tensor,
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
+    A_log: Tensor,
     B: Tensor,
     C: Tensor,
     D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
 ) -> Tensor:
     """Compute the step's outputs from one stored state and the inputs that came after it, in chunked form.
 
-    The committed state of row r is state[slots[r]] advanced by the first ring_lens[r] entries of its ring. The new
-    inputs are appended to the ring; where they no longer fit, the committed entries are first folded into the state,
-    which is the only time it is written. Rejecting tokens is forgetting their ring entries.
+    The committed state of row r is state[slots[r]] advanced by the inputs at its last ring_lens[r] positions before
+    context_lens[r]. The new inputs go to the positions from context_lens[r] on; position i has place i % L of the ring.
+    Where they no longer fit, the committed entries are folded into the state, which is the only time it is written.
+    Rejecting tokens is forgetting their ring entries.
 
     Args:
-        state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], with
-            L >= T. Updated in place.
-        slots, ring_lens: [R] int64.
-        x: [R, T, h, p]; dt: [R, T, h], positive; A: [h], negative; B, C: [R, T, g, n]; D: [h].
+        state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], finished
+            step sizes. L - `ring_capacity(L)` is at least T. Updated in place.
+        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, its y is zero.
+        x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]: views of larger tensors will do. A_log, D, dt_bias: [h].
 
     Returns:
-        y [R, T, h, p] in the dtype of x. The entries were written from `ring_base(ring_lens, T, L)` on.
+        y [R, T, h, p] in the dtype of x. `ring_base(ring_lens, T, L)` of the old entries are still needed.
+
+    Example, L = 20 (16 entries and room for 4), T = 4, 30 positions computed, 13 of them in the ring: entries 17 .. 29
+    are read at places 17 .. 19, 0 .. 9; since 13 + 4 > 16 they are folded; the new ones go to places 10 .. 13.
     """
+    if bool((slots < 0).any()):
+        live = slots >= 0
+        y = x.new_zeros(x.shape)
+        slots, context_lens, ring_lens, x, dt, B, C = (t[live] for t in (slots, context_lens, ring_lens, x, dt, B, C))
+        rings = (ring_x, ring_B, ring_dt)
+        y[live] = ssm_replay_update(
+            state, *rings, slots, context_lens, ring_lens, x, dt, A_log, B, C, D, dt_bias, dt_limit
+        )
+        return y
     rows, tokens, heads, width = x.shape
     groups, state_dim = B.shape[2:]
-    rep, capacity = heads // groups, ring_x.shape[1]
-    stored = torch.arange(capacity, device=x.device) < ring_lens[:, None]  # [R, L]
+    rep, length = heads // groups, ring_x.shape[1]
+    capacity = ring_capacity(length)
+    assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
+    entries = torch.arange(capacity, device=x.device)
+    stored = entries < ring_lens[:, None]  # [R, E]
+    places = (context_lens[:, None] - ring_lens[:, None] + entries) % length
 
     def joined(ring: Tensor, new: Tensor, *tail: int) -> Tensor:
-        """Committed ring entries, zeros for the rest, then the new tokens: [R, L + T, *tail] fp32."""
-        old = ring[slots].float()
+        """Committed ring entries, zeros for the rest, then the new tokens: [R, E + T, *tail] fp32."""
+        old = ring[slots[:, None], places].float()
         old = torch.where(stored.view(rows, capacity, *[1] * (old.dim() - 2)), old, 0.0)
         return torch.cat([old, new.float()], 1).view(rows, capacity + tokens, *tail)
 
-    all_dt = joined(ring_dt, dt, groups, rep)
+    steps = step_size(dt, dt_bias, dt_limit)
+    all_dt = joined(ring_dt, steps, groups, rep)
     all_B = joined(ring_B, B, groups, state_dim)
     scaled_x = joined(ring_x, x, groups, rep, width) * all_dt[..., None]
-    # Log decay since the stored state, [R, L + T, g, r]; in fp64 because differences of large sums are taken.
-    decay = torch.cumsum((all_dt * A.float().view(groups, rep)).double(), 1)
+    # Log decay since the stored state, [R, E + T, g, r]; in fp64 because differences of large sums are taken.
+    A = -torch.exp(A_log.float()).view(groups, rep)
+    decay = torch.cumsum((all_dt * A).double(), 1)
     current = state[slots].float().view(rows, groups, rep, width, state_dim)
 
     queries = C.float()
     causal = torch.ones(tokens, capacity + tokens, dtype=torch.bool, device=x.device).tril(capacity)
-    log_pair = (decay[:, capacity:, None] - decay[:, None]).float()  # [R, T, L + T, g, r]
+    log_pair = (decay[:, capacity:, None] - decay[:, None]).float()  # [R, T, E + T, g, r]
     weights = torch.exp(log_pair.masked_fill(~causal[None, :, :, None, None], float("-inf")))
     scores = torch.einsum("rtgn,rjgn->rtjg", queries, all_B)
     y = torch.einsum("rtjgq,rjgqp->rtgqp", scores[..., None] * weights, scaled_x)
@@ -99,8 +143,12 @@ def ssm_replay_update(
         decayed_x = scaled_x[:, :capacity] * to_end[..., None]
         folded = folded + torch.einsum("rjgn,rjgqp->rgqpn", all_B[:, :capacity], decayed_x)
         state[slots[full]] = folded.view(rows, heads, width, state_dim)[full].to(state.dtype)
-    base = torch.where(full, torch.zeros_like(ring_lens), ring_lens)
-    places = base[:, None] + torch.arange(tokens, device=x.device)
-    for ring, new in ((ring_x, x), (ring_B, B), (ring_dt, dt)):
-        ring[slots[:, None], places] = new.to(ring.dtype)
+    new_places = (context_lens[:, None] + torch.arange(tokens, device=x.device)) % length
+    for ring, new in ((ring_x, x), (ring_B, B), (ring_dt, steps)):
+        ring[slots[:, None], new_places] = new.to(ring.dtype)
     return y.to(x.dtype)
+
+
+def step_size(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float]) -> Tensor:
+    """fp32 step size [..., h] of raw dt [..., h]."""
+    return F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)

@@ -15,16 +15,16 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
-from mtpkit.kernels.ssd import ssd_chunk_scan
+from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_varlen
+from mtpkit.kernels.ssd import ssd_chunk_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
 from mtpkit.model.inputs import DepthInput, MambaCacheSpec, SequenceInput, SnapshotCache, StepInput
 from mtpkit.model.layers.norm import GatedRMSNorm
 
 
 class ScanInputs(NamedTuple):
-    """What the recurrence consumes of each token, after the convolution: x [b, s, h, p], dt [b, s, h], B and C
-    [b, s, g, n]."""
+    """What the recurrence consumes of each token, after the convolution: x [..., h, p], dt [..., h], B and C
+    [..., g, n]."""
 
     x: Tensor
     dt: Tensor
@@ -110,19 +110,21 @@ class MambaMixer(MegatronModule):
         inputs = SequenceInput() if inference_context is None else inference_context
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, ...]
         z, conv_in, dt = projected.split([self.inner, self.conv_dim, self.num_heads], -1)
-        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit)
         if isinstance(inputs, StepInput):
-            y = self._step(conv_in, dt, inputs)
+            y = self._step(conv_in[0], dt[0], inputs)[None]
         elif isinstance(inputs, DepthInput):
-            y = self._depth(conv_in, dt, inputs)
+            y = self._depth(conv_in, self._step_size(dt), inputs)
         else:
             conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
-            y = self._scan(self._scan_inputs(conv_out, dt), documents=inputs.documents)[0]
+            y = self._scan(self._scan_inputs(conv_out, self._step_size(dt)), documents=inputs.documents)[0]
         return self.out_proj(self.norm(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)))
 
     @property
     def _A(self) -> Tensor:
         return -torch.exp(self.A_log)
+
+    def _step_size(self, dt: Tensor) -> Tensor:
+        return F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit)
 
     def _scan_inputs(self, conv_out: Tensor, dt: Tensor) -> ScanInputs:
         x, B, C = conv_out.split([self.inner, self.bc_width, self.bc_width], -1)
@@ -139,16 +141,12 @@ class MambaMixer(MegatronModule):
         )
 
     def _step(self, conv_in: Tensor, dt: Tensor, step: StepInput) -> Tensor:
-        """Decode rows, then prefill chunks: conv_in [1, T, c], dt [1, T, h] to y [1, T, h, p]."""
-        outputs, start = [], step.num_decode_tokens
-        cache = step.caches[self.cache_name]
-        if start:
-            outputs.append(self._decode(conv_in[0, :start], dt[0, :start], step, cache))
-        for row, length in enumerate(step.prefill_lens, step.num_decode_rows):
-            span = slice(start, start + length)
-            outputs.append(self._prefill(conv_in[:, span], dt[:, span], row, step, cache))
-            start += length
-        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+        """Decode rows, then prefill chunks: conv_in [T, c], raw dt [T, h] to y [T, h, p]."""
+        cache, split = step.caches[self.cache_name], step.num_decode_tokens
+        if not step.prefill_lens:
+            return self._decode(conv_in, dt, step, cache)
+        y = self._prefill(conv_in[split:], dt[split:], step, cache)
+        return torch.cat([self._decode(conv_in[:split], dt[:split], step, cache), y]) if split else y
 
     def _decode(self, conv_in: Tensor, dt: Tensor, step: StepInput, cache: Any) -> Tensor:
         rows = step.num_decode_rows
@@ -156,29 +154,34 @@ class MambaMixer(MegatronModule):
         conv_in, dt = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, dt))
         conv_out = causal_conv1d_update(conv_in, cache.conv, self.conv1d_weight, self.conv1d_bias, slots, committed)
         x, dt, B, C = self._scan_inputs(conv_out, dt)
+        inputs = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
         if isinstance(cache, SnapshotCache):
-            y = ssm_snapshot_update(cache.state, slots, committed, x, dt, self._A, B, C, self.D)
+            y = ssm_snapshot_update(cache.state, slots, committed, *inputs)
         else:
-            y = ssm_replay_update(
-                cache.state, cache.x, cache.B, cache.dt, slots, step.ring_lens[:rows], x, dt, self._A, B, C, self.D
-            )
-        return y.flatten(0, 1)[None]
+            lens = (step.context_lens[:rows], step.ring_lens[:rows])
+            y = ssm_replay_update(cache.state, cache.x, cache.B, cache.dt, slots, *lens, *inputs)
+        return y.flatten(0, 1)
 
-    def _prefill(self, conv_in: Tensor, dt: Tensor, row: int, step: StepInput, cache: Any) -> Tensor:
-        """One chunk [1, length, ...] of one row; leaves its final state and window as committed entry 0.
+    def _prefill(self, conv_in: Tensor, dt: Tensor, step: StepInput, cache: Any) -> Tensor:
+        """One chunk of each prefill row, [T', ...]; leaves the final states and windows as committed entry 0.
 
         A chunk never follows a decode step of the same request, so that what it continues is entry 0 too.
         """
-        slot = step.state_slots[row]
-        continues = (step.context_lens[row] > 0).to(torch.float32)
+        slots = step.state_slots[step.num_decode_rows :]
+        continues = step.context_lens[step.num_decode_rows :, None, None] > 0
         taps = self.conv_kernel - 1
-        window = torch.where(continues > 0, cache.conv[slot, None, :, :taps], 0).to(conv_in)
-        conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, initial=window)
-        cache.conv[slot, :, :taps] = torch.cat([window, conv_in.transpose(1, 2)], -1)[0, :, -taps:].to(cache.conv)
+        # A slot may hold what another request left, or nothing that is a number.
+        windows = torch.where(continues, cache.conv[slots, :taps], 0)
+        conv_out, windows = causal_conv1d_varlen(
+            conv_in, self.conv1d_weight, self.conv1d_bias, windows, step.prefill_lens
+        )
+        cache.conv[slots, :taps] = windows
         state = cache.state[:, 0] if isinstance(cache, SnapshotCache) else cache.state
-        initial = torch.where(continues > 0, state[slot, None], 0)
-        y, final = self._scan(self._scan_inputs(conv_out, dt), initial_state=initial)
-        state[slot] = final[0].to(state.dtype)
+        initial = torch.where(continues[..., None], state[slots], 0)
+        x, dt, B, C = self._scan_inputs(conv_out, dt)
+        parameters = (self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
+        y, final = ssd_varlen(x, dt, *parameters, initial, step.prefill_lens, self.chunk_size)
+        state[slots] = final.to(state.dtype)
         return y
 
     def _depth(self, conv_in: Tensor, dt: Tensor, inputs: DepthInput) -> Tensor:
