@@ -1,87 +1,127 @@
-"""Turns a plan into the tensors of a step."""
+"""Turns plans into the tensors of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mtpkit.engine.sampler import sampling_tensors
+from mtpkit.engine.request import Request
+from mtpkit.engine.sampler import SamplingTensors, SamplingUse, sampling_tensors
+from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Batch, Plan
 from mtpkit.model.inputs import LayerCache, StepInput
 
 
 class BatchBuilder:
-    """Knows the sizes and caches that every step shares."""
+    """Knows the sizes, caches and slots that every step shares."""
 
     def __init__(
         self,
-        num_speculative_tokens: int,
         block_size: int,
         vocab_size: int,
         caches: Mapping[str, LayerCache],
+        slots: Slots,
         device: torch.device,
     ) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.caches = caches
+        self.slots = slots
         self.device = device
 
     def build(self, plan: Plan) -> Batch:
         """The tensors of `plan`, all on the device."""
-        rows, depths = plan.rows, self.num_speculative_tokens
-        sampling_requests = [row.request for row in rows[: plan.num_sampling_rows]]
-        decode_requests = sampling_requests[: plan.num_decode_rows]
-        probs = [request.draft_probs for request in decode_requests if request.draft_probs is not None]
-        inputs = self._step_input(plan)
-        indices, logit_rows = self._logits(plan, inputs)
-        return Batch(
-            plan=plan,
-            token_ids=self._ints([token for row in rows for token in row.token_ids]),
-            inputs=inputs,
-            sampling=sampling_tensors(sampling_requests, self.vocab_size, self.device),
-            logit_indices=indices,
-            logit_rows=logit_rows,
-            drafts=self._ints([request.drafts for request in decode_requests]).view(plan.num_decode_rows, depths),
-            draft_probs=torch.stack(probs) if probs else None,
-            lookahead=self._ints([row.known_after(max(1, depths)) for row in rows]),
-        )
+        requests = [row.request for row in plan.rows]
+        slots, tables = self.ints([request.slot for request in requests]), self.ints(block_tables(requests))
+        if plan.num_decode_rows:
+            if any(request.params.has_penalties for request in requests):
+                return self.decode(plan, slots, tables, sampling_tensors(requests, self.vocab_size, self.device))
+            use = SamplingUse.of(requests, self.vocab_size)
+            return self.decode(plan, slots, tables, self.slots.sampling(slots, use))
+        return self._prefill(plan, slots, tables)
 
-    def _step_input(self, plan: Plan) -> StepInput:
-        rows = plan.rows
-        lengths = self._ints([row.length for row in rows])
-        query_start = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        positions = self._ints([p for row in rows for p in range(row.start, row.start + row.length)])
-        widest = max(len(row.request.block_table) for row in rows)
-        tables = [row.request.block_table + [0] * (widest - len(row.request.block_table)) for row in rows]
-        block_tables = self._ints(tables)
-        row_of_token = torch.arange(len(rows), device=self.device).repeat_interleave(
-            lengths, output_size=len(positions)
-        )
-        return StepInput(
+    def decode(self, plan: Plan, slots: Tensor, tables: Tensor, sampling: SamplingTensors) -> Batch:
+        """Decode rows at `slots` [R] with block tables [R, B]; what they feed is known to the device alone."""
+        rows, depths = len(slots), plan.num_speculative_tokens
+        width = 1 + depths
+        token_ids = self.slots.tokens[slots, :width]
+        context_lens = self.slots.num_computed[slots]
+        positions = (context_lens[:, None] + torch.arange(width, device=self.device)).flatten()
+        indices = torch.arange(rows * width, device=self.device)
+        row_of_token = indices // width
+        probs = self.slots.draft_probs
+        inputs = StepInput(
             positions=positions,
-            query_start=query_start,
-            context_lens=self._ints([row.start for row in rows]),
-            block_tables=block_tables,
-            kv_slots=kv_slots(block_tables, row_of_token, positions, self.block_size),
-            state_slots=self._ints([row.request.slot for row in rows]),
-            committed=self._ints([row.request.committed for row in rows]),
-            ring_lens=self._ints([row.request.ring_len for row in rows]),
-            num_decode_rows=plan.num_decode_rows,
-            decode_width=1 + self.num_speculative_tokens,
-            prefill_lens=tuple(row.length for row in rows[plan.num_decode_rows :]),
+            query_start=torch.arange(0, rows * width + 1, width, device=self.device),
+            context_lens=context_lens,
+            block_tables=tables,
+            kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
+            state_slots=slots,
+            committed=self.slots.committed[slots],
+            ring_lens=self.slots.ring_lens[slots],
+            num_decode_rows=rows,
+            decode_width=width,
+            prefill_lens=(),
             caches=self.caches,
         )
+        return Batch(
+            plan=plan,
+            token_ids=token_ids.flatten(),
+            inputs=inputs,
+            sampling=sampling,
+            logit_indices=indices,
+            logit_rows=row_of_token,
+            drafts=token_ids[:, 1:],
+            draft_probs=None if probs is None else probs[slots, :depths],
+            lookahead=token_ids.new_full((rows, max(1, depths)), -1),
+        )
 
-    def _logits(self, plan: Plan, inputs: StepInput) -> tuple[Tensor, Tensor]:
-        """[N] tokens whose logits are needed, and the row of each."""
-        decode = torch.arange(inputs.num_decode_tokens, device=self.device)
-        chunks = torch.arange(plan.num_decode_rows, plan.num_sampling_rows, device=self.device)
-        indices = torch.cat([decode, inputs.query_start[chunks + 1] - 1])
-        return indices, torch.cat([decode // inputs.decode_width, chunks])
+    def _prefill(self, plan: Plan, slots: Tensor, tables: Tensor) -> Batch:
+        rows, depths = plan.rows, plan.num_speculative_tokens
+        lengths = [row.length for row in rows]
+        ends = [sum(lengths[: index + 1]) for index in range(len(rows))]
+        positions = self.ints([p for row in rows for p in range(row.start, row.start + row.length)])
+        row_of_token = self.ints([index for index, length in enumerate(lengths) for _ in range(length)])
+        count = plan.num_sampling_rows
+        sampling = sampling_tensors([row.request for row in rows[:count]], self.vocab_size, self.device)
+        self.slots.admit(slots[:count], sampling, self.vocab_size)
+        zeros = torch.zeros_like(slots)
+        inputs = StepInput(
+            positions=positions,
+            query_start=self.ints([0, *ends]),
+            context_lens=self.ints([row.start for row in rows]),
+            block_tables=tables,
+            kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
+            state_slots=slots,
+            committed=zeros,
+            ring_lens=zeros,
+            num_decode_rows=0,
+            decode_width=1 + depths,
+            prefill_lens=tuple(lengths),
+            caches=self.caches,
+        )
+        return Batch(
+            plan=plan,
+            token_ids=self.ints([token for row in rows for token in row.token_ids]),
+            inputs=inputs,
+            sampling=sampling,
+            logit_indices=self.ints([end - 1 for end in ends[:count]]),
+            logit_rows=torch.arange(count, device=self.device),
+            drafts=zeros.new_zeros(0, depths),
+            draft_probs=None,
+            lookahead=self.ints([row.known_after(max(1, depths)) for row in rows]),
+        )
 
-    def _ints(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+    def ints(self, values: list) -> Tensor:
+        """`values` as an int64 tensor on the device, without waiting for it."""
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
+
+
+def block_tables(requests: Sequence[Request], width: int = 0, fill: int = 0) -> list[list[int]]:
+    """Blocks of each request, filled up to the widest or to `width`."""
+    width = max([width, *(len(request.block_table) for request in requests)])
+    return [request.block_table + [fill] * (width - len(request.block_table)) for request in requests]
 
 
 def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

@@ -16,12 +16,15 @@ from mtpkit.engine.batch import kv_slots
 from mtpkit.engine.step import Batch, Drafts, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import sampling as ops
-from mtpkit.model import compute_logits, mtp_forward
+from mtpkit.model import compute_logits, greedy_tokens, mtp_forward, output_weight
 from mtpkit.model.inputs import AttentionCache, LayerCache, ReplayCache, StepInput, ring_base
 
 
 class Drafter(Protocol):
     """Anything that can propose drafts."""
+
+    device_only: bool
+    """Whether it looks at nothing of the host's, so that a step may run before the results of the last are known."""
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """[S, K] drafts that continue the rows that sample, given the base's hidden states [T, 1, h]."""
@@ -31,13 +34,27 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
+    device_only = True
+
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """Zero drafts a row."""
         return Drafts(verdict.token_ids.new_zeros(batch.plan.num_sampling_rows, 0))
 
 
-def make_drafter(model: Any, num_speculative_tokens: int, block_size: int, num_slots: int, sample: bool) -> Drafter:
+def make_drafter(
+    model: Any,
+    num_speculative_tokens: int,
+    block_size: int,
+    num_slots: int,
+    sample: bool,
+    draft_token_ids: Tensor | None = None,
+) -> Drafter:
     """The drafter that fits the heads of `model`.
+
+    Args:
+        num_speculative_tokens: the largest K.
+        sample: draw drafts from the heads' distribution.
+        draft_token_ids: [D] int64, the tokens that drafts are chosen among; None: all.
 
     Raises:
         UserError: the model has no heads, too few, or of a kind that cannot be unrolled.
@@ -51,7 +68,7 @@ def make_drafter(model: Any, num_speculative_tokens: int, block_size: int, num_s
         )
     recurrent = "M" in config.mtp_pattern
     if config.mtp_use_repeated_layer:
-        return RepeatedDrafter(model, depths, block_size, sample)
+        return RepeatedDrafter(model, depths, block_size, sample, draft_token_ids)
     if recurrent and depths > 1:
         raise UserError(
             f"num_speculative_tokens is {depths}, but distinct heads with Mamba layers (MTP pattern "
@@ -62,23 +79,31 @@ def make_drafter(model: Any, num_speculative_tokens: int, block_size: int, num_s
             f"num_speculative_tokens is {depths}, but the model has {config.mtp_num_depths} distinct MTP heads: "
             f"set it to {config.mtp_num_depths} or less"
         )
-    return DistinctDrafter(model, depths, block_size, sample, num_slots)
+    return DistinctDrafter(model, depths, block_size, sample, draft_token_ids, num_slots)
 
 
 class _MtpDrafter:
     """What both kinds of heads share: choosing a token from a depth's hidden state."""
 
-    def __init__(self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool) -> None:
+    def __init__(
+        self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool, draft_token_ids: Tensor | None
+    ) -> None:
         self.model = model
         self.num_speculative_tokens = num_speculative_tokens
         self.block_size = block_size
         self.sample = sample
+        self.draft_token_ids = draft_token_ids
+        self._draft_weight = None if draft_token_ids is None else output_weight(model)[draft_token_ids]
 
     def _choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
         """Draft `depth` of each row from `state` [S, h]: [S] tokens and, when drawn, [S, V] their distributions."""
-        logits = compute_logits(self.model, state)
         if not self.sample:
-            return logits.argmax(-1), None
+            return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
+        logits = compute_logits(self.model, state)
+        if self.draft_token_ids is not None:
+            pruned = torch.full_like(logits, -torch.inf)
+            pruned[:, self.draft_token_ids] = logits[:, self.draft_token_ids]
+            logits = pruned
         rows = torch.arange(len(state), device=state.device)
         probs = sampler.probabilities(logits, batch.sampling, rows)
         numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
@@ -86,7 +111,7 @@ class _MtpDrafter:
 
     def _drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
         if not chosen:
-            return Drafts(batch.token_ids.new_zeros(0, self.num_speculative_tokens))
+            return Drafts(batch.token_ids.new_zeros(batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens))
         probs = [p for _, p in chosen if p is not None]
         return Drafts(torch.stack([tokens for tokens, _ in chosen], 1), torch.stack(probs, 1) if probs else None)
 
@@ -96,19 +121,22 @@ class RepeatedDrafter(_MtpDrafter):
 
     Depth 1 runs over the whole step: entry j is made from (h_j, t_{j+1}), those of rejected drafts are overwritten
     before anything can see them. Depth k >= 2 runs on one token a row, (g^{k-1}_p, draft_{k-1}) at position p + k - 1;
-    Mamba layers continue from their committed state there, on a copy of it that the step then forgets.
+    Mamba layers continue from their committed state there, on a copy of it that the step then forgets. With K = 0 in a
+    step only depth 1 runs, which keeps the cache true for later steps.
     """
+
+    device_only = True
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """See `Drafter.draft`."""
         states = mtp_forward(self.model, 1, hidden, shifted_token_ids(batch, verdict)[None], batch.inputs)
         chosen: list[tuple[Tensor, Tensor | None]] = []
-        if batch.plan.num_sampling_rows:
+        if batch.plan.num_sampling_rows and batch.plan.num_speculative_tokens:
             flat, newest = batch.newest(verdict.accepted)
             state = states[flat]
             chosen.append(self._choose(state[:, 0], 1, batch, newest))
             inputs = self._continue_at(batch, verdict)
-            for depth in range(2, self.num_speculative_tokens + 1):
+            for depth in range(2, batch.plan.num_speculative_tokens + 1):
                 inputs = self._one_token(inputs, newest + depth - 1)
                 state = mtp_forward(self.model, depth, state, chosen[-1][0][None], inputs)
                 chosen.append(self._choose(state[:, 0], depth, batch, newest))
@@ -161,10 +189,10 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     Example, K = 2: a decode row fed [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before a
     known R gives [Q, R].
     """
-    inputs, decode = batch.inputs, batch.inputs.num_decode_rows
+    if batch.plan.num_decode_rows:
+        return verdict.token_ids.flatten()
     shifted = batch.token_ids.roll(-1)
-    shifted[inputs.query_start[1:] - 1] = verdict.token_ids[:, 0]
-    shifted[: inputs.num_decode_tokens] = verdict.token_ids[:decode].flatten()
+    shifted[batch.inputs.query_start[1:] - 1] = verdict.token_ids[:, 0]
     return shifted
 
 
@@ -180,8 +208,18 @@ class DistinctDrafter(_MtpDrafter):
     draft 2 at 8..11. Positions 12 and 13 hold garbage that the next window, from 10 on, replaces.
     """
 
-    def __init__(self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool, num_slots: int) -> None:
-        super().__init__(model, num_speculative_tokens, block_size, sample)
+    device_only = False  # the tokens before a step's come from the requests
+
+    def __init__(
+        self,
+        model: Any,
+        num_speculative_tokens: int,
+        block_size: int,
+        sample: bool,
+        draft_token_ids: Tensor | None,
+        num_slots: int,
+    ) -> None:
+        super().__init__(model, num_speculative_tokens, block_size, sample, draft_token_ids)
         weight = next(model.parameters())
         size = (num_slots, num_speculative_tokens - 1, model.mtpkit_config.hidden_size)
         self._tails = torch.zeros(size, dtype=weight.dtype, device=weight.device)
@@ -200,7 +238,7 @@ class DistinctDrafter(_MtpDrafter):
             if count:
                 chosen.append(self._choose(state[flat, 0], depth, batch, newest))
                 window.future[:count, depth] = chosen[-1][0]
-        return self._drafts(chosen, batch)
+        return self._drafts(chosen[: batch.plan.num_speculative_tokens], batch)
 
 
 class _Window:
@@ -234,7 +272,8 @@ class _Window:
         self.tokens = torch.empty(total, dtype=torch.int64, device=device)
         self.tokens[place < 0] = torch.tensor([t for tail in tails for t in tail], dtype=torch.int64, device=device)
         self.tokens[place >= 0] = batch.token_ids
-        self.future = torch.cat([batch.lookahead, batch.lookahead[:, :1]], dim=1)
+        known = batch.lookahead.clamp_min(0)
+        self.future = torch.cat([known, known[:, :1]], dim=1)
         """[R, 1 + K] tokens after p: the chosen one, then the drafts as they come, or a prompt's known tokens."""
         count = batch.plan.num_sampling_rows
         self.future[:count, 0] = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]
@@ -252,7 +291,7 @@ class _Window:
             context_lens=inputs.context_lens - before,
             kv_slots=kv_slots(inputs.block_tables, self.rows, self.positions, block_size),
             num_decode_rows=decode,
-            decode_width=2 * self.depths,
+            decode_width=self.depths - 1 + inputs.decode_width,
             prefill_lens=tuple(lengths[decode:]),
         )
 

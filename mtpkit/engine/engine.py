@@ -1,26 +1,35 @@
 """The step loop."""
 
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.drafter import Drafter
+from mtpkit.engine.graphs import DecodeGraphs
 from mtpkit.engine.params import EngineConfig, SamplingParams
 from mtpkit.engine.request import AcceptanceStats, Request, RequestOutput, RequestStats
+from mtpkit.engine.sampler import GREEDY
 from mtpkit.engine.scheduler import Scheduler
+from mtpkit.engine.slots import Slots
 from mtpkit.engine.states import CacheLayout
-from mtpkit.engine.step import Batch, StepOutput
+from mtpkit.engine.step import Batch, Plan, StepOutput, Verdict
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import UserError
 
 _SEED_BITS = 63
+
+Verifier = Callable[[Tensor, Batch], Verdict]
 
 
 class StepRunner(Protocol):
@@ -63,8 +72,30 @@ class EngineStats:
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
+class _Results:
+    """What a batch gives the host, on its way there."""
+
+    def __init__(self, plan: Plan, values: Tensor, fresh_drafts: int) -> None:
+        self.plan, self.fresh_drafts = plan, fresh_drafts
+        self._values, self._arrived = values, torch.cuda.Event() if values.is_cuda else None
+        if self._arrived is not None:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived.record()
+
+    def wait(self) -> list[list[int]]:
+        """The values, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
 class Engine:
-    """Runs requests step by step; knows no files and no command line."""
+    """Runs requests step by step; knows no files and no command line.
+
+    With `async_scheduling` a step is launched before the results of the one before it are looked at: the device never
+    waits for the host, which learns of a stop one step late. With `graphs` decode steps are replayed CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -77,20 +108,39 @@ class Engine:
         device: torch.device,
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
+        verifier: Verifier | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self.runner = runner
         self.drafter = drafter
+        self.verifier = verifier or verify
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
-        self.caches = layout.allocate(num_blocks, config.max_num_seqs, device)
-        self.builder = BatchBuilder(config.num_speculative_tokens, config.block_size, vocab_size, self.caches, device)
+        null = int(config.graphs)
+        self.caches = layout.allocate(num_blocks + null, config.max_num_seqs + null, device)
+        self.slots = Slots.allocate(
+            config.max_num_seqs + null,
+            config.num_speculative_tokens,
+            layout.ring_length,
+            device,
+            vocab_size if config.draft_sampling else None,
+        )
+        self.builder = BatchBuilder(config.block_size, vocab_size, self.caches, self.slots, device)
         blocks, slots = IdPool(num_blocks), IdPool(config.max_num_seqs)
-        self.scheduler = Scheduler(config, blocks, slots, layout.ring_length, eos_token_ids, layout.block_bytes)
+        self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes)
+        self.graphs = None
+        if config.graphs:
+            width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
+            self.graphs = DecodeGraphs(
+                self._execute, self.builder, config.max_num_seqs, width, config.max_num_seqs, num_blocks
+            )
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
         self._seconds = 0.0
+        self._under_way: deque[list[_Results]] = deque()
+        self._drafted = 0
+        self.speculation: Speculation = FixedSpeculation(config.num_speculative_tokens)
 
     def add_request(
         self,
@@ -151,16 +201,81 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one step; the requests that emitted tokens."""
+        """Launch a step and take up the results of the last one that is complete; the requests that emitted tokens."""
         began = time.perf_counter()
-        plan = self.scheduler.plan()
-        batch = self.builder.build(plan)
-        out = self.runner.run(batch)
-        verdict = verify(out.logits, batch)
-        drafts = self.drafter.draft(out.hidden, batch, verdict)
-        changed = self.scheduler.commit(plan, verdict, drafts)
+        changed = []
+        ahead = self._may_run_ahead()
+        if not ahead:
+            changed += self._take_up(0)
+        self.scheduler.num_speculative_tokens = self.speculation.choose(len(self.scheduler.running))
+        plans = self.scheduler.plan() if self.scheduler.has_unfinished else []
+        if plans:
+            self._under_way.append([self._launch(plan) for plan in plans])
+        changed += self._take_up(1 if ahead and plans else 0)
+        if not self.scheduler.has_unfinished:
+            self._under_way.clear()
         self._seconds += time.perf_counter() - began
         return [RequestOutput.of(request) for request in changed]
+
+    def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
+        """Measure steps of these sizes at every K, and choose K by them from now on. No request may be there."""
+        assert not self.has_unfinished
+        depths = range(self.config.num_speculative_tokens + 1)
+        times = {(size, k): self._time_step(size, k, repeats) for size in batch_sizes for k in depths}
+        self.speculation = AdaptiveSpeculation(times)
+
+    @torch.inference_mode()
+    def _time_step(self, rows: int, depths: int, repeats: int) -> float:
+        """Seconds of a greedy decode step on free slots, the median of `repeats`."""
+
+        def step() -> None:
+            if self.graphs:
+                self.graphs.replay_free_slots(rows, depths)
+            else:
+                slots = torch.arange(rows, device=self.builder.device)
+                sampling = self.slots.sampling(slots, GREEDY)
+                self.slots.num_computed.zero_()
+                tables = torch.zeros(rows, 1 + 2 * depths, dtype=torch.int64, device=slots.device)
+                self._execute(self.builder.decode(Plan((), rows, rows, depths), slots, tables, sampling))
+            if self.builder.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        step()
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+
+    def _may_run_ahead(self) -> bool:
+        """Penalties are computed from tokens that the host knows."""
+        return self.config.async_scheduling and not any(r.params.has_penalties for r in self.scheduler.running)
+
+    def _launch(self, plan: Plan) -> _Results:
+        fresh, self._drafted = self._drafted, plan.num_speculative_tokens
+        if self.graphs and plan.num_decode_rows and not any(row.request.params.has_penalties for row in plan.rows):
+            return _Results(plan, self.graphs.run(plan), fresh)
+        return _Results(plan, self._execute(self.builder.build(plan)), fresh)
+
+    def _execute(self, batch: Batch) -> Tensor:
+        """The device's part of a step: [S, 2 + K] int64, accepted drafts and the token ids of the verdict."""
+        out = self.runner.run(batch)
+        verdict = self.verifier(out.logits, batch)
+        drafts = self.drafter.draft(out.hidden, batch, verdict)
+        self.slots.store(batch, verdict, drafts)
+        return torch.cat([verdict.accepted[:, None], verdict.token_ids], 1)[: batch.plan.num_sampling_rows]
+
+    def _take_up(self, keep: int) -> list[Request]:
+        """Commit the results of all but the latest `keep` steps, the oldest first."""
+        changed = []
+        while len(self._under_way) > keep:
+            for results in self._under_way.popleft():
+                values = results.wait()
+                if results.plan.num_decode_rows:
+                    self.speculation.observe([row[0] for row in values], results.fresh_drafts)
+                changed += self.scheduler.commit(results.plan, values)
+        return changed
 
     def abort(self, request_id: str) -> None:
         """Forget a request; one that is finished or unknown is ignored."""

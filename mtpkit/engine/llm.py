@@ -1,6 +1,7 @@
 """The front door: text or tokens in, text and tokens out, in the shape that vLLM's users know."""
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,19 @@ import torch
 
 from mtpkit.engine.drafter import make_drafter
 from mtpkit.engine.engine import Engine, EngineStats
+from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.params import EngineConfig, SamplingParams
 from mtpkit.engine.request import Request, RequestOutput
 from mtpkit.engine.runner import Runner
 from mtpkit.engine.states import CacheLayout
+from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import cache_specs
 from mtpkit.platform import default_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_CPU_CACHE_BYTES = 4 << 30
-"""What caches may take on a CPU when `num_blocks` is not given."""
+_MAX_NUM_BATCHED_TOKENS = 2048
+_logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | dict[str, Any]
 
@@ -30,7 +33,9 @@ class LLM:
 
     Args:
         model: directory of a checkpoint of either layout, or a model from `mtpkit.model.build_model`.
-        num_speculative_tokens: K, drafts a step from the model's MTP heads; 0 decodes plainly.
+        num_speculative_tokens: K, drafts a step from the model's MTP heads; 0 decodes plainly. "auto": chosen for each
+            step, up to the depths that the heads were trained for, from step times measured at start and the acceptance
+            seen so far.
         dtype: of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU.
         seed: from which requests without a seed get theirs.
         block_size: tokens whose keys and values share a block.
@@ -42,6 +47,11 @@ class LLM:
         state_rollback: how recurrent state is taken back after a rejection, "replay" or "snapshot".
         state_dtype: of recurrent state, "float32" or "bfloat16".
         draft_sampling: draw drafts from the heads' distribution instead of taking their best tokens.
+        draft_vocab: tokens that drafts are chosen among, as ids or as a file that `mtpkit data draft-vocab` wrote. The
+            output stays the base's own; None: all tokens.
+        async_scheduling: launch a step before the results of the last one are looked at. None: on a GPU.
+        enforce_eager: no CUDA graphs.
+        synthetic_acceptance: accept drafts by chance at this rate a depth; for benchmarks with random weights.
         device: None: the GPU, or the CPU where there is none.
         tokenizer: a transformers tokenizer or its directory; None: the one beside the checkpoint, if there is one.
 
@@ -52,7 +62,7 @@ class LLM:
     def __init__(
         self,
         model: Any,
-        num_speculative_tokens: int = 0,
+        num_speculative_tokens: int | Literal["auto"] = 0,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         seed: int = 0,
         block_size: int = 16,
@@ -64,40 +74,62 @@ class LLM:
         state_rollback: Literal["replay", "snapshot"] = "replay",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         draft_sampling: bool = False,
+        draft_vocab: str | Path | Sequence[int] | None = None,
+        async_scheduling: bool | None = None,
+        enforce_eager: bool = False,
+        synthetic_acceptance: Sequence[float] | None = None,
         device: torch.device | str | None = None,
         tokenizer: Any = None,
     ) -> None:
         _check_choice("dtype", dtype, ["auto", *DTYPES])
         _check_choice("state_dtype", state_dtype, [*DTYPES])
-        decode_tokens = max_num_seqs * (1 + num_speculative_tokens)
-        # Settings are checked before a large model is read; the default of max_model_len is the model's.
+        adaptive = num_speculative_tokens == "auto"
+        if adaptive and draft_sampling:
+            raise UserError("num_speculative_tokens 'auto' needs the heads' best tokens: draft_sampling must be False")
+        # Settings are checked before a large model is read; what the model decides is filled in after.
         config = EngineConfig(
             max_model_len=1 if max_model_len is None else max_model_len,
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens=0 if adaptive else int(num_speculative_tokens),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or max(2048, decode_tokens),
+            max_num_batched_tokens=max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
             state_rollback=state_rollback,
             draft_sampling=draft_sampling,
             seed=seed,
         )
         self.model, self.tokenizer = _load(model, dtype, device, tokenizer)
         model_config, weight = self.model.mtpkit_config, next(self.model.parameters())
-        config = replace(config, max_model_len=max_model_len or model_config.max_position_embeddings)
+        depths = model_config.mtp_num_depths if adaptive else config.num_speculative_tokens
+        draft_ids = _draft_token_ids(draft_vocab, model_config.vocab_size, weight.device)
+        drafter = make_drafter(self.model, depths, block_size, max_num_seqs, draft_sampling, draft_ids)
+        on_gpu = weight.device.type == "cuda"
+        ahead = on_gpu if async_scheduling is None else async_scheduling
+        config = replace(
+            config,
+            max_model_len=max_model_len or model_config.max_position_embeddings,
+            num_speculative_tokens=depths,
+            max_num_batched_tokens=max_num_batched_tokens or max(_MAX_NUM_BATCHED_TOKENS, max_num_seqs * (1 + depths)),
+            async_scheduling=ahead and drafter.device_only,
+            # megatron-core's routing of tokens to experts asks the device how many there are.
+            graphs=on_gpu and not enforce_eager and drafter.device_only and not model_config.num_moe_experts,
+        )
         layout = CacheLayout(cache_specs(self.model), config, weight.dtype, DTYPES[state_dtype])
-        if num_blocks is None:
-            num_blocks = _blocks_that_fit(layout, config, weight.device, gpu_memory_utilization)
+        self.memory_plan = plan_memory(model_config, layout, config, weight.device, gpu_memory_utilization, num_blocks)
+        _logger.info("%s", self.memory_plan)
         self.engine = Engine(
             config,
             layout,
-            num_blocks,
+            self.memory_plan.num_blocks,
             Runner(self.model),
-            make_drafter(self.model, num_speculative_tokens, block_size, max_num_seqs, draft_sampling),
+            drafter,
             model_config.vocab_size,
             weight.device,
             self.tokenizer,
             model_config.eos_token_ids,
+            SyntheticAcceptance(synthetic_acceptance, weight.device) if synthetic_acceptance else None,
         )
+        if adaptive and depths:
+            self.engine.adapt(sorted({min(2**power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)}))
 
     def generate(
         self,
@@ -231,27 +263,13 @@ def _load(model: Any, dtype: str, device: torch.device | str | None, tokenizer: 
     return loaded, tokenizer
 
 
-def _blocks_that_fit(layout: CacheLayout, config: EngineConfig, device: torch.device, utilization: float) -> int:
-    """Blocks for `max_num_seqs` requests of full length, or as many as memory allows.
+def _draft_token_ids(
+    draft_vocab: str | Path | Sequence[int] | None, vocab_size: int, device: torch.device
+) -> torch.Tensor | None:
+    if draft_vocab is None:
+        return None
+    from mtpkit.data.draft_vocab import check_draft_vocab, load_draft_vocab
 
-    Raises:
-        UserError: not even one request of full length fits.
-    """
-    if not 0 < utilization <= 1:
-        raise UserError(f"gpu_memory_utilization is {utilization}, must be in (0, 1]")
-    one = -(-(config.max_model_len + config.lookahead) // config.block_size)
-    states = layout.slot_bytes * config.max_num_seqs
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        available = int(free - (1 - utilization) * total)
-    else:
-        available = _CPU_CACHE_BYTES
-    fitting = (available - states) // max(1, layout.block_bytes)
-    if fitting < one:
-        raise UserError(
-            f"{available / 1e9:.2f} GB are left for caches; the state of {config.max_num_seqs} requests takes "
-            f"{states / 1e9:.2f} GB and one request of max_model_len {config.max_model_len} needs "
-            f"{one * layout.block_bytes / 1e9:.2f} GB: lower max_num_seqs or max_model_len, or raise "
-            "gpu_memory_utilization"
-        )
-    return min(fitting, one * config.max_num_seqs)
+    ids = load_draft_vocab(draft_vocab, vocab_size) if isinstance(draft_vocab, str | Path) else list(draft_vocab)
+    check_draft_vocab(ids, vocab_size, "draft_vocab")
+    return torch.tensor(sorted(ids), dtype=torch.int64, device=device)

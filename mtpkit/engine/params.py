@@ -102,6 +102,10 @@ class EngineConfig:
     """How recurrent state is taken back after a rejection."""
     draft_sampling: bool = False
     """Draw drafts from the head's distribution instead of taking its best token."""
+    async_scheduling: bool = False
+    """Launch a step before the results of the last one are looked at."""
+    graphs: bool = False
+    """Replay decode steps as CUDA graphs."""
     seed: int = 0
 
     def __post_init__(self) -> None:

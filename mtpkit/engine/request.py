@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
-
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.params import SamplingParams
 
@@ -30,9 +28,8 @@ class AcceptanceStats:
         """Zero counts for K depths."""
         return cls(0, 0, [0] * num_speculative_tokens, [0] * num_speculative_tokens)
 
-    def record(self, accepted: int, emitted: int) -> None:
-        """Count one decode step that accepted `accepted` drafts and emitted `emitted` of its tokens."""
-        depths = len(self.accepted_per_depth)
+    def record(self, accepted: int, emitted: int, depths: int) -> None:
+        """Count one decode step that accepted `accepted` of `depths` drafts and emitted `emitted` of its tokens."""
         self.steps += 1
         self.drafted += depths
         for depth in range(min(emitted, depths)):
@@ -70,9 +67,9 @@ class RequestStats(AcceptanceStats):
 class Request:
     """Everything that belongs to one request. The scheduler alone changes it.
 
-    `token_ids` are the prompt and the output; the caches hold the first `num_computed` of them. Once there is output,
-    the newest token is fed by the next decode step, not by prefill: a preempted request recomputes the tokens before
-    it, keeps its drafts, and goes on as if nothing had happened.
+    `token_ids` are the prompt and the output; the caches hold the first `num_computed` of them, as far as the host
+    knows. Once there is output, the newest token is fed by the next decode step, not by prefill: a preempted request
+    computes the tokens before it again, drafts again, and goes on as if nothing had happened.
     """
 
     request_id: str
@@ -87,14 +84,12 @@ class Request:
 
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
-    drafts: list[int] = field(default_factory=list)
-    draft_probs: Tensor | None = None
+    prefill_end: int = 0
+    """Tokens that prefill computes: the prompt, or all but the newest token when there was output at admission."""
+    in_flight: int = 0
+    """Steps under way that emit tokens of this request."""
     block_table: list[int] = field(default_factory=list)
     slot: int | None = None
-    committed: int = 0
-    """Index of the newest accepted token in the last step, see `StepInput.committed`."""
-    ring_len: int = 0
-    """Entries of the replay ring that are committed, see `StepInput.ring_lens`."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -111,14 +106,14 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def prefill_end(self) -> int:
-        """Tokens that prefill computes: the prompt, or all but the newest token once there is output."""
-        return len(self.token_ids) - (self.num_output > 0)
-
-    @property
     def decoding(self) -> bool:
         """Whether the next step of this running request is a decode step."""
-        return self.num_output > 0 and self.num_computed == self.prefill_end
+        return self.slot is not None and self.num_computed >= self.prefill_end
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the steps under way are sure to reach `max_tokens`."""
+        return self.num_output + self.in_flight >= self.params.max_tokens
 
     @property
     def finished(self) -> bool:

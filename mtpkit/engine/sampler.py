@@ -31,6 +31,31 @@ class Penalties:
 
 
 @dataclass(frozen=True)
+class SamplingUse:
+    """What any of a set of requests asks for; the rest need not be computed."""
+
+    all_greedy: bool
+    top_k: bool
+    top_p: bool
+    min_p: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], vocab_size: int) -> "SamplingUse":
+        """What `requests` ask for."""
+        params = [request.params for request in requests]
+        return cls(
+            all_greedy=all(p.greedy for p in params),
+            top_k=any(0 < p.top_k < vocab_size for p in params),
+            top_p=any(p.top_p < 1 for p in params),
+            min_p=any(p.min_p > 0 for p in params),
+        )
+
+
+GREEDY = SamplingUse(all_greedy=True, top_k=False, top_p=False, min_p=False)
+ANY_SAMPLING = SamplingUse(all_greedy=False, top_k=True, top_p=True, min_p=True)
+
+
+@dataclass(frozen=True)
 class SamplingTensors:
     """Sampling parameters of S rows. A filter or penalty that no row uses is None."""
 
@@ -54,14 +79,15 @@ def sampling_tensors(requests: Sequence[Request], vocab_size: int, device: torch
     def floats(name: str) -> Tensor:
         return torch.tensor([getattr(p, name) for p in params], dtype=torch.float32, device=device)
 
+    use = SamplingUse.of(requests, vocab_size)
     top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     temperature = [0.0 if p.greedy else p.temperature for p in params]
     return SamplingTensors(
-        all_greedy=all(p.greedy for p in params),
+        all_greedy=use.all_greedy,
         temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-        top_k=torch.tensor(top_k, device=device) if any(k < vocab_size for k in top_k) else None,
-        top_p=floats("top_p") if any(p.top_p < 1 for p in params) else None,
-        min_p=floats("min_p") if any(p.min_p > 0 for p in params) else None,
+        top_k=torch.tensor(top_k, device=device) if use.top_k else None,
+        top_p=floats("top_p") if use.top_p else None,
+        min_p=floats("min_p") if use.min_p else None,
         seeds=torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device),
         penalties=_penalties(requests, vocab_size, device) if any(p.has_penalties for p in params) else None,
     )

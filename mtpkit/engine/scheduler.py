@@ -3,12 +3,10 @@
 from bisect import insort
 from collections.abc import Sequence
 
-import torch
-
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.params import EngineConfig
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
-from mtpkit.engine.step import Drafts, Plan, Row, Verdict
+from mtpkit.engine.step import Plan, Row
 from mtpkit.errors import MtpkitError, UserError
 
 
@@ -30,16 +28,16 @@ class Scheduler:
         config: EngineConfig,
         blocks: IdPool,
         slots: IdPool,
-        ring_length: int,
         eos_token_ids: Sequence[int] = (),
         block_bytes: int = 0,
     ) -> None:
         self.config = config
         self.blocks = blocks
         self.slots = slots
-        self.ring_length = ring_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self.block_bytes = block_bytes
+        self.num_speculative_tokens = config.num_speculative_tokens
+        """K of the steps to come; at most the configured one."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.reset_stats()
@@ -85,17 +83,22 @@ class Scheduler:
         insort(self.waiting, request, key=_arrival)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, if it is still there. Not between `plan` and `commit`."""
+        """Forget a request, if it is still there. What is under way for it is dropped."""
         for request in [r for r in self.running if r.request_id == request_id]:
             self._free(request)
         self.waiting = [r for r in self.waiting if r.request_id != request_id]
 
-    def plan(self) -> Plan:
-        """Choose the rows of the next step and reserve their blocks. There must be an unfinished request."""
+    def plan(self) -> list[Plan]:
+        """Choose the rows that run next and reserve their blocks: decode rows, then prefill chunks.
+
+        There must be an unfinished request. Empty: only the results of the steps under way can free what is needed.
+        """
         preemptions = self.num_preemptions
         budget = self.config.max_num_batched_tokens
         decode = self._plan_decode(budget)
-        budget -= len(decode) * self.config.decode_width
+        if decode is None:
+            return []
+        budget -= sum(row.length for row in decode)
         chunks = []
         for request in self.running:
             if budget and not request.decoding:
@@ -105,35 +108,44 @@ class Scheduler:
             chunks.append(self._chunk(self.running[-1], budget))
             budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
-        return Plan(
-            rows=(*decode, *chunks),
-            num_decode_rows=len(decode),
-            num_sampling_rows=len(decode) + sum(row.samples for row in chunks),
-        )
+        depths = self.num_speculative_tokens
+        plans = [
+            Plan(tuple(decode), len(decode), len(decode), depths),
+            Plan(tuple(chunks), 0, sum(row.samples for row in chunks), depths),
+        ]
+        for row in (*decode, *chunks):
+            row.request.in_flight += row.samples and row.emits
+        for row in chunks:  # what a chunk computes is known before it runs
+            row.request.num_computed += row.length
+        return [plan for plan in plans if plan.rows]
 
-    def _plan_decode(self, budget: int) -> list[Row]:
-        width = self.config.decode_width
+    def _plan_decode(self, budget: int) -> list[Row] | None:
+        """Rows for all requests that decode, from the oldest on; None while one must wait for results."""
+        width = 1 + self.num_speculative_tokens
         rows: list[Row] = []
         for request in list(self.running):
-            if request.slot is None or not request.decoding:
+            if not request.decoding or request.ends_in_flight:
                 continue
             if (len(rows) + 1) * width > budget:
                 break
             if self._make_room(request):
                 rows.append(Row(request, request.num_computed, width, samples=True))
+            elif any(other.in_flight for other in self.running):
+                return None
         return rows
 
     def _chunk(self, request: Request, budget: int) -> Row:
-        """The next part of a prompt; the one that ends a prompt without output samples the first token."""
+        """The next part of a prompt."""
         length = min(budget, request.prefill_end - request.num_computed)
         ends = request.num_computed + length == request.prefill_end
-        return Row(request, request.num_computed, length, samples=ends and not request.num_output)
+        return Row(request, request.num_computed, length, samples=ends, emits=not request.num_output)
 
     def _admit(self) -> bool:
         """Move the oldest waiting request to the running ones, if it fits."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs or not self.slots.num_free:
             return False
         request = self.waiting[0]
+        request.prefill_end = len(request.token_ids) - (request.num_output > 0)
         if not self._reserve(request, request.prefill_end + self.config.lookahead):
             return False
         (request.slot,) = self.slots.allocate(1)
@@ -142,8 +154,14 @@ class Scheduler:
         return True
 
     def _make_room(self, request: Request) -> bool:
-        """Reserve a decode step, preempting from the youngest on; False when that was `request` itself."""
-        while not self._reserve(request, request.num_computed + self.config.lookahead):
+        """Reserve a decode step, preempting from the youngest on; False when `request` itself was, or must wait.
+
+        Nobody is preempted while results are under way: they may free blocks, and their tokens must not be lost.
+        """
+        under_way = request.in_flight * self.config.decode_width
+        while not self._reserve(request, request.num_computed + under_way + self.config.lookahead):
+            if any(other.in_flight for other in self.running):
+                return False
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -159,7 +177,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take back blocks and slot; tokens and drafts stay."""
+        """Take back blocks and slot; tokens stay."""
         self._free(request)
         request.num_computed = 0
         request.stats.preemptions += 1
@@ -170,50 +188,38 @@ class Scheduler:
         assert request.slot is not None
         self.blocks.release(request.block_table)
         self.slots.release([request.slot])
-        request.block_table, request.slot = [], None
+        request.block_table, request.slot, request.in_flight = [], None, 0
         self.running.remove(request)
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.config.block_size)
 
-    def commit(self, plan: Plan, verdict: Verdict, drafts: Drafts) -> list[Request]:
-        """Take up a step's results: advance, emit, rewind, release, finish.
+    def commit(self, plan: Plan, results: list[list[int]]) -> list[Request]:
+        """Take up what a plan gave: advance, emit, rewind, release, finish.
+
+        Args:
+            results: for each row that samples, how many drafts were accepted, then the 1 + K token ids of
+                `Verdict.token_ids`.
 
         Returns:
-            The requests that emitted tokens.
+            The requests that emitted tokens. Rows whose request ended meanwhile are passed over.
         """
-        # One transfer for all that the host must know.
-        width = self.config.decode_width
-        values = torch.cat([verdict.accepted[:, None], verdict.token_ids], dim=1)[: plan.num_sampling_rows]
-        host = torch.cat([values, drafts.token_ids], dim=1).tolist()
-        for index, row in enumerate(plan.rows):
-            if index >= plan.num_sampling_rows:
-                self._advance_prefill(row)
+        emitted = []
+        for index, (row, (accepted, *token_ids)) in enumerate(zip(plan.rows, results, strict=False)):
+            request, decodes = row.request, index < plan.num_decode_rows
+            if request.slot is None or not row.emits:
                 continue
-            accepted, emitted, next_drafts = host[index][0], host[index][1 : 1 + width], host[index][1 + width :]
-            row.request.drafts = next_drafts
-            row.request.draft_probs = None if drafts.probs is None else drafts.probs[index]
-            if index < plan.num_decode_rows:
-                self._advance_decode(row.request, accepted)
-            else:
-                self._advance_prefill(row)
-            num_emitted = self._emit(row.request, emitted[: accepted + 1])
-            if index < plan.num_decode_rows:
-                row.request.stats.record(accepted, num_emitted)
-                self.acceptance.record(accepted, num_emitted)
-            self.num_generated += num_emitted
-            self._settle(row.request)
-        return [row.request for row in plan.rows[: plan.num_sampling_rows]]
-
-    def _advance_prefill(self, row: Row) -> None:
-        row.request.num_computed += row.length
-        row.request.committed = row.request.ring_len = 0
-
-    def _advance_decode(self, request: Request, accepted: int) -> None:
-        kept = 0 if request.ring_len + self.config.decode_width > self.ring_length else request.ring_len
-        request.num_computed += accepted + 1
-        request.committed = accepted
-        request.ring_len = kept + accepted + 1
+            request.in_flight -= 1
+            if decodes:
+                request.num_computed += accepted + 1
+            count = self._emit(request, token_ids[: accepted + 1])
+            if decodes:
+                request.stats.record(accepted, count, plan.num_speculative_tokens)
+                self.acceptance.record(accepted, count, plan.num_speculative_tokens)
+            self.num_generated += count
+            self._settle(request)
+            emitted.append(request)
+        return emitted
 
     def _emit(self, request: Request, token_ids: list[int]) -> int:
         """Append tokens until one ends the request; how many were appended."""
@@ -238,10 +244,10 @@ class Scheduler:
         if request.finished:
             if request.detokenizer:
                 request.detokenizer.flush()
-            request.drafts, request.draft_probs = [], None
             self._free(request)
             return
-        keep = self._blocks_for(request.prefill_end)
+        # A step under way starts at num_computed and may keep all that it writes.
+        keep = self._blocks_for(request.num_computed + bool(request.in_flight) * self.config.lookahead)
         self.blocks.release(request.block_table[keep:])
         del request.block_table[keep:]
 

@@ -1,7 +1,7 @@
 """The values that the five calls of a step hand on. All are frozen; none is kept beyond its step.
 
-Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), D decode rows (the first of those),
-N = D * (1 + K) + (S - D) logits, K drafts, V vocabulary, h hidden size.
+Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), N logits: 1 + K a decode row, one a
+chunk that samples; K drafts, V vocabulary, h hidden size.
 """
 
 from dataclasses import dataclass
@@ -15,39 +15,46 @@ from mtpkit.model.inputs import StepInput
 
 @dataclass(frozen=True)
 class Row:
-    """One request's share of a step: `length` tokens from position `start` on."""
+    """One request's share of a step: `length` tokens from position `start` on.
+
+    Of a decode row `start` is what is known of it: while a step of the request is under way, its true start lies up to
+    1 + K positions beyond.
+    """
 
     request: Request
     start: int
     length: int
     samples: bool
-    """Whether the step chooses a token: decode rows and the chunk that ends a prompt do."""
+    """Whether the step chooses a token and drafts after it: decode rows and the chunk that ends a prompt do."""
+    emits: bool = True
+    """Whether the chosen token is new. A preempted request's last chunk is followed by a token that is known."""
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to feed: known ones, and a decode row's drafts after them."""
-        known = self.request.token_ids[self.start : self.start + self.length]
-        return known + self.request.drafts[: self.length - len(known)]
+        """A chunk's tokens."""
+        return self.request.token_ids[self.start : self.start + self.length]
 
     def known_after(self, count: int) -> list[int]:
-        """The `count` tokens that follow a chunk, zeros where they are not known."""
+        """The `count` tokens that follow a chunk, -1 where they are not known."""
         end = self.start + self.length
         known = self.request.token_ids[end : end + count]
-        return known + [0] * (count - len(known))
+        return known + [-1] * (count - len(known))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which requests run: decode rows first, then prefill chunks that sample, then the other chunks."""
+    """Rows that run together: either decode rows, or prefill chunks, those that sample first."""
 
     rows: tuple[Row, ...]
     num_decode_rows: int
     num_sampling_rows: int
+    num_speculative_tokens: int
+    """K: drafts that each decode row verifies, and that each row that samples gets."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A plan as tensors."""
+    """A plan as tensors. A captured step has null rows, which belong to no request, and no rows in its plan."""
 
     plan: Plan
     token_ids: Tensor
@@ -60,17 +67,19 @@ class Batch:
     logit_rows: Tensor
     """[N] int64, the row of each."""
     drafts: Tensor
-    """[D, K] int64, the drafts under verification."""
+    """[D, K] int64, the drafts under verification; D decode rows."""
     draft_probs: Tensor | None
     """[D, K, V], the distributions they were drawn from; None: they are the best tokens."""
     lookahead: Tensor
-    """[R, max(K, 1)] int64, the known tokens after each chunk, zeros where unknown."""
+    """[R, max(K, 1)] int64, the known tokens after each chunk, -1 where unknown."""
 
     def newest(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """[S] flat index and [S] position of each sampling row's newest accepted token, for [R] `accepted`."""
-        count, decode = self.plan.num_sampling_rows, self.plan.num_decode_rows
-        flat = self.inputs.query_start[1 : count + 1] - 1
-        flat[:decode] = self.inputs.query_start[:decode] + accepted[:decode]
+        count = self.plan.num_sampling_rows
+        if self.plan.num_decode_rows:
+            flat = self.inputs.query_start[:count] + accepted
+        else:
+            flat = self.inputs.query_start[1 : count + 1] - 1
         return flat, self.inputs.positions[flat]
 
 

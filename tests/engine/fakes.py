@@ -14,7 +14,6 @@ from mtpkit.model.inputs import ring_base
 
 CPU = torch.device("cpu")
 MODULUS = 1_000_003
-RING_LENGTH = 8
 
 
 def extend_hash(value: int, token_id: int) -> int:
@@ -59,19 +58,21 @@ class HashRunner:
     All three must tell the same history. What the step must not read is broken before it.
     """
 
-    def __init__(self, model: HashModel, num_blocks: int, block_size: int, num_slots: int, width: int) -> None:
+    def __init__(self, model: HashModel, num_blocks: int, layout: CacheLayout) -> None:
+        block_size, num_slots = layout.config.block_size, layout.config.max_num_seqs
+        width, self.ring_length = layout.config.decode_width, layout.ring_length
         self.model, self.block_size = model, block_size
         self.pages = [None] * (num_blocks * block_size)
         self.snapshots = [[None] * width for _ in range(num_slots)]
         self.states = [None] * num_slots
-        self.rings = [[None] * RING_LENGTH for _ in range(num_slots)]
+        self.rings = [[None] * self.ring_length for _ in range(num_slots)]
 
     def run(self, batch) -> StepOutput:
         inputs, tokens = batch.inputs, batch.token_ids.tolist()
         for kv_slot, token_id in zip(inputs.kv_slots.tolist(), tokens, strict=True):
             self.pages[kv_slot] = token_id
         values = []
-        bases = ring_base(inputs.ring_lens, inputs.decode_width, RING_LENGTH).tolist()
+        bases = ring_base(inputs.ring_lens, inputs.decode_width, self.ring_length).tolist()
         for row, slot in enumerate(inputs.state_slots.tolist()):
             start, end = inputs.query_start[row : row + 2].tolist()
             decoding = row < inputs.num_decode_rows
@@ -89,8 +90,8 @@ class HashRunner:
         if context:
             snapshot = self.snapshots[slot][int(inputs.committed[row])]
             replayed = self.states[slot]
-            for token_id in self.rings[slot][: int(inputs.ring_lens[row])]:
-                replayed = extend_hash(replayed, token_id)
+            for position in range(context - int(inputs.ring_lens[row]), context):
+                replayed = extend_hash(replayed, self.rings[slot][position % self.ring_length])
             assert paged == snapshot == replayed, (paged, snapshot, replayed)
         values = []
         for index, token_id in enumerate(tokens):
@@ -103,7 +104,8 @@ class HashRunner:
         else:
             if base == 0 and int(inputs.ring_lens[row]):
                 self.states[slot] = replayed
-            self.rings[slot][base : base + len(tokens)] = tokens
+            for position, token_id in enumerate(tokens, context):
+                self.rings[slot][position % self.ring_length] = token_id
         return values
 
     def forget(self, blocks: list[int], slots: list[int]) -> None:
@@ -113,27 +115,41 @@ class HashRunner:
         for slot in slots:
             self.states[slot] = None
             self.snapshots[slot] = [None] * len(self.snapshots[slot])
-            self.rings[slot] = [None] * RING_LENGTH
+            self.rings[slot] = [None] * self.ring_length
 
 
-def known_tokens(batch, verdict, row: int) -> list[int]:
-    """All tokens of a sampling row after the step."""
-    planned, accepted = batch.plan.rows[row], int(verdict.accepted[row])
-    fed = planned.token_ids
-    length = 1 + accepted if row < batch.plan.num_decode_rows else len(fed)
-    return [*planned.request.token_ids[: planned.start], *fed[:length], int(verdict.token_ids[row, accepted])]
+class KnownTokens:
+    """All tokens of each slot's request, from what the steps fed and chose: the host may be a step behind."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, list[int]] = {}
+
+    def after(self, batch, verdict) -> list[list[int]]:
+        """The tokens of each row that samples, after the step. Called once a step."""
+        for row, planned in enumerate(batch.plan.rows):
+            slot = int(batch.inputs.state_slots[row])
+            accepted, token_ids = int(verdict.accepted[row]), verdict.token_ids[row].tolist()
+            if row < batch.plan.num_decode_rows:
+                known = self._by_slot[slot] + token_ids[: accepted + 1]
+            else:
+                known = planned.request.token_ids[: planned.start + planned.length]
+                known += token_ids[:1] if row < batch.plan.num_sampling_rows else []
+            self._by_slot[slot] = known
+        slots = batch.inputs.state_slots[: batch.plan.num_sampling_rows].tolist()
+        return [list(self._by_slot[slot]) for slot in slots]
 
 
 class RuleDrafter:
     """Drafts are what `rule(tokens so far)` says."""
 
+    device_only = True
+
     def __init__(self, rule: Callable[[list[int]], int], depths: int) -> None:
-        self.rule, self.depths = rule, depths
+        self.rule, self.depths, self.known = rule, depths, KnownTokens()
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         rows = []
-        for row in range(batch.plan.num_sampling_rows):
-            tokens = known_tokens(batch, verdict, row)
+        for tokens in self.known.after(batch, verdict):
             for _ in range(self.depths):
                 tokens.append(self.rule(tokens))
             rows.append(tokens[-self.depths :])
@@ -157,7 +173,7 @@ def fake_engine(
     """An engine over a `HashModel`."""
     config = EngineConfig(**{"max_model_len": 1000, "max_num_seqs": 4, "block_size": 4, **settings})
     layout = CacheLayout({}, config, torch.float32)
-    runner = HashRunner(model, num_blocks, config.block_size, config.max_num_seqs, config.decode_width)
+    runner = HashRunner(model, num_blocks, layout)
     k = config.num_speculative_tokens
     drafter = RuleDrafter(make_rule(model, drafts), k) if k else NoDrafter()
     return Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)

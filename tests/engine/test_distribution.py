@@ -54,7 +54,7 @@ class TableDrafter:
 
 
 def decode(k, heads=None, draw=False, seeds=range(SEEDS), **params):
-    config = EngineConfig(64, k, max_num_seqs=1000, max_num_batched_tokens=6000)
+    config = EngineConfig(64, k, max_num_seqs=1000, max_num_batched_tokens=6000, draft_sampling=draw)
     drafter = TableDrafter(HEADS[heads], k, draw) if k else NoDrafter()
     engine = Engine(config, CacheLayout({}, config, torch.float32), 2000, TableRunner(), drafter, VOCAB_SIZE, CPU)
     for seed in seeds:

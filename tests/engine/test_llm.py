@@ -143,7 +143,7 @@ def test_statistics_add_up():
         ("repeated", {"state_dtype": "int8"}, "state_dtype is 'int8'"),
         ("repeated", {"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
         ("repeated", {"max_model_len": 0}, "max_model_len is 0"),
-        ("repeated", {"max_model_len": 1 << 40}, "lower max_num_seqs or max_model_len"),
+        ("repeated", {"max_model_len": 1 << 40}, "lower max_num_seqs, max_model_len or max_num_batched_tokens"),
     ],
 )
 def test_settings_that_cannot_work(heads, settings, message):

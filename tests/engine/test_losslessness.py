@@ -32,6 +32,17 @@ def test_speculation_changes_no_token(heads, k, rollback, guided):
         assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
 
 
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 10}, {"block_size": 2, "num_blocks": 30}])
+def test_a_step_ahead_of_the_results(rollback, settings):
+    """Steps are launched before the last results are known; with chunks beside them, and with preemptions."""
+    model = tiny_model()
+    llm = guide(make_llm(model, 3, state_rollback=rollback, async_scheduling=True, **settings), PROMPTS)
+    assert llm.engine.config.async_scheduling
+    assert generate(llm, PROMPTS) == truth(model)
+    assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
+
+
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_batch_of_one(length):
     model = tiny_model()
@@ -83,7 +94,7 @@ def test_recycled_slots_and_blocks_leave_no_trace():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rollback", ROLLBACKS)
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])
-def test_on_a_gpu(heads, rollback):
+def test_eagerly_on_a_gpu(heads, rollback):
     model = tiny_model(heads, device="cuda")
-    llm = guide(make_llm(model, 3, state_rollback=rollback, max_num_batched_tokens=10), PROMPTS)
-    assert generate(llm, PROMPTS) == truth(model)
+    llm = make_llm(model, 3, state_rollback=rollback, max_num_batched_tokens=10, enforce_eager=True)
+    assert generate(guide(llm, PROMPTS), PROMPTS) == truth(model)

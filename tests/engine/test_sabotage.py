@@ -6,8 +6,9 @@ import torch
 from mtpkit.engine import drafter as drafter_module
 from mtpkit.engine import engine as engine_module
 from mtpkit.engine.drafter import DistinctDrafter, RepeatedDrafter
-from mtpkit.engine.scheduler import Scheduler
+from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Verdict
+from mtpkit.model.inputs import ring_base
 from tests.engine.tiny import (
     decode,
     generate,
@@ -40,13 +41,17 @@ def test_nothing_is_broken_without_sabotage():
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 def test_state_left_unrestored_after_a_rejection(monkeypatch, rollback):
-    def keep_all(self, request, accepted):
-        width = self.config.decode_width
-        kept = 0 if request.ring_len + width > self.ring_length else request.ring_len
-        request.num_computed += accepted + 1
-        request.committed, request.ring_len = width - 1, kept + width
+    store = Slots.store
 
-    monkeypatch.setattr(Scheduler, "_advance_decode", keep_all)
+    def keep_all(self, batch, verdict, drafts):
+        store(self, batch, verdict, drafts)
+        inputs, width = batch.inputs, batch.inputs.decode_width
+        if batch.plan.num_decode_rows:
+            base = ring_base(inputs.ring_lens, width, self.ring_length)
+            self.committed[inputs.state_slots] = width - 1
+            self.ring_lens[inputs.state_slots] = base + width
+
+    monkeypatch.setattr(Slots, "store", keep_all)
     assert not tokens_survive(state_rollback=rollback)
 
 
@@ -65,17 +70,16 @@ def test_rows_swapped_between_verify_and_commit(monkeypatch):
 
 
 def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
-    commit = Scheduler.commit
+    store = Slots.store
 
-    def commit_then_swap(self, *args):
-        changed = commit(self, *args)
-        if len(self.running) >= 2:
-            first, second = self.running[:2]
-            first.committed, second.committed = second.committed, first.committed
-            first.ring_len, second.ring_len = second.ring_len, first.ring_len
-        return changed
+    def store_then_swap(self, batch, verdict, drafts):
+        store(self, batch, verdict, drafts)
+        for values in (self.committed, self.ring_lens):
+            first, second = values[batch.inputs.state_slots[:2]] if len(batch.inputs.state_slots) > 1 else (0, 0)
+            if batch.plan.num_decode_rows > 1:
+                values[batch.inputs.state_slots[:2]] = torch.stack([second, first])
 
-    monkeypatch.setattr(Scheduler, "commit", commit_then_swap)
+    monkeypatch.setattr(Slots, "store", store_then_swap)
     assert not tokens_survive()
 
 

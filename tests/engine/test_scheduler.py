@@ -6,7 +6,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.verifier import verify
 from mtpkit.errors import UserError
 from tests.engine.fakes import HashModel, fake_engine, run
 
@@ -36,6 +35,7 @@ engines = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 5),
         "max_num_batched_tokens": st.integers(6, 40),
         "drafts": st.sampled_from(["never", "sometimes", "always"]),
+        "async_scheduling": st.booleans(),
     }
 )
 
@@ -68,7 +68,7 @@ def test_random_histories(arrivals, settings, spare_blocks, abort_at):
         _, prompt, params = arrivals[int(request_id)]
         want = MODEL.decode(prompt, params, eos=() if params.ignore_eos else (0,))
         assert output.outputs[0].token_ids == want
-        alone = fake_engine(MODEL, num_blocks=200, eos=(0,), **settings)
+        alone = fake_engine(MODEL, num_blocks=200, eos=(0,), **settings | {"async_scheduling": False})
         alone.add_request(prompt, params, request_id=request_id)
         stats = run(alone)[request_id].stats
         assert (stats.steps, stats.accepted_per_depth, stats.reached_per_depth) == (
@@ -78,9 +78,10 @@ def test_random_histories(arrivals, settings, spare_blocks, abort_at):
         )
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
-def test_preempted_requests_resume_with_the_same_output(k):
-    engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=k)
+def test_preempted_requests_resume_with_the_same_output(k, ahead):
+    engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=k, async_scheduling=ahead)
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1]]
     ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     finished = run(engine)
@@ -113,14 +114,32 @@ def test_chunks_follow_the_budget_and_decode_rows_come_first():
     engine.add_request(list(range(1, 10)), GREEDY)
     shapes = []
     for _ in range(3):
-        plan = engine.scheduler.plan()
-        shapes.append([(row.start, row.length, row.samples) for row in plan.rows][1:])
-        assert plan.num_decode_rows == 1 and plan.rows[0].length == 3
-        batch = engine.builder.build(plan)
-        out = engine.runner.run(batch)
-        verdict = verify(out.logits, batch)
-        engine.scheduler.commit(plan, verdict, engine.drafter.draft(out.hidden, batch, verdict))
+        plans = engine.scheduler.plan()
+        decode, chunks = plans
+        assert decode.num_decode_rows == 1 and decode.rows[0].length == 3 and not chunks.num_decode_rows
+        shapes.append([(row.start, row.length, row.samples) for row in chunks.rows])
+        for plan in plans:
+            engine.scheduler.commit(plan, engine._launch(plan).wait())
     assert shapes == [[(0, 4, False)], [(4, 4, False)], [(8, 1, True)]]
+
+
+def test_a_step_runs_before_the_results_of_the_last_are_known():
+    """One step of lead, no more; what it computed for a request that had ended is dropped."""
+    engine = fake_engine(MODEL, drafts="always", num_speculative_tokens=2, async_scheduling=True)
+    tokens = MODEL.decode([1, 2], SamplingParams(temperature=0, max_tokens=12))
+    params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[tokens[3]])
+    engine.add_request([1, 2], params, "a")
+    launched, launch = [], engine._launch
+    engine._launch = lambda plan: launched.append(plan) or launch(plan)
+    assert engine.step() == [] and len(launched) == 1
+    counts = []
+    while engine.has_unfinished:
+        outputs = engine.step()
+        counts.append((len(launched), len(outputs[0].outputs[0].token_ids)))
+    cut = tokens.index(tokens[3]) + 1
+    assert counts == [(2, 1), (3, cut)]  # the third step was launched before the second's stop token was seen
+    assert outputs[0].outputs[0].token_ids == tokens[:cut]
+    engine.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))

@@ -8,7 +8,7 @@ import torch
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.step import Drafts
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
-from tests.engine.fakes import known_tokens
+from tests.engine.fakes import KnownTokens
 from tests.toy_config import toy_config
 
 VOCAB_SIZE = 61
@@ -86,15 +86,14 @@ class Guided:
     """A drafter around the heads' own that makes some of their drafts right, so that all lengths are accepted."""
 
     def __init__(self, inner, model, prompts: list[list[int]], max_tokens: int = 20) -> None:
-        self.inner = inner
+        self.inner, self.device_only, self.known = inner, inner.device_only, KnownTokens()
         depths = inner.num_speculative_tokens
         self.truth = [prompt + decode(model, prompt, max_tokens + 2 * depths) for prompt in prompts]
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
         token_ids = drafts.token_ids.clone()
-        for row in range(len(token_ids)):
-            known = known_tokens(batch, verdict, row)
+        for row, known in enumerate(self.known.after(batch, verdict)):
             for truth in self.truth:
                 if truth[: len(known)] == known:
                     right = (5 * len(known) + sum(known)) % (token_ids.shape[1] + 1)
@@ -111,12 +110,12 @@ class Recorder:
     """A drafter that notes the drafts that another makes after each sequence of known tokens."""
 
     def __init__(self, inner) -> None:
-        self.inner, self.drafts = inner, {}
+        self.inner, self.drafts, self.device_only, self.known = inner, {}, inner.device_only, KnownTokens()
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
-        for row, token_ids in enumerate(drafts.token_ids.tolist()):
-            self.drafts[tuple(known_tokens(batch, verdict, row))] = token_ids
+        for known, token_ids in zip(self.known.after(batch, verdict), drafts.token_ids.tolist(), strict=True):
+            self.drafts[tuple(known)] = token_ids
         return drafts
 
 

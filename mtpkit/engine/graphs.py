@@ -1,0 +1,110 @@
+"""Decode steps as CUDA graphs: one replay a step, whatever the requests in it.
+
+A graph is captured for a bucket of batch sizes, a number of drafts and what sampling asks for, the first time that it
+is needed. It reads which slots and blocks its rows own from two fixed tensors, and everything else from `Slots`; rows
+that a batch leaves over are null rows, which own a slot and a block that no request has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpkit.engine.batch import BatchBuilder, block_tables
+from mtpkit.engine.sampler import ANY_SAMPLING, GREEDY, SamplingUse
+from mtpkit.engine.step import Batch, Plan
+
+_WARM_UPS = 2
+"""Runs before a capture: kernels are compiled and libraries choose their algorithms then."""
+
+Key = tuple[int, int, SamplingUse]
+
+
+def bucket_size(rows: int) -> int:
+    """The batch size that is captured for `rows`: steps of 1 up to 4, of 4 to 16, of 8 to 64, of 16 from there on."""
+    step = next((step for limit, step in ((4, 1), (16, 4), (64, 8)) if rows <= limit), 16)
+    return -(-rows // step) * step
+
+
+class DecodeGraphs:
+    """Captures decode steps and replays them.
+
+    Args:
+        execute: runs a batch and returns the tensor that the host is to see, [R, ...]; nothing in it may wait for the
+            device.
+        table_width: blocks of the longest request.
+        null_slot, null_block: what null rows own.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[Batch], Tensor],
+        builder: BatchBuilder,
+        max_num_seqs: int,
+        table_width: int,
+        null_slot: int,
+        null_block: int,
+    ) -> None:
+        self.execute = execute
+        self.builder = builder
+        self.null_slot, self.null_block = null_slot, null_block
+        rows, device = bucket_size(max_num_seqs), builder.device
+        self._slots = torch.full((rows,), null_slot, dtype=torch.int64, device=device)
+        self._tables = torch.full((rows, table_width), null_block, dtype=torch.int64, device=device)
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+
+    def run(self, plan: Plan) -> Tensor:
+        """What `execute` gives for the decode rows of `plan`, [R, ...]; valid until the next run."""
+        requests = [row.request for row in plan.rows]
+        greedy = SamplingUse.of(requests, self.builder.vocab_size).all_greedy
+        rows = bucket_size(len(requests))
+        graph, result = self.captured((rows, plan.num_speculative_tokens, GREEDY if greedy else ANY_SAMPLING))
+        self._fill([request.slot for request in requests], block_tables(requests, fill=self.null_block), rows)
+        graph.replay()
+        return result[: len(requests)]
+
+    def replay_free_slots(self, rows: int, depths: int) -> None:
+        """A greedy step on the slots 0 .. rows - 1, which nobody may hold; for timing."""
+        graph, _ = self.captured((bucket_size(rows), depths, GREEDY))
+        self.builder.slots.num_computed.zero_()
+        self._fill(range(rows), [[self.null_block] * self._tables.shape[1]] * rows, bucket_size(rows))
+        graph.replay()
+
+    def captured(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The graph of a key and the tensor that holds its result after a replay."""
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key)
+        return self._graphs[key]
+
+    def _fill(self, slots: Sequence[int | None], tables: list[list[int]], rows: int) -> None:
+        """Set the first `rows` rows; those beyond the given ones become null rows."""
+        missing, width = rows - len(slots), len(tables[0])
+        self._slots[:rows].copy_(self.builder.ints([*slots, *[self.null_slot] * missing]))
+        filled = tables + [[self.null_block] * width] * missing
+        self._tables[:rows, :width].copy_(self.builder.ints(filled))
+
+    def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        rows = key[0]
+        self._slots.fill_(self.null_slot)
+        self._tables.fill_(self.null_block)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._step(rows, key)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            result = self._step(rows, key)
+        self._pool = self._pool or graph.pool()
+        return graph, result
+
+    def _step(self, rows: int, key: Key) -> Tensor:
+        _, depths, use = key
+        slots, tables = self._slots[:rows], self._tables[:rows]
+        # The null slot's rows advance like any other; here they go back to their start.
+        self.builder.slots.num_computed[self.null_slot :].zero_()
+        plan = Plan((), rows, rows, depths)
+        return self.execute(self.builder.decode(plan, slots, tables, self.builder.slots.sampling(slots, use)))

@@ -1,0 +1,90 @@
+"""What the device knows of each running request, so that a step needs nothing that the step before it decided."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpkit.engine.sampler import SamplingTensors, SamplingUse
+from mtpkit.engine.step import Batch, Drafts, Verdict
+from mtpkit.model.inputs import ring_base
+
+_FILTERS = ("top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """State of the requests by their slot; a step gathers its rows from it and puts them back. All [slots, ...]."""
+
+    tokens: Tensor
+    """[slots, 1 + K] int64: the newest token and the drafts after it, which the next step feeds."""
+    num_computed: Tensor
+    """[slots] int64, positions that are committed in the caches."""
+    committed: Tensor
+    """[slots] int64, see `StepInput.committed`."""
+    ring_lens: Tensor
+    """[slots] int64, see `StepInput.ring_lens`."""
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    """[slots] float32."""
+    top_k: Tensor
+    seeds: Tensor
+    """[slots] int64."""
+    draft_probs: Tensor | None
+    """[slots, K, V] float32 where drafts are drawn from a distribution."""
+    ring_length: int
+
+    @classmethod
+    def allocate(
+        cls, count: int, depths: int, ring_length: int, device: torch.device, vocab_size: int | None
+    ) -> "Slots":
+        """Slots that hold nothing yet; `vocab_size` is None where drafts are not drawn from a distribution."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(count, *shape, dtype=torch.int64, device=device)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(count, *shape, dtype=torch.float32, device=device)
+
+        probs = floats(depths, vocab_size) if vocab_size and depths else None
+        return cls(
+            ints(1 + depths), ints(), ints(), ints(), floats(), floats(), floats(), ints(), ints(), probs, ring_length
+        )
+
+    def sampling(self, slots: Tensor, use: SamplingUse) -> SamplingTensors:
+        """Parameters of the rows at `slots` [R]."""
+        return SamplingTensors(
+            all_greedy=use.all_greedy,
+            temperature=self.temperature[slots],
+            seeds=self.seeds[slots],
+            penalties=None,
+            **{name: getattr(self, name)[slots] if getattr(use, name) else None for name in _FILTERS},
+        )
+
+    def admit(self, slots: Tensor, sampling: SamplingTensors, vocab_size: int) -> None:
+        """Keep the parameters of new requests at `slots` [S]."""
+        self.temperature[slots] = sampling.temperature
+        self.seeds[slots] = sampling.seeds
+        for name, off in zip(_FILTERS, (vocab_size, 1.0, 0.0), strict=True):
+            values = getattr(sampling, name)
+            getattr(self, name)[slots] = off if values is None else values
+
+    def store(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:
+        """Take up what a batch gave. Of chunks, those that do not end a prompt leave no tokens."""
+        inputs, plan = batch.inputs, batch.plan
+        slots, count = inputs.state_slots, plan.num_sampling_rows
+        if plan.num_decode_rows:
+            new = verdict.accepted + 1
+            self.num_computed[slots] = inputs.context_lens + new
+            self.committed[slots] = verdict.accepted
+            self.ring_lens[slots] = ring_base(inputs.ring_lens, inputs.decode_width, self.ring_length) + new
+        else:
+            self.num_computed[slots] = inputs.context_lens + inputs.query_start.diff()
+            self.committed[slots] = 0
+            self.ring_lens[slots] = 0
+        sampling_slots = slots[:count]
+        newest = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count]
+        self.tokens[sampling_slots, : 1 + drafts.token_ids.shape[1]] = torch.cat([newest, drafts.token_ids], 1)
+        if self.draft_probs is not None and drafts.probs is not None:
+            self.draft_probs[sampling_slots] = drafts.probs

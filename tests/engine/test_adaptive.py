@@ -1,0 +1,73 @@
+"""K from measured times and acceptance."""
+
+import pytest
+
+from mtpkit.engine.adaptive import AdaptiveSpeculation
+from mtpkit.errors import UserError
+from tests.engine.tiny import decode, generate, greedy, make_llm, make_prompts, tiny_model
+
+CHEAP = {(rows, k): 1.0 + 0.1 * k for rows in (1, 8) for k in range(4)}
+DEAR = {(rows, k): 1.0 + 1.0 * k for rows in (1, 8) for k in range(4)}
+
+
+def feed(policy, rates, steps=600, rows=4):
+    """Play `steps` steps whose drafts are accepted at `rates` in a fixed pattern; the K that were chosen."""
+    chosen, error = [], [0.0] * len(rates)
+    fresh = 0
+    for _ in range(steps):
+        depths = policy.choose(rows)
+        accepted = []
+        for _ in range(rows):
+            count = 0
+            while count < min(depths, fresh):
+                error[count] += rates[count]
+                if error[count] < 1:
+                    break
+                error[count] -= 1
+                count += 1
+            accepted.append(count)
+        policy.observe(accepted, fresh)
+        chosen.append(depths)
+        fresh = depths
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "times, rates, best",
+    [(CHEAP, [0.9, 0.9, 0.9], 3), (CHEAP, [0.9, 0.0, 0.0], 1), (CHEAP, [0.02, 0, 0], 0), (DEAR, [0.9, 0.9, 0.9], 0)],
+)
+def test_settles_on_the_fastest(times, rates, best):
+    chosen = feed(AdaptiveSpeculation(times), rates)
+    assert chosen[-100:].count(best) >= 97
+
+
+def test_costs_at_most_three_percent_where_drafts_do_not_pay():
+    policy = AdaptiveSpeculation(DEAR)
+    chosen = feed(policy, [0.1, 0.1, 0.1], steps=4000)
+    settled = chosen[200:]
+    assert sum(DEAR[8, k] for k in settled) <= 1.03 * len(settled) and any(settled)
+
+
+def test_notices_that_drafts_became_good():
+    policy = AdaptiveSpeculation(CHEAP)
+    assert feed(policy, [0.0, 0.0, 0.0])[-1] == 0
+    assert feed(policy, [0.95, 0.95, 0.95], steps=3000)[-100:].count(3) > 90
+
+
+def test_batch_sizes_are_apart():
+    policy = AdaptiveSpeculation({(1, 0): 1.0, (1, 1): 1.1, (8, 0): 1.0, (8, 1): 3.0})
+    assert (policy.choose(1), policy.choose(2), policy.choose(8), policy.choose(99)) == (1, 0, 0, 0)
+
+
+def test_auto_decodes_the_same_tokens_while_k_changes():
+    model, prompts = tiny_model(), make_prompts()
+    llm = make_llm(model, "auto")
+    assert llm.engine.config.num_speculative_tokens == 2 and isinstance(llm.engine.speculation, AdaptiveSpeculation)
+    order = iter([0, 2, 1, 0, 0, 1, 2, 2, 0, 1] * 20)
+    llm.engine.speculation.choose = lambda rows: next(order)
+    assert generate(llm, prompts, greedy()) == [decode(model, p, 20) for p in prompts]
+
+
+def test_auto_and_sampled_drafts_exclude_each_other():
+    with pytest.raises(UserError, match="draft_sampling must be False"):
+        make_llm(tiny_model(), "auto", draft_sampling=True)

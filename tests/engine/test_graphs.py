@@ -1,0 +1,123 @@
+"""Decode steps as CUDA graphs give the tokens of plain decoding, whatever fills the batch."""
+
+import math
+
+import pytest
+import torch
+
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.graphs import bucket_size
+from mtpkit.engine.step import Drafts
+from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, greedy, make_llm, make_prompts, tiny_model
+
+MAX_TOKENS = 24
+
+
+def test_buckets_hold_their_rows():
+    sizes = [bucket_size(rows) for rows in range(1, 300)]
+    assert all(rows <= size <= max(rows + 3, rows * 1.4 + 1) for rows, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes) and all(bucket_size(size) == size for size in sizes)
+    assert [bucket_size(n) for n in (1, 3, 5, 17, 64, 65, 128)] == [1, 3, 8, 24, 64, 80, 128]
+
+
+class TruthOnDevice:
+    """Makes some of the heads' drafts right, by slot and position, in tensor code alone: it can be captured."""
+
+    device_only = True
+
+    def __init__(self, inner, model, prompts) -> None:
+        self.inner, self.num_speculative_tokens = inner, inner.num_speculative_tokens
+        width = max(map(len, prompts)) + MAX_TOKENS + 4 * self.num_speculative_tokens
+        # The null slot's row, the last, is never right.
+        self.truth = torch.full((len(prompts) + 9, width + 1), -1, dtype=torch.int64, device="cuda")
+        for slot, prompt in enumerate(prompts):
+            tokens = prompt + decode(model, prompt, width - len(prompt))
+            self.truth[slot, :width] = torch.tensor(tokens)
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        drafts = self.inner.draft(hidden, batch, verdict)
+        count, depths = batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
+        slots, (_, newest) = batch.inputs.state_slots[:count], batch.newest(verdict.accepted)
+        places = newest[:, None] + 2 + torch.arange(depths, device="cuda")
+        right = self.truth[slots[:, None], places.clamp(max=self.truth.shape[1] - 1)]
+        use = (torch.arange(depths, device="cuda") < ((5 * newest + slots) % (depths + 1))[:, None]) & (right >= 0)
+        return Drafts(torch.where(use, right, drafts.token_ids), drafts.probs)
+
+
+def graphed(model, k, prompts, **settings):
+    llm = make_llm(model, k, **{"max_num_seqs": len(prompts), "num_blocks": 400} | settings)
+    assert llm.engine.graphs is not None
+    if k:
+        llm.engine.drafter = TruthOnDevice(llm.engine.drafter, model, prompts)
+    return llm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_graphs_change_no_token(k, rollback, ahead):
+    model = tiny_model(device="cuda")
+    prompts = make_prompts()
+    llm = graphed(model, k, prompts, state_rollback=rollback, async_scheduling=ahead)
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
+    assert llm.engine.graphs._graphs
+    if k:
+        assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mtp_pattern", ["*", "*-", "M-"])
+def test_heads_of_every_kind(mtp_pattern):
+    model = tiny_model("repeated", "M*M-", mtp_pattern, "cuda")
+    prompts = make_prompts()
+    assert generate(graphed(model, 3, prompts), prompts, greedy(MAX_TOKENS)) == [
+        decode(model, p, MAX_TOKENS) for p in prompts
+    ]
+
+
+@pytest.mark.gpu
+def test_many_batch_sizes_arrivals_and_null_rows():
+    """Requests that end at different times: batch sizes from 11 down to 1, null rows beside them, chunks between."""
+    model = tiny_model(device="cuda")
+    prompts = make_prompts((*PROMPT_LENGTHS, 2, 3, 5, 7, 13, 17))
+    llm = graphed(model, 3, prompts, max_num_batched_tokens=48)
+    params = [greedy(3 + 2 * index) for index in range(len(prompts))]
+    engine = llm.engine
+    for prompt, one in zip(prompts, params, strict=True):
+        engine.add_request(prompt, one)
+    finished = {}
+    while engine.has_unfinished:
+        poison_null(engine)
+        finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        engine.scheduler.check_integrity()
+    for index, prompt in enumerate(prompts):
+        assert finished[str(index)] == decode(model, prompt, params[index].max_tokens)
+
+
+def poison_null(engine) -> None:
+    """What null rows own is NaN."""
+    torch.cuda.synchronize()
+    for cache in engine.caches.values():
+        for tensor in vars(cache).values():
+            tensor[-1] = math.nan
+
+
+@pytest.mark.gpu
+def test_sampling_in_a_graph_equals_sampling_outside():
+    model = tiny_model(device="cuda")
+    prompts = make_prompts()
+    params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=16, ignore_eos=True)
+    eager = make_llm(model, 3, enforce_eager=True, async_scheduling=False)
+    want = generate(eager, prompts, params, poison=False)
+    assert generate(graphed(model, 3, prompts), prompts, params, poison=False) == want
+    assert generate(graphed(model, 0, prompts), prompts, params, poison=False) == want
+
+
+@pytest.mark.gpu
+def test_preemption_under_graphs():
+    model = tiny_model(device="cuda")
+    prompts = make_prompts()
+    llm = make_llm(model, 3, block_size=2, num_blocks=30)
+    assert generate(llm, prompts) == [decode(model, p, 20) for p in prompts]
+    assert llm.stats().preemptions > 0

@@ -1,0 +1,44 @@
+"""The memory plan's numbers are those of the engine."""
+
+import pytest
+import torch
+
+from mtpkit.engine.memory import plan_memory
+from mtpkit.errors import UserError
+from tests.engine.tiny import generate, greedy, make_llm, tiny_model
+
+
+def test_plan_counts_what_is_allocated():
+    llm = make_llm(tiny_model(), 3, num_blocks=24, max_num_seqs=5)
+    plan = llm.memory_plan
+    held = sum(t.nbytes for cache in llm.engine.caches.values() for t in vars(cache).values())
+    assert plan.state_bytes + plan.kv_bytes == held
+    text = str(plan)
+    assert "24 blocks of 8 tokens" in text and "5 of 512" not in text
+
+
+def test_as_many_requests_fit_as_it_says():
+    """As many as fit are never preempted; with two more the blocks run out."""
+    for count in (3, 5):
+        llm = make_llm(tiny_model(), 0, num_blocks=12, block_size=8, max_num_seqs=8)
+        fits = llm.memory_plan.requests_that_fit(4 + 21)
+        assert fits == 3
+        generate(llm, [[1, 2, 3, 4]] * count, greedy(21))
+        assert (llm.stats().preemptions > 0) == (count > fits)
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers():
+    engine = make_llm(tiny_model(), 1).engine
+    with pytest.raises(UserError, match=r"GB are left for caches.*max_model_len 1000000000000 needs"):
+        config = engine.config.__class__(**vars(engine.config) | {"max_model_len": 10**12})
+        plan_memory(tiny_model().mtpkit_config, engine.layout, config, torch.device("cpu"), 0.9)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_filled_to_the_share_asked_for():
+    _, total = torch.cuda.mem_get_info()
+    llm = make_llm(tiny_model(device="cuda"), 3, num_blocks=None, gpu_memory_utilization=0.5, max_model_len=100_000)
+    plan = llm.memory_plan
+    used = total - torch.cuda.mem_get_info()[0]
+    planned = plan.in_use + plan.state_bytes + plan.kv_bytes
+    assert planned <= 0.5 * total and used == pytest.approx(planned, rel=0.02, abs=5e8)
