@@ -24,7 +24,13 @@ def generate(
         Path | None,
         typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
     ] = None,
-    k: Annotated[int | None, typer.Option(help="Drafts a step; by default what the heads were trained for.")] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INTEGER|auto",
+            help="Drafts a step; auto: by measurement; by default what the heads were trained for.",
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -38,6 +44,9 @@ def generate(
     block_size: options.BlockSize = 16,
     max_model_len: options.MaxModelLen = None,
     state_rollback: options.StateRollback = "replay",
+    state_dtype: options.StateDtype = "float32",
+    draft_vocab: options.DraftVocab = None,
+    enforce_eager: options.EnforceEager = False,
 ) -> None:
     """Continue prompts and stream what comes to stdout; statistics go to stderr."""
     from mtpkit.checkpoint import load_config
@@ -54,7 +63,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     prompts = _prompts(prompt, prompt_file)
-    drafts = load_config(model).mtp_num_depths if k is None else k
+    drafts = load_config(model).mtp_num_depths if k is None else options.parse_drafts(k)
     llm = LLM(
         str(model),
         drafts,
@@ -62,9 +71,14 @@ def generate(
         block_size=block_size,
         max_model_len=max_model_len,
         state_rollback=state_rollback,
+        state_dtype=state_dtype,
+        draft_vocab=draft_vocab,
+        enforce_eager=enforce_eager,
     )
+    stream = llm.stream(prompts, params)
+    print(llm.memory_plan, file=sys.stderr)
     printer = _InOrder(len(prompts), as_json)
-    for output in llm.stream(prompts, params):
+    for output in stream:
         printer.update(output)
     print(_summary(drafts, llm.stats()), file=sys.stderr)
 
@@ -124,7 +138,7 @@ def _record(output: "RequestOutput") -> dict[str, Any]:
     }
 
 
-def _summary(k: int, stats: "EngineStats") -> str:
+def _summary(k: int | str, stats: "EngineStats") -> str:
     line = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f} tokens/s, K = {k}"
     if k == 0:
         return line

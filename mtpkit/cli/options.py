@@ -17,11 +17,25 @@ MaxModelLen = Annotated[
 StateRollback = Annotated[
     Literal["replay", "snapshot"], typer.Option(help="How recurrent state is taken back after a rejection.")
 ]
+StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of recurrent state.")]
+DraftVocab = Annotated[
+    Path | None, typer.Option(help="File of `mtpkit data draft-vocab`: the tokens that drafts are chosen among.")
+]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
 Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Smallest set of tokens with this much probability; 1: all.")]
 TopK = Annotated[int, typer.Option(help="So many most likely tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(help="Tokens at least this share as likely as the most likely one.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers.")]
+
+
+def parse_drafts(text: str) -> int | Literal["auto"]:
+    """K of an option that takes a number or `auto`."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'")
+    return int(text)
 
 
 class ListCommand(TyperCommand):

@@ -76,3 +76,12 @@ def test_mistakes_are_one_line(options, message, model_dir, call, capsys):
     assert call(app, "--model", model_dir, *options) == 2
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and message in printed.err and not printed.out
+
+
+def test_auto_chooses_k_and_the_memory_plan_is_printed(model_dir, answer, call, capsys):
+    assert call(app, "--model", model_dir, "--max-tokens", 8, "--k", "auto", PROMPT) == 0
+    printed = capsys.readouterr()
+    assert printed.out == answer(PROMPT).text + "\n"
+    assert "K = auto" in printed.err and "memory plan: " in printed.err
+    assert call(app, "--model", model_dir, "--k", "many", PROMPT) == 2
+    assert "'many' is neither a number nor 'auto'" in capsys.readouterr().err
