@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from mtpkit.errors import UserError
+from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mtpkit.model.layers.norm import NormColumnParallelLinear, RMSNorm
 
 
@@ -20,6 +20,7 @@ class Backend:
     norm_column_linear: type
     """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
     row_linear: type
+    """Row-parallel linear that can add its output to a residual stream, see `RowParallelLinear.adding_to`."""
     moe_provider: Any
     """megatron-core's spec provider for the experts."""
 

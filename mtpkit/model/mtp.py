@@ -12,11 +12,14 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
 
-from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput
+from mtpkit.kernels.draft_head import argmax, linear_argmax
+from mtpkit.kernels.mtp_input import mtp_input
+from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
 
 DepthAttention = Literal["serving", "per_depth"]
 
@@ -51,7 +54,47 @@ def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
     """Logits [..., v] of hidden states [..., h], gathered over tensor-parallel ranks."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
-    return gather_from_tensor_model_parallel_region(F.linear(hidden, output_weight(model)))
+    return _gather(model, F.linear(hidden, output_weight(model)))
+
+
+def draft_output_weight(model: HybridModel, token_ids: Tensor) -> Tensor:
+    """Rows token_ids [D] of the lm_head, [D, h], on every tensor-parallel rank."""
+    weight = output_weight(model).detach()
+    if _is_alone(model):
+        return weight[token_ids]
+    local = token_ids - model.pg_collection.tp.rank() * len(weight)
+    held = (local >= 0) & (local < len(weight))
+    rows = weight[local.clamp(0, len(weight) - 1)] * held[:, None]
+    return reduce_from_tensor_model_parallel_region(rows)
+
+
+def greedy_tokens(
+    model: HybridModel, hidden: Tensor, draft_weight: Tensor | None = None, draft_token_ids: Tensor | None = None
+) -> Tensor:
+    """The best token of each hidden state, for drafts: see `linear_argmax` for how ties fall.
+
+    Args:
+        hidden: [M, h].
+        draft_weight: [D, h], `draft_output_weight` of the tokens to choose among; None: the whole lm_head.
+        draft_token_ids: [D] int64, those tokens.
+
+    Returns:
+        [M] int64.
+    """
+    if draft_weight is not None:
+        return linear_argmax(hidden, draft_weight, draft_token_ids)
+    if _is_alone(model):
+        return linear_argmax(hidden, output_weight(model))
+    return argmax(compute_logits(model, hidden))
+
+
+def _is_alone(model: HybridModel) -> bool:
+    return model.config.tensor_model_parallel_size == 1
+
+
+def _gather(model: HybridModel, part: Tensor) -> Tensor:
+    """part [..., n / tp] of every tensor-parallel rank, [..., n]."""
+    return part if _is_alone(model) else gather_from_tensor_model_parallel_region(part)
 
 
 def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
@@ -72,8 +115,12 @@ def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tenso
     """
     layers = model.mtp.layers
     layer = layers[0] if model.mtpkit_config.mtp_use_repeated_layer else layers[depth - 1]
-    x = torch.cat([layer.enorm(embed(model, token_ids)), layer.hnorm(hidden)], -1)
-    x = gather_from_tensor_model_parallel_region(layer.eh_proj(x)[0])
+    if isinstance(inputs, StepInput) and _is_alone(model):
+        embedding, enorm, hnorm = model.embedding.word_embeddings.weight, layer.enorm, layer.hnorm
+        x = mtp_input(token_ids[0], hidden[:, 0], embedding, enorm.weight, hnorm.weight, enorm.eps)[:, None]
+    else:
+        x = torch.cat([layer.enorm(embed(model, token_ids)), layer.hnorm(hidden)], -1)
+    x = _gather(model, layer.eh_proj(x)[0])
     if model.config.sequence_parallel:
         x = scatter_to_sequence_parallel_region(x)
     x = layer.mtp_model_layer(hidden_states=x, attention_mask=None, inference_context=inputs)

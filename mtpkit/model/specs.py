@@ -10,10 +10,9 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack as MegatronHybridStack
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer import TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import TransformerConfig, TransformerLayerSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -30,6 +29,7 @@ from mtpkit.model.backends import Backend
 from mtpkit.model.layers.attention import CoreAttention, SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.moe import moe_spec
+from mtpkit.model.layers.residual import AttentionLayer, MambaLayer, MixtureLayer, MLPLayer
 
 
 def transformer_config(
@@ -123,7 +123,7 @@ def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
             ),
         ),
         attention_layer=ModuleSpec(
-            module=TransformerLayer,
+            module=AttentionLayer,
             submodules=TransformerLayerSubmodules(
                 self_attention=ModuleSpec(
                     module=SelfAttention,
@@ -156,7 +156,7 @@ def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
 def _moe_layer(backend: Backend, config: ModelConfig) -> ModuleSpec:
     experts = get_moe_module_spec_for_backend(backend.moe_provider, num_experts=config.num_moe_experts or 1)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=MixtureLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=backend.norm, mlp=moe_spec(experts), mlp_bda=get_bias_dropout_add
         ),

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+
+from mtpkit.kernels.norm import gated_rms_norm, rms_norm
+from mtpkit.model.layers.linear import ColumnParallelLinear
 
 
 def _ones(size: int, config: Any) -> nn.Parameter:
@@ -25,7 +26,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm of x [..., hidden_size], same dtype."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def get_extra_state(self) -> None:
         """Nothing; present so that checkpoints have the keys that Transformer Engine's norms write."""
@@ -43,10 +44,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = _ones(input_size, config)
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Linear of the norm of x [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
-        normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
-        return super().forward(normed, *args, **kwargs)
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
+        return super().forward(rms_norm(input_, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class GatedRMSNorm(nn.Module):
@@ -60,8 +60,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z: [..., hidden_size]; returns the dtype of x, computed in fp32."""
-        gated = (x.float() * F.silu(z.float())).unflatten(-1, (-1, self.group_size))
-        return F.rms_norm(gated, (self.group_size,), eps=self.eps).flatten(-2).to(x.dtype) * self.weight
+        return gated_rms_norm(x, z, self.weight, self.group_size, self.eps)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The weight, split over tensor-parallel ranks."""

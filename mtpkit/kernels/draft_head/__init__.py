@@ -1,0 +1,7 @@
+from mtpkit.kernels.dispatch import pick
+from mtpkit.kernels.draft_head import reference
+
+argmax = pick(reference.argmax)
+linear_argmax = pick(reference.linear_argmax)
+
+__all__ = ["argmax", "linear_argmax"]

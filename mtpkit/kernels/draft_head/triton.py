@@ -1,0 +1,193 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The best token in Triton. Each program finds the best of one part of the vocabulary, a second kernel the best part.
+
+Rows that pad a batch may hold NaN; whatever they hold, the index is one of the vocabulary, so that it may be gathered.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Logits that a program of `argmax` reads at a time."""
+PROGRAMS = 1056
+"""Programs of `argmax` that fill the chip: eight for each of 132 multiprocessors."""
+STREAM_ROWS = 64
+"""Up to so many rows of hidden states the weight is streamed once and no logits are written."""
+CHUNK_ROWS = 1024
+"""Rows whose logits are held at a time where there are more."""
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the weight that a program of `linear_argmax` multiplies at a time, and how it does."""
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+
+
+TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
+"""By padded rows of hidden states: two programs a multiprocessor (one at 128) with three tiles in flight each. With
+more rows the tile of the weight grows, since every program reads all of the hidden states from the cache."""
+WIDE_TILE = Tile(64, 16, 2, 4)
+"""For fp32, which has no matrix unit at full precision: small, so that operands stay in registers."""
+
+
+@triton.jit
+def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * span
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    index = start + lane
+    for offset in range(start, tl.minimum(start + span, width), BLOCK):
+        column = offset + lane
+        value = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        better = value > best  # never true of NaN
+        best = tl.where(better, value, best)
+        index = tl.where(better, column, index)
+    top = tl.max(best, axis=0)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(values + place, top)
+    tl.store(indices + place, tl.min(tl.where(best == top, index, 2147483647), axis=0))
+
+
+@triton.jit
+def _linear_part_kernel(
+    hidden,
+    weight,
+    values,
+    indices,
+    rows,
+    vocabulary,
+    width,
+    hidden_stride,
+    weight_stride,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_K)
+    # Loads without a mask: what lies past the end repeats the last row, and is left out below.
+    token_start = tl.minimum(token, vocabulary - 1).to(tl.int64) * weight_stride
+    row_start = tl.minimum(row, rows - 1).to(tl.int64) * hidden_stride
+    weights = weight + token_start[:, None] + column[None, :]
+    states = hidden + row_start[None, :] + column[:, None]
+    # The weight is the left operand: its many rows fill the matrix unit, whose other side may be as narrow as 16.
+    logits = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    for start in range(0, width, BLOCK_K):
+        if EVEN:
+            w = tl.load(weights)
+            x = tl.load(states)
+        else:
+            w = tl.load(weights, mask=(start + column)[None, :] < width, other=0.0)
+            x = tl.load(states, mask=(start + column)[:, None] < width, other=0.0)
+        logits = tl.dot(w, x, logits, input_precision=PRECISION)
+        weights += BLOCK_K
+        states += BLOCK_K
+    valid = (token < vocabulary)[:, None] & (logits == logits)  # no NaN
+    logits = tl.where(valid, logits, float("-inf"))
+    top = tl.max(logits, axis=0)
+    index = tl.min(tl.where(logits == top[None, :], token[:, None], 2147483647), axis=0)
+    place = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(values + place, top, mask=row < rows)
+    tl.store(indices + place, index, mask=row < rows)
+
+
+@triton.jit
+def _best_part_kernel(values, indices, token_ids, out, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK)
+    value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
+    index = tl.load(indices + row * parts + part, mask=part < parts, other=2147483647)
+    best = tl.min(tl.where(value == tl.max(value, axis=0), index, 2147483647), axis=0).to(tl.int64)
+    if MAPPED:
+        best = tl.load(token_ids + best).to(tl.int64)
+    tl.store(out + row, best)
+
+
+def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    values = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    return values, torch.empty(rows, parts, dtype=torch.int32, device=device)
+
+
+def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Tensor:
+    """[M] the index of the largest of values [M, parts], smallest among equals, as a token."""
+    rows, parts = values.shape
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    block = triton.next_power_of_2(parts)
+    _best_part_kernel[(rows,)](
+        values,
+        indices,
+        out if token_ids is None else token_ids.contiguous(),
+        out,
+        parts,
+        MAPPED=token_ids is not None,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 256)),
+    )
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """See the reference."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, width = logits.shape
+    blocks = triton.cdiv(width, BLOCK)
+    span = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(rows, 1))))
+    parts = triton.cdiv(blocks, span)
+    values, indices = _part_buffers(rows, parts, logits.device)
+    _part_kernel[(rows, parts)](
+        logits, values, indices, width, logits.stride(0), span * BLOCK, BLOCK=BLOCK, num_warps=8
+    )
+    return _best_part(values, indices, None)
+
+
+def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """See the reference."""
+    if len(hidden) <= STREAM_ROWS:
+        return stream(hidden, weight, token_ids)
+    best = [argmax(F.linear(rows, weight)) for rows in hidden.split(CHUNK_ROWS)]
+    flat = torch.cat(best) if len(best) > 1 else best[0]
+    return flat if token_ids is None else token_ids[flat]
+
+
+def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+    """`linear_argmax` of at most 128 rows without writing logits; `tile` replaces the table's choice."""
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    rows, width = hidden.shape
+    if not rows:
+        return torch.empty(0, dtype=torch.int64, device=hidden.device)
+    padded = max(16, triton.next_power_of_2(rows))
+    wide = hidden.dtype == torch.float32
+    tile = tile or (WIDE_TILE if wide else TILES[padded])
+    parts = triton.cdiv(len(weight), tile.block_n)
+    values, indices = _part_buffers(rows, parts, hidden.device)
+    _linear_part_kernel[(parts,)](
+        hidden,
+        weight,
+        values,
+        indices,
+        rows,
+        len(weight),
+        width,
+        hidden.stride(0),
+        weight.stride(0),
+        ROWS=padded,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN=width % tile.block_k == 0,
+        PRECISION="ieee" if wide else None,
+        num_stages=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    return _best_part(values, indices, token_ids)

@@ -1,0 +1,29 @@
+"""Root mean square norms (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., h] / sqrt(mean(x^2) + eps) * weight [h], in the dtype of x."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum, both [..., h] in the dtype of x; the sum is rounded before the norm."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    """Norm of x * silu(z) over groups of `group_size` channels, as Mamba2 has it before its output projection.
+
+    Args:
+        x, z: [..., h] of any strides; z is a slice of a wider projection.
+        weight: [h].
+
+    Returns:
+        [..., h] in the dtype of x, computed in fp32.
+    """
+    gated = (x.float() * F.silu(z.float())).unflatten(-1, (-1, group_size))
+    return F.rms_norm(gated, (group_size,), eps=eps).flatten(-2).to(x.dtype) * weight

@@ -1,0 +1,108 @@
+# mypy: disable-error-code="no-untyped-def"
+"""RMS norms in Triton: each program holds its rows (or one group of a row) in registers, read and written once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048
+"""Elements of a program that holds several narrow rows."""
+
+
+@triton.jit
+def normalise(value, weight, column, width, eps):
+    """value [rows, block] in fp32, zero from column `width` on: its norm times weight[column]."""
+    scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / width + eps)
+    return value * scale * tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, eps, rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (column < width)
+    value = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    normed = normalise(value, weight, column, width, eps)
+    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x, residual, weight, out, total, eps, rows, width, x_stride, r_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (column < width)
+    left = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(residual + row * r_stride + column, mask=mask, other=0.0).to(tl.float32)
+    rounded = (left + right).to(total.dtype.element_ty)
+    tl.store(total + row * width + column, rounded, mask=mask)
+    normed = normalise(rounded.to(tl.float32), weight, column, width, eps)
+    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_rms_norm_kernel(x, z, weight, out, eps, groups, width, x_stride, z_stride, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // groups).to(tl.int64)
+    group = tl.program_id(0) % groups
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = column < width
+    start = group * width
+    value = tl.load(x + row * x_stride + start + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(z + row * z_stride + start + column, mask=mask, other=0.0).to(tl.float32)
+    normed = normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps)
+    tl.store(out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., h] as [rows, h] with contiguous channels; a copy only where no view has a single row stride."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def tile(width: int) -> dict[str, int]:
+    """Rows and columns of a program for rows of `width`, and its warps: 16 elements a thread."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, TILE // block)
+    return dict(ROWS=rows, BLOCK=block, num_warps=min(16, max(1, rows * block // 512)))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See the reference."""
+    rows, out, settings = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), tile(x.shape[-1])
+    grid = (triton.cdiv(len(rows), settings["ROWS"]),)
+    _rms_norm_kernel[grid](rows, weight, out, eps, *rows.shape, rows.stride(0), **settings)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    left, right, settings = as_rows(x), as_rows(residual), tile(x.shape[-1])
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    grid = (triton.cdiv(len(left), settings["ROWS"]),)
+    _add_rms_norm_kernel[grid](
+        left, right, weight, out, total, eps, *left.shape, left.stride(0), right.stride(0), **settings
+    )
+    return out, total
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    """See the reference; a program takes one group of one row."""
+    left, right = as_rows(x), as_rows(z)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    groups, block = x.shape[-1] // group_size, triton.next_power_of_2(group_size)
+    _gated_rms_norm_kernel[(len(left) * groups,)](
+        left,
+        right,
+        weight,
+        out,
+        eps,
+        groups,
+        group_size,
+        left.stride(0),
+        right.stride(0),
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 256)),
+    )
+    return out

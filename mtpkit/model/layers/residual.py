@@ -1,0 +1,68 @@
+"""megatron-core's layers with few kernels each in decoding.
+
+For a `StepInput` a layer is x + mixer(norm(x)), the norm where Megatron's parameters put it (in the linear that follows
+it; before a mixture of experts by itself) and the addition inside the last matrix product. That sum may overwrite x.
+For every other input megatron-core's own forward runs.
+"""
+
+from typing import Any
+
+from megatron.core.ssm.mamba_layer import MambaLayer as MegatronMambaLayer
+from megatron.core.ssm.mlp_layer import MLPLayer as MegatronMLPLayer
+from megatron.core.transformer import TransformerLayer
+from torch import Tensor
+
+from mtpkit.kernels.activation import relu2, swiglu
+from mtpkit.model.inputs import StepInput
+
+ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
+
+
+class MambaLayer(MegatronMambaLayer):
+    """A Mamba2 mixer and its residual connection."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Tensor:
+        """hidden_states [s, b, h] to the same shape."""
+        if not isinstance(inference_context, StepInput):
+            return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
+        with self.mixer.out_proj.adding_to(hidden_states):
+            return self.mixer(hidden_states, inference_context=inference_context)[0]
+
+
+class _StepTransformerLayer(TransformerLayer):
+    def forward(
+        self, hidden_states: Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, h] to (the same shape, megatron-core's unused context)."""
+        if not isinstance(inference_context, StepInput):
+            return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
+        return self._step(hidden_states, inference_context), None
+
+    def _step(self, x: Tensor, step: StepInput) -> Tensor:
+        """x [T, 1, h] plus what the layer makes of it."""
+        raise NotImplementedError
+
+
+class AttentionLayer(_StepTransformerLayer):
+    """Self-attention and its residual connection."""
+
+    def _step(self, x: Tensor, step: StepInput) -> Tensor:
+        with self.self_attention.linear_proj.adding_to(x):
+            return self.self_attention(x, inference_context=step)[0]
+
+
+class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):
+    """A feed-forward network and its residual connection."""
+
+    def _step(self, x: Tensor, step: StepInput) -> Tensor:
+        activation = ACTIVATIONS[self.config.mtpkit.activation]
+        inner = activation(self.mlp.linear_fc1(x)[0])
+        with self.mlp.linear_fc2.adding_to(x):
+            return self.mlp.linear_fc2(inner)[0]
+
+
+class MixtureLayer(_StepTransformerLayer):
+    """A mixture of experts and its residual connection."""
+
+    def _step(self, x: Tensor, step: StepInput) -> Tensor:
+        return x + self.mlp(self.pre_mlp_layernorm(x))[0]

@@ -1,0 +1,44 @@
+"""Activations against their definition in fp64."""
+
+import pytest
+import torch
+
+from mtpkit.kernels.activation import reference
+from tests.kernels.recurrence import relative
+
+SHAPES = [(1, 4), (3, 34), (2, 5, 126), (1, 1, 2500)]
+
+
+def definition(name, x):
+    x = x.double()
+    if name == "relu2":
+        return x.clamp_min(0) ** 2
+    gate, value = x.split(x.shape[-1] // 2, -1)
+    return gate / (1 + torch.exp(-gate)) * value
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp, in numpy
+@pytest.mark.parametrize("name", ["relu2", "swiglu"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations(twin, dtype, shape, name):
+    x = (4 * torch.randn(shape)).to(dtype)
+    x[..., 0], x[..., 1] = -200.0, 3.0  # the sigmoid of a gate underflows
+    want, low = definition(name, x), getattr(reference, name)(x)
+    have = getattr(twin("activation"), name)(x.to(twin.device))
+    # Triton's interpreter cuts bf16 off instead of rounding.
+    bound = 2 * relative(low, want) + (2**-7 if twin.name == "interpreter" else 1e-6)
+    assert have.dtype == dtype and relative(have.cpu(), want) < (1e-5 if dtype == torch.float32 else bound)
+
+
+@pytest.mark.parametrize("name", ["relu2", "swiglu"])
+def test_slices(twin, name):
+    whole = torch.full((5, 3, 60), torch.nan)
+    x = whole[:, 1:2, 10:44].copy_(torch.randn(5, 1, 34))
+    on_device = whole.to(twin.device)[:, 1:2, 10:44]
+    assert relative(getattr(twin("activation"), name)(on_device).cpu(), definition(name, x)) < 1e-5
+
+
+def test_relu2_keeps_nan(twin):
+    x = torch.tensor([[-1.0, torch.nan, 2.0]], device=twin.device)
+    assert torch.equal(twin("activation").relu2(x).cpu().nan_to_num(nan=7.0), torch.tensor([[0.0, 7.0, 4.0]]))

@@ -1,0 +1,124 @@
+"""The best token of logits and of hidden states."""
+
+import math
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's loops
+
+LOGIT_SHAPES = [(1, 1), (3, 17), (2, 4099), (5, 9000)]
+HEAD_SHAPES = [(1, 3, 17), (3, 63, 40), (16, 64, 128), (17, 130, 40), (33, 65, 96), (64, 129, 130)]
+"""Rows of hidden states, vocabulary, hidden size; with blocks that are full and not, in each direction."""
+
+
+def heads(rows, vocabulary, width, dtype=torch.float32):
+    return torch.randn(rows, width).to(dtype), torch.randn(vocabulary, width).to(dtype)
+
+
+def low(twin):
+    """16 bits; Triton's interpreter multiplies the bit patterns of bf16."""
+    return torch.float16 if twin.name == "interpreter" else torch.bfloat16
+
+
+def shortfall(tokens, hidden, weight):
+    """How far the chosen tokens' logits are below the best, in fp64 and relative to the largest logit."""
+    logits = hidden.double() @ weight.double().t()
+    return ((logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.abs().amax()).max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", LOGIT_SHAPES)
+def test_argmax(twin, shape, dtype):
+    whole = torch.full((shape[0], shape[1] + 7), math.inf, dtype=dtype)
+    logits = whole[:, : shape[1]].copy_(torch.randn(shape))
+    have = twin("draft_head").argmax(whole.to(twin.device)[:, : shape[1]])
+    assert have.dtype == torch.int64 and have.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("programs", [3, 6, 1000])
+@pytest.mark.parametrize("places", [(0, 8999), (5, 6, 7), (4095, 4096), (17, 4096 + 17, 8192 + 17), (8998, 8999)])
+def test_first_of_ties(twin, places, programs, monkeypatch):
+    """Within a block, over the blocks of a program, over programs."""
+    monkeypatch.setattr(twin("draft_head"), "PROGRAMS", programs, raising=False)
+    logits = torch.randn(3, 9000).clamp_max(3)
+    logits[:, list(places)] = 4.0
+    assert twin("draft_head").argmax(logits.to(twin.device)).tolist() == [places[0]] * 3
+
+
+def test_argmax_of_equal_and_masked_logits(twin):
+    logits = torch.full((4, 5000), -math.inf)
+    logits[1, 4999] = -1e30
+    logits[2] = 0
+    logits[3, 17] = math.inf
+    assert twin("draft_head").argmax(logits.to(twin.device)).tolist() == [0, 4999, 0, 17]
+
+
+def test_parts_of_many_rows(twin):
+    """Programs that read several blocks, and a last one that reads fewer."""
+    if twin.name == "interpreter":
+        pytest.skip("a thousand programs")
+    logits = torch.randn(700, 20_000)
+    assert twin("draft_head").argmax(logits.to(twin.device)).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("shape", HEAD_SHAPES)
+def test_linear_argmax(twin, shape, full):
+    hidden, weight = heads(*shape, torch.float32 if full else low(twin))
+    have = twin("draft_head").linear_argmax(hidden.to(twin.device), weight.to(twin.device))
+    assert have.dtype == torch.int64 and have.shape == shape[:1]
+    # What rounding of bf16 logits to 8 bits may hide; the sums of fp32 hide less.
+    assert shortfall(have.cpu(), hidden, weight) <= (1e-6 if full else 2**-8)
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_a_pruned_vocabulary(twin, rows):
+    hidden, weight = heads(rows, 200, 32)
+    token_ids = torch.randperm(200)[:77]
+    want = token_ids[(hidden @ weight[token_ids].t()).argmax(-1)]
+    arguments = (hidden, weight[token_ids], token_ids)
+    have = twin("draft_head").linear_argmax(*(t.to(twin.device) for t in arguments))
+    assert have.tolist() == want.tolist()
+
+
+def test_first_of_equal_tokens(twin):
+    """Equal rows of the weight in one tile, and in two."""
+    hidden, weight = torch.ones(2, 16), torch.zeros(150, 16)
+    weight[[70, 71, 149]] = 1.0
+    assert twin("draft_head").linear_argmax(hidden.to(twin.device), weight.to(twin.device)).tolist() == [70, 70]
+
+
+def test_nothing(twin):
+    ops = twin("draft_head")
+    nothing = torch.empty(0, 16, device=twin.device)
+    assert ops.argmax(nothing).shape == ops.linear_argmax(nothing, torch.ones(4, 16, device=twin.device)).shape == (0,)
+
+
+def test_strided_hidden_states(twin):
+    hidden, weight = heads(6, 90, 32)
+    spread = torch.full((6, 3, 32), math.nan)
+    spread[:, 1] = hidden
+    have = twin("draft_head").linear_argmax(spread.to(twin.device)[:, 1], weight.to(twin.device))
+    assert have.tolist() == (hidden @ weight.t()).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+def test_a_row_of_nan_gives_some_token(twin, rows):
+    """A row that pads a batch: its token is gathered from the embedding, and the others do not notice it."""
+    hidden, weight = heads(rows, 130, 40)
+    want = (hidden @ weight.t()).argmax(-1)
+    hidden[2], want[2] = math.nan, -1
+    have = twin("draft_head").linear_argmax(hidden.to(twin.device), weight.to(twin.device)).cpu()
+    assert 0 <= have[2] < 130
+    have[2] = -1
+    assert have.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 100])
+def test_streaming_at_every_height(twin, rows):
+    if twin.name == "reference":
+        pytest.skip("has no tiles")
+    hidden, weight = heads(rows, 300, 160, low(twin))
+    have = twin("draft_head").stream(hidden.to(twin.device), weight.to(twin.device))
+    assert shortfall(have.cpu(), hidden, weight) < 1e-6

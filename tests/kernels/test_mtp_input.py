@@ -1,0 +1,50 @@
+"""The input of eh_proj against norms in fp64."""
+
+import pytest
+import torch
+
+from mtpkit.kernels.mtp_input import reference
+from tests.kernels.recurrence import relative
+
+EPS = 1e-5
+VOCAB = 11
+
+
+def draw(tokens, width, dtype):
+    """Arguments whose `hidden` has NaN between its rows, and whose embedding has NaN in the rows that are not read."""
+    token_ids = torch.randint(VOCAB, (tokens,))
+    hidden = torch.full((tokens, 2, width), torch.nan, dtype=dtype)[:, 1].copy_(torch.randn(tokens, width))
+    embedding = torch.full((VOCAB, width), torch.nan, dtype=dtype)
+    embedding[token_ids] = torch.randn(tokens, width).to(dtype)
+    return token_ids, hidden, embedding, *(torch.randn(width).to(dtype) for _ in range(2))
+
+
+def definition(token_ids, hidden, embedding, enorm_weight, hnorm_weight):
+    halves = []
+    for x, weight in ((embedding[token_ids], enorm_weight), (hidden, hnorm_weight)):
+        x = x.double()
+        halves.append(x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double())
+    return torch.cat(halves, -1)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 17), (4, 63), (9, 128), (2, 500)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mtp_input(twin, dtype, tokens, width):
+    arguments = draw(tokens, width, dtype)
+    on_device = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=twin.device) for t in arguments]
+    have = twin("mtp_input").mtp_input(*(a.copy_(b) for a, b in zip(on_device, arguments, strict=True)), EPS)
+    want = definition(*arguments)
+    # Triton's interpreter cuts bf16 off instead of rounding.
+    bound = 2 * relative(reference.mtp_input(*arguments, EPS), want) + (2**-7 if twin.name == "interpreter" else 1e-6)
+    assert have.dtype == dtype and have.shape == (tokens, 2 * width)
+    assert relative(have.cpu(), want) < (1e-5 if dtype == torch.float32 else bound)
+
+
+def test_embedding_comes_first(twin):
+    """Worked example: tokens 2 and 0, width 2, eps 0: each half is a unit-RMS vector."""
+    embedding = torch.tensor([[3.0, 3.0], [9.0, 9.0], [1.0, -1.0]])
+    hidden = torch.tensor([[2.0, -2.0], [-4.0, 4.0]])
+    ones = torch.ones(2)
+    arguments = (t.to(twin.device) for t in (torch.tensor([2, 0]), hidden, embedding, ones, 10 * ones))
+    have = twin("mtp_input").mtp_input(*arguments, 0.0).cpu()
+    assert torch.allclose(have, torch.tensor([[1.0, -1.0, 10.0, -10.0], [1.0, 1.0, -10.0, 10.0]]))

@@ -1,0 +1,96 @@
+"""RMS norms against their definition in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from mtpkit.kernels.norm import reference
+from tests.kernels.recurrence import relative
+
+EPS = 1e-5
+SHAPES = [(1, 1), (3, 17), (2, 5, 63), (4, 1, 128), (1, 500)]
+
+
+def definition(x, weight, group=None):
+    """Norm in fp64 over groups of the last dimension."""
+    groups = x.double().unflatten(-1, (-1, group or x.shape[-1]))
+    return (groups / torch.sqrt(groups.square().mean(-1, keepdim=True) + EPS)).flatten(-2) * weight.double()
+
+
+def gated_definition(x, z, weight, group):
+    x, z = x.double(), z.double()
+    return definition(x * z / (1 + torch.exp(-z)), weight, group)
+
+
+def draw(shape, dtype=torch.float32, wider=0):
+    """Normal numbers; with `wider`, a slice of a tensor that is NaN around it."""
+    whole = torch.full((*shape[:-1], shape[-1] + 2 * wider), math.nan, dtype=dtype)
+    part = whole[..., wider : wider + shape[-1]]
+    return part.copy_(torch.randn(shape))
+
+
+def place(twin, *tensors):
+    """The tensors on the twin's device, strides kept."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=twin.device).copy_(t) for t in tensors]
+
+
+def assert_close(twin, have, want, low):
+    """fp32 to 1e-5; bf16 within twice the error of PyTorch's, and more where Triton's interpreter does not round."""
+    bound = 2 * relative(low, want) + (2**-6 if twin.name == "interpreter" else 1e-6)
+    assert have.dtype == low.dtype and relative(have.cpu(), want) < (1e-5 if have.dtype == torch.float32 else bound)
+
+
+@pytest.mark.parametrize("wider", [0, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(twin, dtype, shape, wider):
+    x, weight = draw(shape, dtype, wider), draw(shape[-1:], dtype)
+    have = twin("norm").rms_norm(*place(twin, x, weight), EPS)
+    assert_close(twin, have, definition(x, weight), reference.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm(twin, dtype, shape):
+    x, residual, weight = draw(shape, dtype, wider=3), draw(shape, dtype), draw(shape[-1:], dtype)
+    normed, total = twin("norm").add_rms_norm(*place(twin, x, residual, weight), EPS)
+    exact = torch.equal(total.cpu(), x + residual)
+    assert exact or (twin.name == "interpreter" and relative(total, x + residual) < 2**-7)
+    assert_close(twin, normed, definition(x + residual, weight), reference.rms_norm(x + residual, weight, EPS))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp, in numpy
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (2, 17), (3, 63), (8, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_rms_norm(twin, dtype, heads, group):
+    """z is a slice of a wider projection, as in the mixer."""
+    shape = (3, 1, heads * group)
+    x, z, weight = draw(shape, dtype), 4 * draw(shape, dtype, wider=5), draw(shape[-1:], dtype)
+    z[0, 0, 0] = -200.0  # its sigmoid underflows
+    have = twin("norm").gated_rms_norm(*place(twin, x, z, weight), group, EPS)
+    assert_close(twin, have, gated_definition(x, z, weight, group), reference.gated_rms_norm(x, z, weight, group, EPS))
+
+
+def test_sequences_of_a_batch(twin):
+    """[s, b, h] seen from [b, s, h]: no view of it has one row stride."""
+    x, z = draw((2, 3, 34)).transpose(0, 1), draw((2, 3, 34), wider=4).transpose(0, 1)
+    weight = draw((34,))
+    have = twin("norm").gated_rms_norm(*place(twin, x, z, weight), 17, EPS)
+    assert relative(have.cpu(), gated_definition(x, z, weight, 17)) < 1e-5
+
+
+def test_many_narrow_rows(twin):
+    """Several rows a program, the last program partly empty."""
+    x, weight = draw((67, 60)), draw((60,))
+    assert relative(twin("norm").rms_norm(*place(twin, x, weight), EPS).cpu(), definition(x, weight)) < 1e-5
+
+
+def test_a_nan_stays_in_its_row(twin):
+    x, weight = draw((40, 64)), draw((64,))
+    clean = definition(x, weight)
+    x[5, 3] = math.nan
+    have = twin("norm").rms_norm(*place(twin, x, weight), EPS).cpu()
+    assert have[5].isnan().all()
+    others = torch.arange(40) != 5
+    assert relative(have[others], clean[others]) < 1e-5
