@@ -1,11 +1,14 @@
 """Attention kernels against attention written out with a dense mask in fp64."""
 
+import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mtpkit.kernels.attention import depth_attention, paged_attention, sequence_attention
+from mtpkit.kernels.attention import depth_attention, sequence_attention
+from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
 
 WIDTH = 6
@@ -70,57 +73,258 @@ def test_depths_equal_a_mask_over_all_of_them(heads, kv_heads, depth, documents)
     assert relative(have_grad, want_grad.double()) < TOLERANCE
 
 
-def make_paged(context_lens: list[int], tokens: int, block_size: int, kv_heads: int = 2):
+def make_paged(contexts: list[int], new: list[int], block_size: int, kv_heads: int = 2, width: int = WIDTH):
     """Histories scattered over random blocks of a cache that is NaN elsewhere."""
     generator = torch.Generator().manual_seed(block_size)
-    used = [-(-(length + tokens) // block_size) for length in context_lens]
+    lengths = [context + count for context, count in zip(contexts, new, strict=True)]
+    used = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(used) + 5, generator=generator)
     tables = torch.zeros(len(used), max(used) + 1, dtype=torch.int64)
-    caches = torch.full((2, len(order), block_size, kv_heads, WIDTH), torch.nan)
+    caches = torch.full((2, len(order), block_size, kv_heads, width), torch.nan)
     histories = []
-    for row, (length, count) in enumerate(zip(context_lens, used, strict=True)):
+    for row, (length, count) in enumerate(zip(lengths, used, strict=True)):
         tables[row, :count], order = order[:count], order[count:]
-        history = torch.randn(2, length + tokens, kv_heads, WIDTH, generator=generator)
+        history = torch.randn(2, length, kv_heads, width, generator=generator)
         histories.append(history)
-        for position in range(length + tokens):
-            caches[:, tables[row, position // block_size], position % block_size] = history[:, position]
+        places = torch.arange(length)
+        caches[:, tables[row, places // block_size], places % block_size] = history
     return caches, tables, histories
+
+
+def paged(twin, q, caches, tables, contexts, **options):
+    """q [R, T, heads, d] through the op of a twin; the result on the CPU."""
+    tensors = (t.to(twin.device) for t in (q, *caches, tables, torch.tensor(contexts)))
+    return twin("attention").paged_attention(*tensors, **options).cpu()
+
+
+def prefill(twin, q, caches, tables, contexts, lens, first=0, **options):
+    """q [T, heads, d] through the op of a twin; the result on the CPU."""
+    start = torch.tensor([0, *lens]).cumsum(0) + first
+    tensors = (t.to(twin.device) for t in (q, *caches, tables, torch.tensor(contexts), start))
+    return twin("attention").prefill_attention(*tensors, tuple(lens), **options).cpu()
+
+
+def error(out, q, histories) -> float:
+    """The worst relative error over rows, given out and q [t, heads, d] of each."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    errors = []
+    for row in zip(out, q, histories, strict=True):
+        have, queries, history = (t.to(device) for t in row)
+        length = history.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()[-len(queries) :]
+        errors.append(relative(have, dense(queries, *history, mask)))
+    return max(errors)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("tokens", [1, 2, 4])
-def test_pages(tokens, block_size):
+def test_pages(twin, tokens, block_size):
     edge = 2 * block_size - tokens  # ends exactly at a block's edge, and one to either side
-    context_lens = [0, 1, max(edge - 1, 0), max(edge, 0), max(edge + 1, 0), 17]
-    caches, tables, histories = make_paged(context_lens, tokens, block_size)
-    q = torch.randn(len(context_lens), tokens, 4, WIDTH)
-    out = paged_attention(q, *caches, tables, torch.tensor(context_lens))
-    for row, (length, history) in enumerate(zip(context_lens, histories, strict=True)):
-        mask = causal(length + tokens)[length:]
-        assert relative(out[row], dense(q[row], *history, mask)) < TOLERANCE, row
+    contexts = [0, 1, max(edge - 1, 0), max(edge, 0), max(edge + 1, 0), 17]
+    caches, tables, histories = make_paged(contexts, [tokens] * 6, block_size)
+    q = torch.randn(len(contexts), tokens, 4, WIDTH)
+    assert error(paged(twin, q, caches, tables, contexts), q, histories) < TOLERANCE
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_pages_with_grouped_heads(heads, kv_heads):
-    caches, tables, histories = make_paged([5, 9], 3, 4, kv_heads)
-    q = torch.randn(2, 3, heads, WIDTH)
-    out = paged_attention(q, *caches, tables, torch.tensor([5, 9]))
-    for row, history in enumerate(histories):
-        assert relative(out[row], dense(q[row], *history, causal(history.shape[1])[-3:])) < TOLERANCE
+@pytest.mark.parametrize(("heads", "kv_heads"), [*HEADS, (36, 2), (9, 1)])
+@pytest.mark.parametrize("width", [1, 17, 63])
+def test_pages_with_grouped_heads(twin, heads, kv_heads, width):
+    caches, tables, histories = make_paged([5, 9], [3, 3], 4, kv_heads, width)
+    q = torch.randn(2, 3, heads, width)
+    assert error(paged(twin, q, caches, tables, [5, 9]), q, histories) < TOLERANCE
 
 
-def test_a_row_depends_on_nothing_else_in_the_batch():
-    caches, tables, _ = make_paged([5, 9, 2], 3, 4)
-    q, lengths = torch.randn(3, 3, 4, WIDTH), torch.tensor([5, 9, 2])
-    together = paged_attention(q, *caches, tables, lengths)
+CONTEXTS = [0, 59, 61, 127, 200]
+
+
+@pytest.mark.parametrize("splits", [None, 1, 2, 7])
+def test_long_contexts_are_split(twin, splits):
+    """Rows of one split and of several, splits of which a query sees nothing, splits without a position."""
+    if twin.name == "reference":
+        pytest.skip("does not split")
+    caches, tables, histories = make_paged(CONTEXTS, [6] * 5, 5, 1)
+    q = torch.randn(5, 6, 3, WIDTH)
+    assert error(paged(twin, q, caches, tables, CONTEXTS, splits=splits), q, histories) < TOLERANCE
+
+
+def test_one_long_row_is_split_in_a_full_batch(twin, monkeypatch):
+    if twin.name == "reference":
+        pytest.skip("does not split")
+    decode = importlib.import_module("mtpkit.kernels.attention.decode")
+    monkeypatch.setattr(decode, "PROGRAMS", 5)
+    monkeypatch.setattr(decode, "_LONG", 64)
+    assert decode.split_plan(5, 210, 64) == (4, 1, 64)
+    caches, tables, histories = make_paged(CONTEXTS, [6] * 5, 5, 1)
+    q = torch.randn(5, 6, 3, WIDTH)
+    assert error(paged(twin, q, caches, tables, CONTEXTS), q, histories) < TOLERANCE
+
+
+@pytest.mark.parametrize(("few_lines", "splits"), [(2048, 20), (0, 5)])
+def test_splits_are_joined_in_several_rounds(twin, monkeypatch, few_lines, splits):
+    if twin.name == "reference":
+        pytest.skip("does not split")
+    monkeypatch.setattr(importlib.import_module("mtpkit.kernels.attention.decode"), "_FEW_LINES", few_lines)
+    tiles = importlib.import_module("mtpkit.kernels.attention.tile").Tiles(16, 16, 4, 2)
+    caches, tables, histories = make_paged([331], [2], 5, 1)
+    q = torch.randn(1, 2, 3, WIDTH)
+    out = paged(twin, q, caches, tables, [331], splits=splits, tiles=tiles)
+    assert error(out, q, histories) < TOLERANCE
+
+
+@pytest.mark.parametrize("programs", [1, 7, 128, 264, 512, 5000])
+def test_splits_hold_every_row(programs):
+    """What the kernel makes of a plan: the splits of a row cover it, and there are enough of them."""
+    split_plan = importlib.import_module("mtpkit.kernels.attention.decode").split_plan
+    for span in (16, 64, 100, 1024, 8192, 8208, 131072):
+        splits, fill, longest = split_plan(programs, span, 64)
+        assert splits == 1 or programs * splits < 1024 + programs
+        for end in {min(end, span) for end in (1, 63, 64, 65, span // 3, span - 1, span)}:
+            length = min(max(math.ceil(math.ceil(end / fill) / 64) * 64, 64), longest)
+            assert math.ceil(end / length) <= splits
+
+
+def test_queries_may_be_views_of_a_fused_projection(twin):
+    caches, tables, histories = make_paged([5, 9], [3, 3], 4)
+    q = torch.randn(2, 3, 2, 4, WIDTH)[..., :2, :]  # [R, T, kv_heads, heads / kv_heads, d] beside keys and values
+    assert not q.is_contiguous()
+    out = paged(twin, q, caches, tables, [5, 9])
+    assert error(out, q.flatten(2, 3), histories) < TOLERANCE
+    assert torch.equal(prefill(twin, q.flatten(0, 1), caches, tables, [5, 9], [3, 3]), out.flatten(0, 1))
+    q = torch.randn(2, 3, 4, 3 * WIDTH)[..., :WIDTH]
+    assert error(paged(twin, q, caches, tables, [5, 9]), q, histories) < TOLERANCE
+
+
+def test_null_rows_are_finite_and_change_nothing(twin):
+    """Rows that only fill a batch own a block of their own, and have no context."""
+    caches, tables, histories = make_paged([5], [3], 4)
+    q = torch.randn(3, 3, 4, WIDTH)
+    free = next(block for block in range(caches.shape[1]) if block not in tables)
+    caches[:, free] = torch.randn(2, *caches.shape[2:])
+    tables = torch.cat([tables, torch.full_like(tables, free).expand(2, -1)])
+    out = paged(twin, q, caches, tables, [5, 0, 0])
+    assert out.isfinite().all()
+    assert error(out[:1], q[:1], histories) < TOLERANCE
+
+
+def test_a_row_depends_on_nothing_else_in_the_batch(twin):
+    caches, tables, _ = make_paged([5, 9, 2], [3, 3, 3], 4)
+    q, contexts = torch.randn(3, 3, 4, WIDTH), torch.tensor([5, 9, 2])
+    together = paged(twin, q, caches, tables, contexts.tolist())
     for row in ([0], [2, 1]):
-        assert torch.equal(paged_attention(q[row], *caches, tables[row], lengths[row]), together[row])
+        alone = paged(twin, q[row], caches, tables[row], contexts[row].tolist())
+        assert torch.equal(alone, together[row])
 
 
-def test_a_wrong_length_or_block_would_be_seen():
-    caches, tables, histories = make_paged([6], 2, 4)
+def test_a_wrong_length_or_block_would_be_seen(twin):
+    caches, tables, histories = make_paged([6], [2], 4)
     q = torch.randn(1, 2, 4, WIDTH)
-    want = dense(q[0], *histories[0], causal(8)[6:])
-    assert relative(paged_attention(q, *caches, tables, torch.tensor([6]))[0], want) < TOLERANCE
-    assert relative(paged_attention(q, *caches, tables, torch.tensor([5]))[0], want) > 1e-2
-    assert relative(paged_attention(q, *caches, tables[:, [1, 0, 2]], torch.tensor([6]))[0], want) > 1e-2
+    assert error(paged(twin, q, caches, tables, [6]), q, histories) < TOLERANCE
+    assert error(paged(twin, q, caches, tables, [5]), q, histories) > 1e-2
+    assert error(paged(twin, q, caches, tables[:, [1, 0, 2]], [6]), q, histories) > 1e-2
+
+
+CHUNKS = {
+    "one token": ([7], [1]),
+    "mixed": ([0, 5, 31, 16, 0], [17, 1, 63, 3, 2]),
+    "equal": ([0, 20, 3], [9, 9, 9]),
+    "empty": ([4, 4, 0], [5, 0, 6]),
+}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+@pytest.mark.parametrize(("contexts", "lens"), CHUNKS.values(), ids=CHUNKS)
+def test_prefill(twin, contexts, lens, heads, kv_heads):
+    caches, tables, histories = make_paged(contexts, lens, 4, kv_heads)
+    q = torch.randn(sum(lens), heads, WIDTH)
+    out = prefill(twin, q, caches, tables, contexts, lens, first=11)
+    held = [row for row, count in enumerate(lens) if count]
+    chunks = [(out.split(lens)[row], q.split(lens)[row], histories[row]) for row in held]
+    assert error(*zip(*chunks, strict=True)) < TOLERANCE
+
+
+@pytest.mark.parametrize("m", [16, 32])
+def test_prefill_in_many_tiles(twin, m):
+    """Tiles that begin and end in the middle of a token's heads, after positions that all of a tile's queries see."""
+    if twin.name == "reference":
+        pytest.skip("has no tiles")
+    tiles = importlib.import_module("mtpkit.kernels.attention.tile").Tiles(m, 16, 4, 2)
+    contexts, lens = [40, 0, 3], [12, 30, 7]
+    caches, tables, histories = make_paged(contexts, lens, 3, 1, 16)
+    q = torch.randn(sum(lens), 3, 16)
+    out = prefill(twin, q, caches, tables, contexts, lens, tiles=tiles)
+    assert error(out.split(lens), q.split(lens), histories) < TOLERANCE
+
+
+def test_prefill_of_many_rows(twin):
+    lens = [1 + row % 2 for row in range(131)]
+    contexts = [row % 5 for row in range(131)]
+    caches, tables, histories = make_paged(contexts, lens, 4, 1)
+    q = torch.randn(sum(lens), 1, WIDTH)
+    out = prefill(twin, q, caches, tables, contexts, lens)
+    assert error(out.split(lens), q.split(lens), histories) < TOLERANCE
+
+
+def low_precision_error(twin, rows: int, contexts: list[int], lens: list[int], shape: tuple[int, int, int]) -> None:
+    """The op on bf16 errs at most twice as much as plain PyTorch does; the interpreter multiplies fp16 instead."""
+    dtype = torch.float16 if twin.name == "interpreter" else torch.bfloat16
+    heads, kv_heads, width = shape
+    caches, tables, histories = make_paged(contexts, lens, 16, kv_heads, width)
+    caches, q = caches.to(dtype), torch.randn(sum(lens), heads, width).to(dtype)
+    histories = [history.to(dtype) for history in histories]
+    plain = prefill(replace(twin, name="reference"), q, caches, tables, contexts, lens)
+    bound = 2 * error(plain.split(lens), q.split(lens), histories)
+    out = prefill(twin, q, caches, tables, contexts, lens)
+    assert error(out.split(lens), q.split(lens), histories) <= bound
+    if rows:
+        out = paged(twin, q.unflatten(0, (rows, -1)), caches, tables, contexts)
+        assert error(out, q.unflatten(0, (rows, -1)), histories) <= bound
+
+
+def test_low_precision(twin):
+    low_precision_error(twin, 2, [70, 20], [4, 4], (4, 2, 17))
+    low_precision_error(twin, 0, [20, 3], [30, 1], (4, 1, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "contexts", "lens"),
+    [
+        (1, [3000], [4]),
+        (5, [0, 17, 700, 5000, 64], [4] * 5),
+        (64, [128 + 7 * row for row in range(64)], [2] * 64),
+        (0, [0, 100, 1000], [2000, 513, 1]),
+        (0, [0], [4096]),
+    ],
+    ids=str,
+)
+def test_low_precision_at_real_sizes(rows, contexts, lens):
+    low_precision_error(Twin("cuda", "cuda"), rows, contexts, lens, (32, 8, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 128), (16, 2, 256), (12, 12, 64), (5, 1, 80)])
+def test_full_precision_at_real_sizes(heads, kv_heads, width):
+    twin, contexts, lens = Twin("cuda", "cuda"), [3, 300, 1500], [70, 5, 200]
+    caches, tables, histories = make_paged(contexts, lens, 16, kv_heads, width)
+    q = torch.randn(sum(lens), heads, width)
+    out = prefill(twin, q, caches, tables, contexts, lens)
+    assert error(out.split(lens), q.split(lens), histories) < TOLERANCE
+    newest = torch.stack([chunk[-5:] for chunk in q.split(lens)])
+    before = [context + count - 5 for context, count in zip(contexts, lens, strict=True)]
+    assert error(paged(twin, newest, caches, tables, before), newest, histories) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_blocks_beyond_2_to_the_31_elements():
+    """Offsets into large caches need 64 bits."""
+    twin, shape = Twin("cuda", "cuda"), (140_000, 16, 8, 128)
+    small, tables, histories = make_paged([40], [4], 16, 8, 128)
+    caches = torch.empty(2, *shape, dtype=torch.bfloat16, device="cuda")
+    caches[:, -small.shape[1] :] = small.bfloat16()
+    far = tables + shape[0] - small.shape[1]
+    q = torch.randn(1, 4, 32, 128).bfloat16()
+    histories = [history.bfloat16() for history in histories]
+    near = paged(twin, q, small.bfloat16(), tables, [40])
+    assert error(near, q, histories) < 1e-2
+    assert torch.equal(paged(twin, q, caches, far, [40]), near)
+    assert torch.equal(prefill(twin, q[0], caches, far, [40], [4]), near[0])

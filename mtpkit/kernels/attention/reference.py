@@ -70,7 +70,8 @@ def paged_attention(
     Query t of row r stands at position context_lens[r] + t and sees the positions up to its own.
 
     Args:
-        q: [R, T, heads, d].
+        q: [R, T, heads, d], or [R, T, kv_heads, heads / kv_heads, d] where a view of a fused projection cannot have its
+            heads in one dimension.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, d].
         block_tables: [R, B] int64; only blocks that hold positions below context_lens[r] + T are read.
         context_lens: [R] int64, tokens before the T new ones.
@@ -78,6 +79,7 @@ def paged_attention(
     Returns:
         [R, T, heads, d].
     """
+    q = q.flatten(2, -2)
     rows, tokens, heads, width = q.shape
     block_size, groups = key_cache.shape[1:3]
     span = block_tables.shape[1] * block_size
@@ -90,7 +92,38 @@ def paged_attention(
     )
     mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
     # Heads of a group share keys: stack them as further queries.
-    stacked = q.view(rows, tokens, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(rows, groups, -1, width)
-    mask = mask.repeat(1, heads // groups, 1)[:, None]
+    rep = heads // groups
+    stacked = q.view(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = mask.repeat(1, rep, 1)[:, None]
     out = F.scaled_dot_product_attention(stacked, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
-    return out.view(rows, groups, -1, tokens, width).permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)
+    return out.unflatten(2, (rep, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def prefill_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    lens: tuple[int, ...],
+) -> Tensor:
+    """`paged_attention` of R rows with `lens` new tokens each, one row after another in q.
+
+    Example, lens (2, 3), query_start [4, 6, 9]: q has 5 tokens, of which the first 2 are row 0's.
+
+    Args:
+        q: [T, heads, d] or [T, kv_heads, heads / kv_heads, d].
+        key_cache, value_cache, block_tables, context_lens: as for `paged_attention`.
+        query_start: [R + 1] int64, where each row begins and the last one ends, counted from anywhere: token
+            query_start[0] is q's first.
+        lens: the differences of `query_start`, known to the host.
+
+    Returns:
+        [T, heads, d].
+    """
+    outputs = [
+        paged_attention(chunk[None], key_cache, value_cache, block_tables[row, None], context_lens[row, None])[0]
+        for row, chunk in enumerate(q.split(lens))
+    ]
+    return torch.cat(outputs)

@@ -1,3 +1,6 @@
-from mtpkit.kernels.kv_store.reference import store_kv
+from mtpkit.kernels.dispatch import pick
+from mtpkit.kernels.kv_store import reference
+
+store_kv = pick(reference.store_kv)
 
 __all__ = ["store_kv"]

@@ -7,7 +7,7 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """Put token t at flat slot slots[t] = block * block_size + offset; a slot of -1 is written nowhere.
 
     Args:
-        key, value: [T, kv_heads, d].
+        key, value: [T, kv_heads, d], of any strides, as views of a fused projection have them.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, d], updated in place.
         slots: [T] int64, distinct where not -1.
     """

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor, nn
 
-from mtpkit.kernels.attention import depth_attention, paged_attention, sequence_attention
+from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
 from mtpkit.kernels.kv_store import store_kv
 from mtpkit.model.inputs import AttentionCache, AttentionCacheSpec, DepthInput, SequenceInput, StepInput
 
@@ -22,7 +22,8 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float, percent: float) -> T
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves rotated against each other.
 
     Args:
-        x: [s, b, heads, d]; the first percent * d channels are rotated.
+        x: [s, b, heads, d]; the first percent * d channels are rotated. Of one sequence, b may be another dimension of
+            heads.
         positions: [b, s] int64.
 
     Returns:
@@ -60,17 +61,39 @@ class SelfAttention(MegatronSelfAttention):
             ([s, b, h], bias or None).
         """
         inputs = SequenceInput() if inference_context is None else inference_context
-        q, k, v = self.get_query_key_value_tensors(hidden_states)
-        q, k = self._rotate(q, k, inputs)
         if isinstance(inputs, StepInput):
-            out = self._step(q[:, 0], k[:, 0], v[:, 0], inputs)[:, None]
+            q, k, v = self._project(hidden_states)
+            q, k = self._rotate(q, k, inputs)
+            out = self._step(q, k[:, 0], v[:, 0], inputs)[:, None]
         else:
+            q, k, v = self.get_query_key_value_tensors(hidden_states)
+            q, k = self._rotate(q, k, inputs)
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, heads, d]
             if isinstance(inputs, DepthInput):
                 out = self._depth(q, k, v, inputs).transpose(0, 1)
             else:
                 out = sequence_attention(q, k, v, inputs.documents).transpose(0, 1)
         return self.linear_proj(out.reshape(*out.shape[:2], -1))
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a step, as views of the projection: megatron-core's own split copies the queries
+        to have their heads in one dimension.
+
+        Returns:
+            q [T, groups, heads / groups, d]; k, v [T, 1, groups, d].
+        """
+        if self.config.num_query_groups < self.world_size:  # a group's heads are on several ranks
+            q, k, v = self.get_query_key_value_tensors(hidden_states)
+            return q[:, 0].unflatten(1, (k.shape[2], -1)), k, v
+        qkv, _ = self.linear_qkv(hidden_states)
+        width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        qkv = qkv.view(qkv.shape[0], groups, -1, width)
+        q, k, v = qkv[:, :, :-2], qkv[:, None, :, -2], qkv[:, None, :, -1]
+        if self.q_layernorm is not None:
+            q = self.q_layernorm(q)
+        if self.k_layernorm is not None:
+            k = self.k_layernorm(k)
+        return q, k, v
 
     def _rotate(self, q: Tensor, k: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
         model_config = self.config.mtpkit
@@ -96,19 +119,23 @@ class SelfAttention(MegatronSelfAttention):
         return depth_attention(q, first_k, first_v, [k for k, _ in later], [v for _, v in later], inputs.documents)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
-        """Store the step's keys and values, then attend through the cache: [T, heads, d] to the same."""
+        """Store the step's keys and values [T, groups, d], then attend through the cache.
+
+        Returns:
+            [T, heads, d], given q [T, groups, heads / groups, d].
+        """
         cache = step.caches[self.cache_name]
         assert isinstance(cache, AttentionCache)
         store_kv(k, v, cache.key, cache.value, step.kv_slots)
         rows, start = step.num_decode_rows, step.num_decode_tokens
         outputs = []
-        if start:
+        if rows:
+            tables, lengths = step.block_tables[:rows], step.context_lens[:rows]
             decode_q = q[:start].unflatten(0, (rows, step.decode_width))
-            outputs.append(self._paged(decode_q, cache, step, slice(0, rows)).flatten(0, 1))
-        for row, length in enumerate(step.prefill_lens, rows):
-            outputs.append(self._paged(q[None, start : start + length], cache, step, slice(row, row + 1))[0])
-            start += length
+            outputs.append(paged_attention(decode_q, cache.key, cache.value, tables, lengths).flatten(0, 1))
+        if step.prefill_lens:
+            tables, lengths, starts = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
+            outputs.append(
+                prefill_attention(q[start:], cache.key, cache.value, tables, lengths, starts, step.prefill_lens)
+            )
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-    def _paged(self, q: Tensor, cache: AttentionCache, step: StepInput, rows: slice) -> Tensor:
-        return paged_attention(q, cache.key, cache.value, step.block_tables[rows], step.context_lens[rows])
