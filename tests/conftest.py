@@ -14,8 +14,6 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-# Under it torch.empty is filled with NaN.
-torch.use_deterministic_algorithms(True, warn_only=True)
 
 settings.register_profile("mtpkit", deadline=None, derandomize=True)
 settings.load_profile("mtpkit")
@@ -29,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
+    # Under it torch.empty is filled with NaN. It imports Triton, which reads the variable above once.
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
