@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -10,12 +10,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from mtpkit.config import ModelConfig
+from mtpkit.errors import UserError
 from mtpkit.model.backends import get_backend
 from mtpkit.model.inputs import CacheSpec
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.specs import stack_spec, transformer_config
 from mtpkit.platform import cpu_redirect, ensure_distributed
+
+Init = Literal["portable", "device"]
+"""Where initial weights are drawn: "portable" on the CPU, the same on every machine; "device" where each parameter is,
+which takes a GPU seconds for billions of them, but other numbers than a CPU gives."""
 
 
 def build_model(
@@ -27,6 +32,7 @@ def build_model(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
+    init: Init = "portable",
 ) -> HybridModel:
     """A model with freshly initialised weights, in eval mode.
 
@@ -34,8 +40,10 @@ def build_model(
     pipeline stage other than the first and last, only that stage's layers are built.
 
     Raises:
-        UserError: unknown backend, or parallel sizes that do not fit the processes.
+        UserError: unknown backend or init, or parallel sizes that do not fit the processes.
     """
+    if init not in get_args(Init):
+        raise UserError(f"init is {init!r}, must be one of {', '.join(get_args(Init))}")
     modules = get_backend(backend)
     ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -59,7 +67,7 @@ def build_model(
     model.mtpkit_config = config
     for name, layer in caching_layers(model).items():
         layer.cache_name = name
-    init_weights(model, config, seed + (groups.tp.rank() << 32))
+    init_weights(model, config, seed + (groups.tp.rank() << 32), init=init)
     if device is not None:
         model = model.to(device)
     return model.eval()
@@ -80,25 +88,25 @@ def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
+def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable") -> None:
     """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
     So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base.
     Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are
     one; Mamba2's A, dt and convolution as in its paper's code.
     """
-    generator = torch.Generator()
 
     def normal(shape: torch.Size, std: float) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * std
+        return torch.randn(shape, generator=generator, device=generator.device) * std
 
     def uniform(shape: torch.Size, low: float, high: float) -> torch.Tensor:
-        return torch.rand(shape, generator=generator) * (high - low) + low
+        return torch.rand(shape, generator=generator, device=generator.device) * (high - low) + low
 
     residual_std = config.init_std / math.sqrt(2 * len(config.pattern))
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix):
             continue
+        generator = torch.Generator("cpu" if init == "portable" else parameter.device)
         generator.manual_seed(seed + zlib.crc32(name.encode()))
         kind, shape = name.rpartition(".")[2], parameter.shape
         if kind == "A_log":

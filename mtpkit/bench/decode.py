@@ -1,0 +1,175 @@
+"""How fast the engine decodes once all prompts are computed, and how close that is to what the machine allows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from mtpkit.bench.decode_run import Contender, Window
+from mtpkit.bench.machine import Machine, measure_machine, release_memory
+from mtpkit.bench.result import Result
+from mtpkit.bench.roofline import depth_rates
+from mtpkit.bench.trace import Trace
+from mtpkit.errors import UserError
+
+_SHOWN_KERNELS = 20
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What is measured.
+
+    Raises:
+        UserError: values that cannot be measured, all of them named.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 4, 16, 32, 64, 128)
+    ks: tuple[int, ...] = (0, 1, 3)
+    """Drafts a step."""
+    prompt_len: int = 512
+    """Of prompts of random tokens."""
+    max_tokens: int = 256
+    """Generated for each prompt."""
+    acceptance: tuple[float, ...] | None = (0.85,)
+    """Conditional acceptance of each depth, drawn by chance; the last one holds for all further depths. None: drafts
+    are verified."""
+    draft_vocab: Path | int | None = None
+    """File of the tokens that drafts are chosen among, or how many of the first ones; None: all."""
+    repeats: int = 3
+    """Measurements, added up."""
+    state_rollback: Literal["replay", "snapshot"] = "replay"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    block_size: int = 16
+    max_num_batched_tokens: int | None = None
+    enforce_eager: bool = False
+    """Decode without CUDA graphs."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rates, vocab = self.acceptance or (1.0,), self.draft_vocab
+        checks = [
+            *((size >= 1, f"batch size is {size}, must be at least 1") for size in self.batch_sizes),
+            *((k >= 0, f"k is {k}, must be 0 (no drafts) or more") for k in self.ks),
+            *((0 <= rate <= 1, f"acceptance is {rate}, must be in 0 .. 1") for rate in rates),
+            (bool(self.batch_sizes and self.ks), "a batch size and a k are needed"),
+            (self.prompt_len >= 1, f"prompt-len is {self.prompt_len}, must be at least 1"),
+            (self.max_tokens >= 2, f"max-tokens is {self.max_tokens}, must be at least 2"),
+            (self.repeats >= 1, f"repeats is {self.repeats}, must be at least 1"),
+            (not isinstance(vocab, int) or vocab >= 1, f"draft vocabulary of {vocab} tokens, must be at least 1"),
+        ]
+        problems = [problem for good, problem in checks if not good]
+        if problems:
+            raise UserError("decode benchmark: " + "; ".join(problems))
+
+    def rates(self, k: int) -> list[float] | None:
+        """Synthetic acceptance of K depths."""
+        return None if self.acceptance is None else depth_rates(self.acceptance, k)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One batch size and K."""
+
+    batch_size: int
+    k: int
+    tokens_per_s: float
+    """Generated tokens over wall time, from when all requests decode to when the first one ends."""
+    step_ms: float
+    """Wall time of one of the steps in it."""
+    acceptance_length: float
+    """1 + mean accepted drafts a step and request."""
+    conditional_acceptance: list[float]
+    limit_tokens_per_s: float
+    """From `Roofline` and the rates measured in the same run."""
+    limit_share: float
+    host_gap_share: float | None
+    """See `Trace.host_gap_share`; None without a GPU."""
+    kernel_ms: float | None
+    """Time of a step in which a kernel ran, traced."""
+    slowest_kernels: dict[str, float]
+    """Traced milliseconds a step by kernel, the longest first."""
+
+
+COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
+    "batch": lambda row: str(row.batch_size),
+    "K": lambda row: str(row.k),
+    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+    "ms a step": lambda row: f"{row.step_ms:.3f}",
+    "acceptance length": lambda row: f"{row.acceptance_length:.2f}" if row.k else "-",
+    "limit": lambda row: f"{row.limit_tokens_per_s:.0f}",
+    "of the limit": lambda row: f"{row.limit_share:.0%}",
+    "kernels' ms": lambda row: "-" if row.kernel_ms is None else f"{row.kernel_ms:.3f}",
+    "host gaps": lambda row: "-" if row.host_gap_share is None else f"{row.host_gap_share:.1%}",
+}
+
+
+def measure_decode(
+    model: Any,
+    config: DecodeConfig,
+    prompts: Sequence[Sequence[int]] | None = None,
+    name: str = "model",
+    keep: Callable[[Result[DecodeRow]], object] | None = None,
+) -> Result[DecodeRow]:
+    """Decode at every batch size and K, with one engine after another around the same weights.
+
+    Before an engine is timed it decodes once: kernels are compiled and graphs captured, every output must have its
+    length, and synthetic acceptance must come out as it was asked for.
+
+    Args:
+        model: from `mtpkit.bench.shapes.open_model`.
+        prompts: token ids, taken in turn; None: random ones.
+        name: of the model, for the report.
+        keep: is given what there is after each row, so that a long run that is stopped has not been in vain.
+
+    Raises:
+        UserError: the model lacks the heads, or the requests do not fit.
+        MtpkitError: the engine did not do what was asked for.
+    """
+    weight = next(model.parameters())
+    machine = measure_machine(weight.device)
+    synthetic = config.acceptance is not None
+    how = f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}" if synthetic else "real acceptance"
+    title = f"decoding: {name}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
+    settings |= {"model": name, "synthetic": synthetic}
+    result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings)
+    pairs = [(size, k) for size in config.batch_sizes for k in config.ks]
+    with tqdm(pairs, desc="decoding", unit=" runs", disable=None) as progress:
+        for size, k in progress:
+            progress.set_postfix_str(f"batch {size}, K = {k}")
+            row = _measure(Contender(model, config, size, k, prompts), machine)
+            release_memory(weight.device)
+            result = replace(result, rows=[*result.rows, row])
+            if keep:
+                keep(result)
+    return result
+
+
+def _measure(contender: Contender, machine: Machine) -> DecodeRow:
+    """Check, then time."""
+    traced = contender.warm_up()
+    window = Window.join([contender.run() for _ in range(contender.config.repeats)])
+    contender.check(window)
+    acceptance, rates = window.acceptance, contender.config.rates(contender.k)
+    limit = contender.limit(machine, acceptance.conditional_acceptance if rates is None else rates)
+    return DecodeRow(
+        batch_size=contender.batch_size,
+        k=contender.k,
+        tokens_per_s=window.tokens_per_s,
+        step_ms=window.seconds / window.steps * 1e3,
+        acceptance_length=acceptance.acceptance_length,
+        conditional_acceptance=acceptance.conditional_acceptance,
+        limit_tokens_per_s=limit,
+        limit_share=window.tokens_per_s / limit,
+        host_gap_share=traced[0].host_gap_share if traced else None,
+        kernel_ms=traced[0].busy_seconds / traced[1] * 1e3 if traced else None,
+        slowest_kernels=_slowest(*traced) if traced else {},
+    )
+
+
+def _slowest(trace: Trace, steps: int) -> dict[str, float]:
+    """Milliseconds a step of the kernels that take most."""
+    items = list(trace.seconds_by_name().items())[:_SHOWN_KERNELS]
+    return {name: seconds / steps * 1e3 for name, seconds in items}

@@ -1,0 +1,224 @@
+"""One engine of the decode benchmark and its runs: what is timed, and what is checked before."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, Any
+
+from mtpkit.bench.machine import Machine, synchronize
+from mtpkit.bench.roofline import Roofline, expected_length
+from mtpkit.bench.shapes import random_prompts
+from mtpkit.bench.trace import Trace, trace_kernels
+from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine.llm import DTYPES
+from mtpkit.engine.request import AcceptanceStats
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.kernels.ssm_update import ring_capacity
+
+if TYPE_CHECKING:
+    from mtpkit.bench.decode import DecodeConfig
+
+_TOLERANCE = 0.03
+"""Of a synthetic acceptance length, unless four standard errors of what was drawn are more."""
+_SETTLING_STEPS, _TRACED_STEPS = 3, 10
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps in which all requests decoded."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    request_steps: int
+    """Decode steps of all requests."""
+    accepted: tuple[int, ...]
+    reached: tuple[int, ...]
+    """Drafts of each depth, see `AcceptanceStats`."""
+
+    @classmethod
+    def between(cls, before: list[int], after: list[int], k: int, steps: int = 0, seconds: float = 0.0) -> "Window":
+        """What was counted between two moments, see `Contender._counts`."""
+        tokens, request_steps, *depths = (new - old for new, old in zip(after, before, strict=True))
+        return cls(seconds, steps, tokens, request_steps, tuple(depths[:k]), tuple(depths[k:]))
+
+    @classmethod
+    def join(cls, windows: Sequence["Window"]) -> "Window":
+        """Several as one."""
+        accepted, reached = (
+            tuple(map(sum, zip(*depths, strict=True)))
+            for depths in ([w.accepted for w in windows], [w.reached for w in windows])
+        )
+        return cls(
+            seconds=sum(window.seconds for window in windows),
+            steps=sum(window.steps for window in windows),
+            tokens=sum(window.tokens for window in windows),
+            request_steps=sum(window.request_steps for window in windows),
+            accepted=accepted,
+            reached=reached,
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests."""
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance(self) -> AcceptanceStats:
+        """The counts as the engine has them."""
+        drafted = self.request_steps * len(self.accepted)
+        return AcceptanceStats(self.request_steps, drafted, list(self.accepted), list(self.reached))
+
+
+class Contender:
+    """One batch size and K: its engine, and its runs."""
+
+    def __init__(
+        self, model: Any, config: "DecodeConfig", batch_size: int, k: int, prompts: Sequence[Sequence[int]] | None
+    ) -> None:
+        self.config, self.batch_size, self.k = config, batch_size, k
+        self.model_config = model.mtpkit_config
+        self.device = next(model.parameters()).device
+        vocab_size = self.model_config.vocab_size
+        # Each run has prompts of its own: what an engine remembers of earlier ones must not help.
+        count = batch_size * (config.repeats + 1)
+        self.prompts = prompts or random_prompts(count, config.prompt_len, vocab_size, config.seed)
+        self.runs = 0
+        options: dict[str, Any] = {}
+        if k and config.acceptance is not None:
+            options["synthetic_acceptance"] = config.rates(k)
+        if k and config.draft_vocab is not None:
+            vocab = config.draft_vocab
+            options["draft_vocab"] = list(range(vocab)) if isinstance(vocab, int) else vocab
+        if config.enforce_eager:
+            options["enforce_eager"] = True
+        self.llm = LLM(
+            model,
+            num_speculative_tokens=k,
+            seed=config.seed,
+            block_size=config.block_size,
+            max_model_len=max(map(len, self.prompts)) + config.max_tokens,
+            max_num_seqs=batch_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            state_rollback=config.state_rollback,
+            state_dtype=config.state_dtype,
+            **options,
+        )
+
+    def warm_up(self) -> tuple[Trace, int] | None:
+        """Decode once, so that kernels are compiled and graphs captured.
+
+        Returns:
+            Kernels of some steps in which all requests decode, and how many steps; None where nothing can be traced.
+
+        Raises:
+            MtpkitError: outputs of another length, or synthetic acceptance that is not what was asked for.
+        """
+        self._start()
+        self._steps(_SETTLING_STEPS)
+        before, traced = self._counts(), [0]
+        trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
+        trace = trace_kernels(lambda: traced.append(self._steps(_TRACED_STEPS)), self.device)
+        self._steps()
+        self.check(Window.between(before, self._counts(), self.k))
+        self._finish()
+        return (trace, traced[-1]) if trace and traced[-1] else None
+
+    def run(self) -> Window:
+        """Decode one prompt a row to its end, and time what lies between the last first token and the first end.
+
+        Raises:
+            UserError: nothing lies between them.
+        """
+        self._start()
+        before, began = self._counts(), time.perf_counter()
+        steps = self._steps()
+        synchronize(self.device)
+        window = Window.between(before, self._counts(), self.k, steps, time.perf_counter() - began)
+        self._finish()
+        if not steps:
+            raise UserError(
+                f"batch {self.batch_size}, K = {self.k}: the first request ends before the last prompt is computed; "
+                f"raise max-tokens ({self.config.max_tokens}) or max-num-batched-tokens"
+            )
+        return window
+
+    def limit(self, machine: Machine, rates: Sequence[float]) -> float:
+        """Tokens a second that no engine can exceed, at the mean context of a run."""
+        draft_token_ids = getattr(self.llm.engine.drafter, "draft_token_ids", None)
+        context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
+        roofline = Roofline(
+            self.model_config,
+            next(self.llm.model.parameters()).dtype,
+            DTYPES[self.config.state_dtype],
+            self.config.state_rollback,
+            ring_length=ring_capacity(self.llm.engine.layout.ring_length),
+            draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
+        )
+        cost = roofline.decode(self.batch_size, rates, context_len)
+        return cost.limit_tokens_per_s(machine.copy_bandwidth, machine.matrix_rate)
+
+    def _start(self) -> None:
+        """Add the requests of a run and step until all of them decode."""
+        params = SamplingParams(temperature=0, max_tokens=self.config.max_tokens, ignore_eos=True)
+        first = self.runs * self.batch_size
+        self.runs += 1
+        engine = self.llm.engine
+        chosen = [self.prompts[(first + row) % len(self.prompts)] for row in range(self.batch_size)]
+        self.lengths = {engine.add_request(prompt, params): 0 for prompt in chosen}
+        while engine.has_unfinished and not all(self.lengths.values()):
+            self._step()
+        synchronize(self.device)
+
+    def _step(self) -> None:
+        for output in self.llm.engine.step():
+            self.lengths[output.request_id] = len(output.outputs[0].token_ids)
+
+    def _steps(self, most: float = math.inf) -> int:
+        """Step until a request may end with the next step or with the one that is under way; how many steps."""
+        steps, longest = 0, self.config.max_tokens - 2 * (1 + self.k)
+        while steps < most and max(self.lengths.values()) <= longest and self.llm.engine.has_unfinished:
+            self._step()
+            steps += 1
+        return steps
+
+    def _finish(self) -> None:
+        """Step until all requests have ended.
+
+        Raises:
+            MtpkitError: an output is not as long as it was asked to be.
+        """
+        while self.llm.engine.has_unfinished:
+            self._step()
+        wrong = {length for length in self.lengths.values() if length != self.config.max_tokens}
+        if wrong:
+            raise MtpkitError(f"outputs of {sorted(wrong)} tokens where {self.config.max_tokens} were asked for")
+
+    def _counts(self) -> list[int]:
+        """Tokens, decode steps of all requests, accepted and reached drafts of each depth."""
+        stats = self.llm.stats()
+        drafts = stats.acceptance
+        return [stats.generated_tokens, drafts.steps, *drafts.accepted_per_depth, *drafts.reached_per_depth]
+
+    def check(self, window: Window) -> None:
+        """Refuse synthetic acceptance that is not what was asked for, by more than chance explains."""
+        rates, stats = self.config.rates(self.k), window.acceptance
+        if not rates:
+            return
+        expected = expected_length(rates)
+        allowed = max(_TOLERANCE * expected, 4 * _deviation(rates) / math.sqrt(max(1, stats.steps)))
+        if abs(stats.acceptance_length - expected) > allowed:
+            raise MtpkitError(
+                f"batch {self.batch_size}, K = {self.k}: acceptance length {stats.acceptance_length:.3f} over "
+                f"{stats.steps} steps, but synthetic rates {rates} make {expected:.3f}: the engine does not draw them"
+            )
+
+
+def _deviation(rates: Sequence[float]) -> float:
+    """Standard deviation of the accepted drafts of a step."""
+    at_least = list(accumulate(rates, mul))
+    square = sum((2 * depth - 1) * share for depth, share in enumerate(at_least, 1))
+    return math.sqrt(max(0.0, square - sum(at_least) ** 2))

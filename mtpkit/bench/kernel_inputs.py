@@ -1,0 +1,105 @@
+"""What a kernel is measured with: an op, its inputs, and what it must move."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpkit.config import ModelConfig
+
+Args = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at one shape."""
+
+    call: Callable[..., Any]
+    shape: str
+    make: Callable[[], Args]
+    """Fresh inputs."""
+    bytes: Callable[[Args], float]
+    """What the op cannot help reading and writing."""
+    flops: float = 0.0
+    """On the matrix units."""
+    name: str = ""
+    """If it is not the op's."""
+    judge: Callable[[Args, Any], Tensor] | None = None
+    """What of an output two twins must agree in, where ties may be broken either way; None: all of it."""
+    reference: Callable[..., Any] | None = None
+    """None: the twin that the op was picked from."""
+    tolerance: float | None = None
+    """Relative error that is let pass; None: by dtype."""
+    note: Callable[[float], str] | None = None
+    """Says something about the bytes."""
+    capture: bool = True
+    """Whether it is timed in a CUDA graph, as decode steps run."""
+
+    @property
+    def op(self) -> str:
+        """Its name."""
+        return self.name or self.call.__name__
+
+    @property
+    def twin(self) -> Callable[..., Any]:
+        """The plain-PyTorch implementation."""
+        return self.reference or inspect.unwrap(self.call)
+
+
+def size(*tensors: Tensor) -> int:
+    """Bytes of all elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model's sizes, and those of a step."""
+
+    config: ModelConfig
+    rows: int
+    k: int
+    context_len: int
+    device: torch.device
+    dtype: torch.dtype
+    state_dtype: torch.dtype = torch.float32
+    draft_vocab_size: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return 1 + self.k
+
+    @property
+    def step(self) -> str:
+        """R and T, for people."""
+        return f"R = {self.rows}, T = {self.tokens}"
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """On the device."""
+        return torch.Generator(self.device).manual_seed(0)
+
+    def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal random numbers."""
+        value = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+        return value.normal_(0, std, generator=self.generator)
+
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Random numbers in 0 .. 1."""
+        return torch.rand(*shape, dtype=dtype, device=self.device, generator=self.generator)
+
+    def ints(self, high: int, *shape: int) -> Tensor:
+        """Random int64 below `high`."""
+        return torch.randint(high, shape, device=self.device, generator=self.generator)
+
+    def permutation(self, count: int) -> Tensor:
+        """0 .. count - 1 in random order."""
+        return torch.randperm(count, device=self.device, generator=self.generator)
+
+    def full(self, value: int, *shape: int) -> Tensor:
+        """int64 `value` everywhere."""
+        return torch.full(shape, value, dtype=torch.int64, device=self.device)

@@ -1,0 +1,208 @@
+"""Each op on its own: is it right, how long does it take, and what share of the machine's rates is that."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mtpkit.bench.kernel_cases import decode_cases, prefill_cases
+from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, release_memory
+from mtpkit.bench.result import Result
+from mtpkit.config import ModelConfig
+from mtpkit.errors import MtpkitError, UserError
+
+_TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
+"""Relative errors that are let pass, for a glance: kernels' own tests are stricter."""
+_CACHE_BYTES = 240 << 20
+"""Inputs that are taken in turn are this much in all: four times the L2 cache of an H200."""
+_MOST_SETS = 32
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What is measured.
+
+    Raises:
+        UserError: values that cannot be measured.
+    """
+
+    rows: tuple[int, ...] = (1, 4, 16, 64, 128)
+    """Requests of a step."""
+    k: int = 3
+    """Drafts of each."""
+    context_len: int = 512
+    """Tokens that each request has behind it; also the length of prompts."""
+    ops: tuple[str, ...] = ()
+    """Only these; none: all."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    draft_vocab_size: int | None = None
+    repeats: int = 20
+    """Timings; the median counts."""
+
+    def __post_init__(self) -> None:
+        wrong = [f"rows is {rows}, must be at least 1" for rows in self.rows if rows < 1]
+        if not self.rows:
+            wrong.append("no number of rows is given")
+        if self.k < 0:
+            wrong.append(f"k is {self.k}, must be 0 (no drafts) or more")
+        if self.context_len < 1:
+            wrong.append(f"context-len is {self.context_len}, must be at least 1")
+        if wrong:
+            raise UserError("kernel benchmark: " + "; ".join(wrong))
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One op at one shape."""
+
+    op: str
+    shape: str
+    microseconds: float
+    bytes: float
+    """What the op cannot help moving."""
+    flops: float
+    bandwidth_share: float
+    """Of the copy bandwidth measured in the same run."""
+    matrix_share: float
+    """Of the matrix rate measured in the same run."""
+    error: float
+    """Largest relative difference to the reference twin, over outputs and what is changed in place."""
+    note: str
+
+
+COLUMNS: dict[str, Callable[[KernelRow], str]] = {
+    "op": lambda row: row.op,
+    "shape": lambda row: row.shape,
+    "µs": lambda row: f"{row.microseconds:.1f}",
+    "MB": lambda row: f"{row.bytes / 1e6:.2f}",
+    "of the bandwidth": lambda row: f"{row.bandwidth_share:.0%}",
+    "of the matrix rate": lambda row: f"{row.matrix_share:.0%}" if row.flops else "-",
+    "error": lambda row: f"{row.error:.1e}",
+    "note": lambda row: row.note,
+}
+
+
+def measure_kernels(
+    model: ModelConfig,
+    config: KernelConfig,
+    device: str = "cuda",
+    name: str = "model",
+    keep: Callable[[Result[KernelRow]], object] | None = None,
+) -> Result[KernelRow]:
+    """Every op of a step, first compared with its reference twin, then timed over inputs that no cache holds.
+
+    Args:
+        device: on "cpu" the reference twins themselves are timed.
+        name: of the model, for the report.
+        keep: is given what there is after each row.
+
+    Raises:
+        UserError: no GPU, or an op that is not known.
+        MtpkitError: an op is wrong.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
+    place = torch.device(device)
+    cases = list(_cases(model, config, place))
+    machine = measure_machine(place)
+    title = f"{'kernels' if device == 'cuda' else 'reference twins'}: {name}, {machine.device}"
+    result: Result[KernelRow] = Result("kernels", title, COLUMNS, [], machine, {"model": name, **asdict(config)})
+    with torch.inference_mode(), tqdm(cases, desc="kernels", disable=None) as progress:
+        for case in progress:
+            progress.set_postfix_str(f"{case.op} {case.shape}")
+            result = replace(result, rows=[*result.rows, _measure(case, machine, place, config.repeats)])
+            release_memory(place)
+            if keep:
+                keep(result)
+    return result
+
+
+def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> Iterator[Case]:
+    """The chosen ops, those of one op together.
+
+    Raises:
+        UserError: an op that is not known.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    state_dtype = getattr(torch, config.state_dtype)
+    sizes = [
+        Shapes(model, rows, config.k, config.context_len, device, dtype, state_dtype, config.draft_vocab_size)
+        for rows in config.rows
+    ]
+    found = [*(case for shapes in sizes for case in decode_cases(shapes)), *prefill_cases(sizes[0])]
+    names = list(dict.fromkeys(case.op for case in found))
+    unknown = sorted(set(config.ops) - set(names))
+    if unknown:
+        raise UserError(f"unknown op(s) {', '.join(unknown)}; known: {', '.join(names)}")
+    for name in names:
+        if not config.ops or name in config.ops:
+            yield from (case for case in found if case.op == name)
+
+
+def _measure(case: Case, machine: Machine, device: torch.device, repeats: int) -> KernelRow:
+    args = case.make()
+    error = check(case, args)
+    total = size(*_tensors(args))
+    others = min(_MOST_SETS, math.ceil(_CACHE_BYTES / total)) - 1 if device.type == "cuda" else 0
+    sets = [args, *(case.make() for _ in range(max(1, others)))]
+    seconds = mean_seconds([partial(case.call, *one) for one in sets], device, case.capture, repeats)
+    moved = sum(case.bytes(one) for one in sets) / len(sets)
+    return KernelRow(
+        op=case.op,
+        shape=case.shape,
+        microseconds=seconds * 1e6,
+        bytes=moved,
+        flops=case.flops,
+        bandwidth_share=moved / seconds / machine.copy_bandwidth,
+        matrix_share=case.flops / seconds / machine.matrix_rate,
+        error=error,
+        note=case.note(moved) if case.note else "",
+    )
+
+
+def check(case: Case, args: Args) -> float:
+    """Largest relative difference between an op and its reference twin; `args` are changed as the op changes them.
+
+    Raises:
+        MtpkitError: it is larger than the op may have.
+    """
+    copies = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
+    found, expected = case.call(*args), case.twin(*copies)
+    if case.judge:
+        found, expected = case.judge(args, found), case.judge(copies, expected)
+    pairs = [
+        *zip(_tensors(found), _tensors(expected), strict=True),
+        *zip(_tensors(args), _tensors(copies), strict=True),
+    ]
+    largest = 0.0
+    for mine, theirs in pairs:
+        error = _relative(mine, theirs)
+        allowed = case.tolerance if case.tolerance is not None else _TOLERANCES.get(mine.dtype, 0.0)
+        if not error <= allowed:
+            raise MtpkitError(
+                f"{case.op}, {case.shape}: a {mine.dtype} tensor of shape {list(mine.shape)} differs from the "
+                f"reference's by {error:.2e}, {allowed:.0e} is let pass: its time is of no worth until that is mended"
+            )
+        largest = max(largest, error)
+    return largest
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of `expected`; of integers, the share that differs."""
+    if not found.is_floating_point():
+        return float((found != expected).double().mean())
+    difference = torch.linalg.vector_norm((found.float() - expected.float()).double())
+    return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-30))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors of a tensor, None, or a tuple of anything."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [one for part in value for one in _tensors(part)] if isinstance(value, tuple) else []

@@ -1,0 +1,70 @@
+"""The rows that a benchmark found, as a table for people and as one JSON object for programs."""
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mtpkit.bench.machine import Machine
+from mtpkit.checkpoint.atomic import storage_errors, write_file
+
+_WIDTH = 140
+"""Columns of text that goes to a file."""
+
+
+@dataclass(frozen=True)
+class Result[Row]:
+    """Rows of one dataclass, and what they are about."""
+
+    name: str
+    """Of the benchmark; its files are called so."""
+    title: str
+    columns: Mapping[str, Callable[[Row], str]]
+    """What the table shows of a row, by heading."""
+    rows: Sequence[Row]
+    machine: Machine | None = None
+    """None: nothing was timed."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that commands print as their last line."""
+        machine = asdict(self.machine) if self.machine else {}
+        rows: list[Any] = list(self.rows)
+        return {"benchmark": self.name, "rows": [asdict(row) for row in rows], **machine, "settings": {**self.settings}}
+
+    def table(self, style: box.Box = box.SIMPLE_HEAD) -> Table:
+        """The rows for people."""
+        table = Table(title=self.title, box=style)
+        for heading in self.columns:
+            table.add_column(heading, justify="right")
+        for row in self.rows:
+            table.add_row(*(show(row) for show in self.columns.values()))
+        return table
+
+    def show(self) -> None:
+        """Print the table, and the object as the last line."""
+        console = Console()
+        if not console.is_terminal:  # no reason to squeeze what goes to a file
+            console.width = _WIDTH
+        console.print(self.table())
+        print(json.dumps(self.to_dict()))
+
+    def save(self, directory: Path) -> None:
+        """Write NAME.json and NAME.md, each whole or not at all.
+
+        Raises:
+            StorageError: writing failed.
+        """
+        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+        console.print(self.table(box.MARKDOWN))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        with storage_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        write_file(directory / f"{self.name}.json", json.dumps(self.to_dict(), indent=2) + "\n")
+        write_file(directory / f"{self.name}.md", "\n".join(line.strip() for line in text.splitlines()) + "\n")

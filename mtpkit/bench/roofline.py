@@ -1,0 +1,245 @@
+"""What decoding and prefill must move and compute at the least, and how fast a machine could be at that.
+
+A phase (the verification of a step, each draft after it) is a list of works. What a work needs follows what came before
+it, so that each takes at least the longer of its bytes over the bandwidth and its FLOPs over the matrix rate, and the
+times of all add up. Counted is what no engine can avoid: weights once a phase, the committed recurrent state, keys and
+values of the context. Activations, the convolution's window and the replay ring are left out: they are small, and how
+small is up to the engine.
+
+Shape legend: R rows (requests), T = 1 + K tokens a row, E = accepted drafts + 1, L length of the replay ring.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mtpkit.config import ModelConfig
+
+StateRollback = Literal["replay", "snapshot"]
+
+H200_BANDWIDTH = 4.3e12
+"""Bytes a second that a copy reaches on an H200."""
+H200_MATRIX_RATE = 790e12
+"""bf16 FLOPs a second that an 8192^3 product reaches there."""
+RING_LENGTH = 8
+"""Entries of a replay ring, with which the limits beside other engines' figures were computed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kernels of one kind."""
+
+    name: Literal["matrices", "state", "attention"]
+    bytes: float
+    flops: float
+
+    def seconds(self, bandwidth: float, matrix_rate: float) -> float:
+        """Shortest time, whichever bound holds."""
+        return max(self.bytes / bandwidth, self.flops / matrix_rate)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Works that follow each other."""
+
+    name: str
+    works: tuple[Work, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What some tokens cost."""
+
+    phases: tuple[Phase, ...]
+    tokens: float
+
+    @property
+    def works(self) -> Iterator[Work]:
+        """Those of all phases."""
+        return (work for phase in self.phases for work in phase.works)
+
+    @property
+    def bytes(self) -> float:
+        """Moved in all."""
+        return sum(work.bytes for work in self.works)
+
+    @property
+    def flops(self) -> float:
+        """Computed in all; a multiplication and an addition are two."""
+        return sum(work.flops for work in self.works)
+
+    def seconds(self, bandwidth: float, matrix_rate: float) -> float:
+        """Shortest time at so many bytes and FLOPs a second."""
+        return sum(work.seconds(bandwidth, matrix_rate) for work in self.works)
+
+    def limit_tokens_per_s(self, bandwidth: float, matrix_rate: float) -> float:
+        """What no engine can exceed."""
+        return self.tokens / self.seconds(bandwidth, matrix_rate)
+
+
+def expected_length(acceptance: Sequence[float]) -> float:
+    """E, tokens a step, from the conditional acceptance of each depth: 1 + a_1 + a_1 a_2 + ..."""
+    length, reached = 1.0, 1.0
+    for rate in acceptance:
+        reached *= rate
+        length += reached
+    return length
+
+
+def depth_rates(acceptance: Sequence[float], k: int) -> list[float]:
+    """[K] conditional acceptance of each depth; the last one given holds for all further depths."""
+    return [acceptance[min(depth, len(acceptance) - 1)] for depth in range(k)]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Costs of a model with weights, keys and values of `dtype` and recurrent state of `state_dtype`."""
+
+    config: ModelConfig
+    dtype: torch.dtype = torch.bfloat16
+    state_dtype: torch.dtype = torch.float32
+    state_rollback: StateRollback = "replay"
+    """Replay reads the state and writes it once in L tokens; snapshot writes it after each of the T tokens."""
+    ring_length: int = RING_LENGTH
+    draft_vocab_size: int | None = None
+    """Rows of the lm_head that drafts read; None: all."""
+
+    def decode(self, batch_size: int, acceptance: Sequence[float] = (), context_len: float = 512) -> Cost:
+        """One decode step: K drafts of every row are verified, then K new ones made.
+
+        Args:
+            acceptance: [K] conditional acceptance of each depth; empty: plain decoding.
+            context_len: mean tokens that a row attends to.
+        """
+        tokens, length, config = 1 + len(acceptance), expected_length(acceptance), self.config
+        written = length / self.ring_length if self.state_rollback == "replay" else tokens
+        cached = batch_size * context_len
+
+        def draft(depth: int) -> Phase:
+            # Entries of the newly accepted tokens are made at depth 1; distinct heads make some again at each depth.
+            entries = length if depth == 1 else 1.0
+            if not config.mtp_use_repeated_layer:
+                entries = length + depth - 1
+            moved = batch_size * (1 + written if depth == 1 else 1)
+            works = self._head(batch_size * entries, batch_size, context_len, cached, moved)
+            return Phase(f"draft {depth}", works)
+
+        fed = batch_size * tokens
+        base = self._layers(config.pattern, fed, context_len, cached, batch_size * (1 + written))
+        verify = Phase("verify", _join(base, self._output(fed, config.vocab_size)))
+        return Cost((verify, *map(draft, range(1, tokens))), batch_size * length)
+
+    def prefill(self, num_prompts: int, prompt_len: int, k: int = 0, max_num_batched_tokens: int | None = None) -> Cost:
+        """Prompts up to their first token; with K > 0 also the heads' entries for them, and K drafts each.
+
+        Args:
+            max_num_batched_tokens: tokens of a step, each of which reads all weights; None: all in one.
+        """
+        config, fed, context = self.config, num_prompts * prompt_len, prompt_len / 2
+        passes = -(-fed // (max_num_batched_tokens or fed))
+        base = self._layers(config.pattern, fed, context, fed, num_prompts, passes)
+        phases = [Phase("base", _join(base, self._output(num_prompts, config.vocab_size, passes)))]
+        for depth in range(1, k + 1):
+            whole = depth == 1 or not config.mtp_use_repeated_layer
+            sizes = (fed, num_prompts, context, fed, num_prompts, passes)
+            works = self._head(*sizes if whole else (num_prompts, num_prompts, prompt_len, fed, num_prompts))
+            phases.append(Phase(f"draft {depth}", works))
+        return Cost(tuple(phases), fed)
+
+    def _head(
+        self, fed: float, drafted: int, context_len: float, cached: float, states: float, passes: int = 1
+    ) -> tuple[Work, ...]:
+        """One depth over `fed` tokens, of which `drafted` go through the lm_head; the rest as `_layers`."""
+        eh_proj = 2 * self.config.hidden_size**2
+        return _join(
+            self._layers(self.config.mtp_pattern, fed, context_len, cached, states, passes),
+            self._matrices(eh_proj, fed, passes),
+            self._output(drafted, self.draft_vocab_size or self.config.vocab_size, passes),
+        )
+
+    def _layers(
+        self, pattern: str, fed: float, context_len: float, cached: float, states: float, passes: int = 1
+    ) -> tuple[Work, ...]:
+        """Layers over `fed` tokens.
+
+        Args:
+            context_len: mean tokens that each attends to.
+            cached: tokens whose keys and values are moved, read or written.
+            states: times that a request's state is moved.
+            passes: times that the weights are read.
+        """
+        config = self.config
+        mamba, attention = pattern.count("M"), pattern.count("*")
+        queries = config.num_attention_heads * config.kv_channels
+        works = [self._layer(letter, fed, passes) for letter in pattern]
+        if mamba:
+            # The state takes up x B^T and is read out by C.
+            update = 4 * config.mamba_num_heads * config.mamba_head_dim * config.mamba_state_dim
+            works.append(Work("state", states * self.state_bytes(pattern), fed * mamba * update))
+        if attention:
+            scores = 4 * queries * context_len  # q k^T and its product with v
+            works.append(Work("attention", cached * self.kv_bytes(pattern), fed * attention * scores))
+        return tuple(works)
+
+    def state_bytes(self, pattern: str) -> int:
+        """Recurrent state of one request over the layers of a pattern."""
+        config = self.config
+        one = config.mamba_num_heads * config.mamba_head_dim * config.mamba_state_dim * self.state_dtype.itemsize
+        return pattern.count("M") * one
+
+    def kv_bytes(self, pattern: str) -> int:
+        """Keys and values of one token over the layers of a pattern."""
+        return pattern.count("*") * 2 * self.config.num_query_groups * self.config.kv_channels * self.dtype.itemsize
+
+    def _layer(self, letter: str, fed: float, passes: int) -> Work:
+        """The matrices of one layer over `fed` tokens."""
+        if letter != "E":
+            return self._matrices(layer_matrices(self.config, letter), fed, passes)
+        config = self.config
+        always, expert = moe_matrices(config)
+        # With every token in a pass drawing its experts at random, so many of them are read.
+        missed = (1 - config.moe_router_topk / config.num_moe_experts) ** (fed / passes)
+        read = always + expert * config.num_moe_experts * (1 - missed)
+        used = always + expert * config.moe_router_topk
+        return Work("matrices", passes * read * self.dtype.itemsize, 2 * used * fed)
+
+    def _matrices(self, count: float, fed: float, passes: int = 1) -> Work:
+        return Work("matrices", passes * count * self.dtype.itemsize, 2 * count * fed)
+
+    def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
+        """`rows` rows of the lm_head."""
+        return self._matrices(rows * self.config.hidden_size, fed, passes)
+
+
+def layer_matrices(config: ModelConfig, letter: str) -> int:
+    """Elements of the matrices of one layer that is no mixture of experts."""
+    hidden = config.hidden_size
+    if letter == "M":
+        inner = config.mamba_num_heads * config.mamba_head_dim
+        projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_num_heads
+        return hidden * (projected + inner)
+    if letter == "*":
+        return 2 * hidden * config.kv_channels * (config.num_attention_heads + config.num_query_groups)
+    assert letter == "-", letter
+    return _mlp(config, hidden, config.ffn_hidden_size)
+
+
+def moe_matrices(config: ModelConfig) -> tuple[int, int]:
+    """Elements that every token uses (router, shared expert, latent projections), and those of one routed expert."""
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    always = hidden * config.num_moe_experts + _mlp(config, hidden, config.moe_shared_expert_intermediate_size)
+    return always + 2 * hidden * latent, _mlp(config, latent or hidden, config.moe_ffn_hidden_size)
+
+
+def _mlp(config: ModelConfig, width: int, inner: int) -> int:
+    return width * inner * (3 if config.activation == "swiglu" else 2)
+
+
+def _join(*works: Iterable[Work] | Work) -> tuple[Work, ...]:
+    """The works of a phase with those of one name added up."""
+    flat = [work for part in works for work in ([part] if isinstance(part, Work) else part)]
+    names = dict.fromkeys(work.name for work in flat)
+    groups = {name: [work for work in flat if work.name == name] for name in names}
+    return tuple(Work(name, sum(w.bytes for w in own), sum(w.flops for w in own)) for name, own in groups.items())

@@ -1,0 +1,104 @@
+"""What benchmarks run: published shapes with random weights and random prompts, or a checkpoint and real ones."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtpkit.bench.prompts import read_prompts
+from mtpkit.checkpoint import find_companions, load_config, load_model
+from mtpkit.config import ModelConfig
+from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.errors import UserError
+from mtpkit.model import build_model
+
+NEMOTRON_H_8B = ModelConfig(
+    family="nemotron_h",
+    vocab_size=131072,
+    hidden_size=4096,
+    pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    max_position_embeddings=8192,
+    mtp_pattern="*",
+    mtp_num_depths=3,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=21504,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+)
+"""NVIDIA's Nemotron-H-8B (arXiv:2504.03624) with the repeated attention-only head that the field was measured with."""
+
+NEMOTRON_H_TINY = NEMOTRON_H_8B.replace(
+    vocab_size=512,
+    hidden_size=64,
+    pattern="M-M*-M-",
+    max_position_embeddings=1024,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    ffn_hidden_size=256,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_state_dim=16,
+    mamba_num_groups=2,
+)
+"""The same kinds of layers, small enough for a CPU to decode with in a test."""
+
+SHAPES = {"nemotron-h-8b": NEMOTRON_H_8B, "nemotron-h-tiny": NEMOTRON_H_TINY}
+"""By the name that commands take in place of a model directory."""
+
+
+def get_config(model: str) -> ModelConfig:
+    """The config of a shape or of a model directory.
+
+    Raises:
+        UserError: neither a known shape nor a model directory.
+    """
+    return SHAPES[model] if model in SHAPES else load_config(_directory(model))
+
+
+def open_model(model: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """A shape with random weights drawn on the device, or the model of a directory.
+
+    Args:
+        dtype: None: bfloat16 on a GPU, float32 on a CPU.
+
+    Raises:
+        UserError: neither a known shape nor a model directory, or one that cannot be built.
+    """
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if model in SHAPES:
+        return build_model(SHAPES[model], dtype, device, init="device").requires_grad_(False)
+    return load_model(_directory(model), dtype, device).requires_grad_(False)
+
+
+def read_token_ids(path: Path, model: str) -> list[list[int]]:
+    """The prompts of a file, texts encoded with the tokenizer beside a model.
+
+    Raises:
+        UserError: a file that cannot be read, or texts for a shape, which has no tokenizer.
+    """
+    prompts = read_prompts(path)
+    if all(isinstance(prompt, list) for prompt in prompts):
+        return [prompt for prompt in prompts if isinstance(prompt, list)]
+    if model in SHAPES:
+        raise UserError(
+            f"{path} holds texts, but the shape {model} has no tokenizer: give prompt_token_ids in a .jsonl"
+        )
+    tokenizer = load_tokenizer(find_companions(_directory(model)))
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _directory(model: str) -> Path:
+    if not Path(model).is_dir():
+        raise UserError(f"model {model!r} is neither a shape ({', '.join(SHAPES)}) nor a model directory")
+    return Path(model)
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count, length), generator=generator).tolist()

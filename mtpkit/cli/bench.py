@@ -1,0 +1,198 @@
+"""`mtpkit bench`: how fast decoding, prefill and each kernel are, beside what the machine allows."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mtpkit.cli import options
+from mtpkit.cli.options import ListCommand
+
+if TYPE_CHECKING:
+    from mtpkit.bench.result import Result
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Model = Annotated[
+    str, typer.Option(help="A shape with random weights (nemotron-h-8b, nemotron-h-tiny), or a model directory.")
+]
+BatchSizes = Annotated[list[int], typer.Option(help="Requests that run at once.")]
+Acceptance = Annotated[
+    list[float] | None,
+    typer.Option(
+        help="Synthetic: rate at which each depth is accepted where all before it were; the last one holds on."
+    ),
+]
+Dtype = Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, keys and values.")]
+StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of recurrent state.")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens of a prefill step.")]
+DraftVocabSize = Annotated[int | None, typer.Option(min=1, help="Draft among the first so many tokens.")]
+Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
+Out = Annotated[Path | None, typer.Option(help="Directory for the result as .json and .md.")]
+NVIDIA_8B = "nemotron-h-8b"
+
+
+@app.command(cls=ListCommand)
+def decode(
+    model: Model = NVIDIA_8B,
+    batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
+    k: Annotated[list[int], typer.Option(help="Drafts a step.")] = [0, 1, 3],  # noqa: B006
+    prompt_len: Annotated[int, typer.Option(help="Tokens of a random prompt.")] = 512,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Real prompts, text or .jsonl; without --acceptance drafts are then verified.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 256,
+    acceptance: Acceptance = None,
+    draft_vocab_size: DraftVocabSize = None,
+    draft_vocab: Annotated[Path | None, typer.Option(help="File of the tokens to draft among.")] = None,
+    repeats: Annotated[int, typer.Option(help="Measurements, added up.")] = 3,
+    dtype: options.Dtype = "auto",
+    state_dtype: StateDtype = "float32",
+    state_rollback: options.StateRollback = "replay",
+    block_size: options.BlockSize = 16,
+    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs.")] = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Time decoding once all prompts are computed, beside the limit of the machine.
+
+    Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Before anything is
+    timed, outputs must have their length and synthetic acceptance must come out as asked for.
+    """
+    from mtpkit.bench.decode import DecodeConfig, measure_decode
+    from mtpkit.bench.shapes import read_token_ids
+
+    if draft_vocab is not None and draft_vocab_size is not None:
+        raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
+    config = DecodeConfig(
+        batch_sizes=tuple(batch_size),
+        ks=tuple(k),
+        prompt_len=prompt_len,
+        max_tokens=max_tokens,
+        acceptance=_synthetic(acceptance) if acceptance or prompts is None else None,
+        draft_vocab=draft_vocab or draft_vocab_size,
+        repeats=repeats,
+        state_rollback=state_rollback,
+        state_dtype=state_dtype,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enforce_eager=enforce_eager,
+        seed=seed,
+    )
+    token_ids = None if prompts is None else read_token_ids(prompts, model)
+    keep = None if out is None else partial(_save, out)
+    measure_decode(_open(model, dtype), config, token_ids, model, keep).show()
+
+
+@app.command(cls=ListCommand)
+def prefill(
+    model: Model = NVIDIA_8B,
+    batch_size: Annotated[int, typer.Option(help="Prompts.")] = 64,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step.")] = 8192,
+    k: Annotated[int, typer.Option(help="Drafts made after each prompt.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Measurements; the median counts.")] = 5,
+    dtype: options.Dtype = "auto",
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Time prompts up to their first token, as a share of the matrix rate measured in the same run."""
+    from mtpkit.bench.prefill import PrefillConfig, measure_prefill
+
+    config = PrefillConfig(batch_size, prompt_len, max_num_batched_tokens, k, repeats, seed)
+    _finish(measure_prefill(_open(model, dtype), config, model), out)
+
+
+@app.command(cls=ListCommand)
+def kernels(
+    model: Model = NVIDIA_8B,
+    rows: Annotated[list[int], typer.Option(help="Requests of a step.")] = [1, 4, 16, 64, 128],  # noqa: B006
+    k: Annotated[int, typer.Option(min=0, help="Drafts a step: each request brings 1 + K tokens.")] = 3,
+    context_len: Annotated[int, typer.Option(min=1, help="Tokens that each request has behind it.")] = 512,
+    ops: Annotated[list[str] | None, typer.Option(help="Only these.")] = None,
+    state_dtype: StateDtype = "float32",
+    draft_vocab_size: DraftVocabSize = None,
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="On a CPU the reference twins run, to try the command.")
+    ] = "cuda",
+    out: Out = None,
+) -> None:
+    """Check each kernel against its reference twin, then time it beside a copy and a matrix product in the same run."""
+    from mtpkit.bench.kernels import KernelConfig, measure_kernels
+    from mtpkit.bench.shapes import get_config
+
+    config = KernelConfig(
+        rows=tuple(rows),
+        k=k,
+        context_len=context_len,
+        ops=tuple(ops or ()),
+        state_dtype=state_dtype,
+        draft_vocab_size=draft_vocab_size,
+    )
+    keep = None if out is None else partial(_save, out)
+    measure_kernels(get_config(model), config, device, model, keep).show()
+
+
+@app.command(cls=ListCommand)
+def roofline(
+    model: Model = NVIDIA_8B,
+    batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
+    k: Annotated[list[int], typer.Option(min=0, help="Drafts a step.")] = [0, 1, 3],  # noqa: B006
+    acceptance: Acceptance = None,
+    context_len: Annotated[float, typer.Option(min=0, help="Mean tokens that a request attends to.")] = 512,
+    dtype: Dtype = "bfloat16",
+    state_dtype: StateDtype = "float32",
+    state_rollback: options.StateRollback = "replay",
+    ring_length: Annotated[int, typer.Option(min=1, help="Entries of the replay ring.")] = 8,
+    draft_vocab_size: DraftVocabSize = None,
+    bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = 4.3,
+    matrix_rate: Annotated[float, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = 790,
+    works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
+    out: Out = None,
+) -> None:
+    """The tokens/s that no engine can exceed: bytes over bandwidth, FLOPs over rate. Measures nothing."""
+    import torch
+
+    from mtpkit.bench.limits import tabulate_limits
+    from mtpkit.bench.roofline import Roofline, depth_rates
+    from mtpkit.bench.shapes import get_config
+
+    line = Roofline(
+        get_config(model),
+        getattr(torch, dtype),
+        getattr(torch, state_dtype),
+        state_rollback,
+        ring_length,
+        draft_vocab_size,
+    )
+    rates = [depth_rates(_synthetic(acceptance), depths) for depths in k]
+    steps, pieces = tabulate_limits(line, batch_size, rates, context_len, bandwidth * 1e12, matrix_rate * 1e12, model)
+    if works:
+        pieces.show()
+    _finish(steps, out)
+
+
+def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:
+    return tuple(acceptance or (0.85,))
+
+
+def _open(model: str, dtype: str) -> Any:
+    import torch
+
+    from mtpkit.bench.shapes import open_model
+    from mtpkit.platform import default_device
+
+    return open_model(model, default_device(), None if dtype == "auto" else getattr(torch, dtype))
+
+
+def _save(out: Path, result: "Result[Any]") -> None:
+    result.save(out)
+
+
+def _finish(result: "Result[Any]", out: Path | None) -> None:
+    """Save and print: the table, and the JSON object as the last line."""
+    if out is not None:
+        result.save(out)
+    result.show()

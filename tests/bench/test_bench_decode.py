@@ -1,0 +1,174 @@
+"""The decode benchmark: what is timed, what is refused; the engine is real, or a stand-in with its own clock."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mtpkit.bench import decode_run
+from mtpkit.bench.decode import DecodeConfig, measure_decode
+from mtpkit.bench.machine import Machine
+from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
+from mtpkit.engine.request import AcceptanceStats
+from mtpkit.errors import MtpkitError, UserError
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {}
+
+
+@pytest.fixture
+def model(models, device):
+    if device not in models:
+        models[device] = open_model("nemotron-h-tiny", torch.device(device))
+    return models[device]
+
+
+def test_every_batch_size_and_k_is_measured(model, device):
+    config = DecodeConfig(batch_sizes=(1, 3), ks=(0, 2), prompt_len=20, max_tokens=48, repeats=1, acceptance=(0.9, 0.5))
+    kept = []
+    result = measure_decode(model, config, name="tiny", keep=kept.append)
+    assert [(row.batch_size, row.k) for row in result.rows] == [(1, 0), (1, 2), (3, 0), (3, 2)]
+    assert [len(part.rows) for part in kept] == [1, 2, 3, 4]
+    for row in result.rows:
+        assert 0 < row.limit_share < 1 and row.tokens_per_s > 0 and row.step_ms > 0
+        # What a step brings, its time and the rate are three views of the same window.
+        made = row.batch_size * row.acceptance_length / row.step_ms * 1e3
+        assert row.tokens_per_s == pytest.approx(made, rel=0.1)
+        assert row.acceptance_length == 1 if row.k == 0 else 1.3 < row.acceptance_length < 3
+        assert (row.host_gap_share is None) == (device == "cpu")
+    text = json.loads(json.dumps(result.to_dict()))
+    assert text["settings"]["synthetic"] and text["settings"]["model"] == "tiny"
+    assert {"device", "commit", "date", "copy_bandwidth", "matrix_rate"} <= set(text)
+    assert "synthetic acceptance 0.9 0.5" in result.title
+
+
+def test_drafts_are_verified_where_no_acceptance_is_given(model):
+    config = DecodeConfig(batch_sizes=(2,), ks=(1,), max_tokens=12, repeats=1, acceptance=None)
+    result = measure_decode(model, config, prompts=[[1, 2, 3], [4], [5, 6]])
+    assert "real acceptance" in result.title and not result.settings["synthetic"]
+    (row,) = result.rows
+    assert row.acceptance_length == 1 + row.conditional_acceptance[0]
+
+
+def test_a_pruned_vocabulary_raises_the_limit(model):
+    machine = Machine("fake", None, "today", 1e9, 1e12)
+    limits = {}
+    for size in (None, 64):
+        config = DecodeConfig(prompt_len=4, max_tokens=12, draft_vocab=size)
+        limits[size] = decode_run.Contender(model, config, 1, 1, None).limit(machine, [0.85])
+    assert limits[64] > limits[None]
+
+
+class FakeEngine:
+    """Computes one prompt a step in 100 s, and decodes all that were computed in 1 s."""
+
+    drafter = None
+    layout = SimpleNamespace(ring_length=20)
+
+    def __init__(self, k: int, accepts: int, cut: int) -> None:
+        self.k, self.accepts, self.cut = k, accepts, cut
+        self.clock, self.generated = 0.0, 0
+        self.acceptance = AcceptanceStats.for_depths(k)
+        self.waiting, self.running, self.added = [], {}, 0
+
+    def add_request(self, prompt, params) -> str:
+        self.added += 1
+        self.waiting.append(str(self.added))
+        self.max_tokens = params.max_tokens
+        return self.waiting[-1]
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list:
+        changed = list(self.running)
+        for name in changed:
+            emitted = min(self.accepts + 1, self.max_tokens - self.cut - self.running[name])
+            self.running[name] += emitted
+            self.generated += emitted
+            self.acceptance.steps += 1
+            for depth in range(self.k):
+                self.acceptance.reached_per_depth[depth] += depth <= self.accepts
+                self.acceptance.accepted_per_depth[depth] += depth < self.accepts
+        self.clock += 100 if self.waiting else 1
+        if self.waiting:
+            changed.append(self.waiting.pop(0))
+            self.running[changed[-1]] = 1
+            self.generated += 1
+        outputs = [
+            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * self.running[name])])
+            for name in changed
+        ]
+        ended = [name for name in changed if self.running[name] >= self.max_tokens - self.cut]
+        for name in ended:
+            del self.running[name]
+        return outputs
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Put a `FakeEngine` in the place of the real one."""
+
+    def use(accepts: int = 0, cut: int = 0) -> list[FakeEngine]:
+        engines = []
+
+        def make(model, num_speculative_tokens, max_num_seqs, **_):
+            engines.append(FakeEngine(num_speculative_tokens, accepts, cut))
+            return SimpleNamespace(
+                engine=engines[-1],
+                model=model,
+                stats=lambda: SimpleNamespace(
+                    generated_tokens=engines[-1].generated, acceptance=engines[-1].acceptance
+                ),
+            )
+
+        monkeypatch.setattr(decode_run, "LLM", make)
+        monkeypatch.setattr(decode_run.time, "perf_counter", lambda: engines[-1].clock)
+        return engines
+
+    monkeypatch.setattr("mtpkit.bench.decode.measure_machine", lambda device: Machine("fake", None, "today", 1e9, 1e12))
+    return use
+
+
+MODEL = SimpleNamespace(mtpkit_config=NEMOTRON_H_TINY, parameters=lambda: iter([torch.zeros(1)]))
+
+
+def test_only_steps_in_which_all_decode_are_timed(fake):
+    engines = fake(accepts=1)
+    config = DecodeConfig(batch_sizes=(4,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=(1.0,), repeats=2)
+    (row,) = measure_decode(MODEL, config).rows
+    assert row.tokens_per_s == pytest.approx(8) and row.step_ms == pytest.approx(1000)
+    assert row.acceptance_length == 2
+    assert engines[0].added == 4 * 3  # a run to warm up, and the repeats
+
+
+def test_synthetic_acceptance_must_come_out_as_asked_for(fake):
+    fake(accepts=1)
+    config = DecodeConfig(batch_sizes=(64,), ks=(2,), prompt_len=3, max_tokens=400, acceptance=(0.85,))
+    with pytest.raises(MtpkitError, match=r"batch 64, K = 2: acceptance length 2\.000 over \d+ steps.*make 2\.57"):
+        measure_decode(MODEL, config)
+
+
+def test_outputs_must_have_their_length(fake):
+    fake(cut=3)
+    config = DecodeConfig(batch_sizes=(1,), ks=(0,), prompt_len=3, max_tokens=16)
+    with pytest.raises(MtpkitError, match=r"outputs of \[13\] tokens where 16 were asked for"):
+        measure_decode(MODEL, config)
+
+
+def test_too_few_tokens_to_time_are_refused(fake):
+    fake()
+    config = DecodeConfig(batch_sizes=(20,), ks=(0,), prompt_len=3, max_tokens=16)
+    with pytest.raises(UserError, match=r"batch 20, K = 0: the first request ends before .* raise max-tokens \(16\)"):
+        measure_decode(MODEL, config)
+
+
+def test_settings_that_cannot_be_measured_are_all_named():
+    with pytest.raises(UserError, match=r"batch size is 0, .*k is -1, .*acceptance is 2, .*max-tokens is 1,"):
+        DecodeConfig(batch_sizes=(0,), ks=(-1,), acceptance=(2,), max_tokens=1)
+    with pytest.raises(UserError, match="a batch size and a k are needed"):
+        DecodeConfig(ks=())

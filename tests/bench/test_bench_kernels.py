@@ -1,0 +1,152 @@
+"""The kernel benchmark: every op is there, checked before it is timed, and its bytes are what it moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mtpkit.bench import kernels
+from mtpkit.bench.kernel_cases import decode_cases, prefill_cases, ring_lens
+from mtpkit.bench.kernel_inputs import Case, Shapes
+from mtpkit.bench.kernels import KernelConfig, check, measure_kernels
+from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
+from mtpkit.errors import MtpkitError, UserError
+from tests.toy_config import toy_config
+
+OPS = {
+    *("ssm_replay_update", "ssm_snapshot_update", "causal_conv1d_update", "gated_rms_norm"),
+    *("paged_attention", "store_kv", "rms_norm", "add_rms_norm", "relu2", "mtp_input"),
+    *("linear_argmax", "argmax", "probabilities", "sample_logits", "accept_matching", "accept_rejection"),
+    *("prefill_attention", "causal_conv1d_varlen", "ssd_varlen"),
+    *(f"linear {name}" for name in ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")),
+    *("linear eh_proj", "linear lm_head"),
+}
+
+
+def shapes(config=NEMOTRON_H_TINY, rows=3, k=3, context_len=21, **more) -> Shapes:
+    return Shapes(config, rows, k, context_len, torch.device("cpu"), torch.float32, **more)
+
+
+def case(name: str, **sizes) -> Case:
+    return next(case for case in decode_cases(shapes(**sizes)) if case.op == name)
+
+
+def broken(right: Case, call) -> Case:
+    """The op with another implementation."""
+    return replace(right, call=call, name=right.op, reference=right.twin)
+
+
+def test_every_op_is_checked_and_timed(device):
+    config = KernelConfig(rows=(1, 3), context_len=21, repeats=2)
+    kept = []
+    result = measure_kernels(NEMOTRON_H_TINY, config, device, "tiny", kept.append)
+    assert {row.op for row in result.rows} == OPS and len(kept) == len(result.rows)
+    assert all(row.microseconds > 0 and row.bytes > 0 for row in result.rows)
+    assert [row.op for row in result.rows[:3]] == ["ssm_replay_update", "ssm_replay_update", "ssm_snapshot_update"]
+    assert result.title.startswith("kernels" if device == "cuda" else "reference twins")
+    if device == "cpu":
+        assert all(row.error == 0 for row in result.rows if not row.op.startswith("linear "))
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_other_numbers_of_drafts(k):
+    made = [case for case in decode_cases(shapes(k=k)) if not case.op.startswith("linear ")]
+    assert ("accept_matching" in {case.op for case in made}) == (k > 0)
+    assert all(check(case, case.make()) == 0 for case in made)
+
+
+def test_ops_of_layers_that_a_model_lacks_are_left_out():
+    config = toy_config(pattern="*-", mtp_pattern="", mtp_num_depths=0, activation="swiglu")
+    names = {case.op for case in [*decode_cases(shapes(config)), *prefill_cases(shapes(config))]}
+    assert "swiglu" in names and "prefill_attention" in names
+    assert not names & {"relu2", "ssm_replay_update", "ssd_varlen", "linear in_proj", "mtp_input", "linear eh_proj"}
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "accept_matching", "linear_argmax", "linear lm_head"])
+def test_a_wrong_result_is_refused(name):
+    right = case(name)
+
+    def wrong(*args):
+        found = right.twin(*args)
+        return tuple(part + 1 for part in found) if isinstance(found, tuple) else (found + 1) % 512
+
+    with pytest.raises(MtpkitError, match=rf"{name}, .*: a torch\.\w+ tensor of shape .* differs from the reference's"):
+        check(broken(right, wrong), right.make())
+
+
+@pytest.mark.parametrize(("name", "place"), [("ssm_replay_update", 1), ("causal_conv1d_update", 1), ("store_kv", 2)])
+def test_what_is_changed_in_place_is_compared_too(name, place):
+    right = case(name)
+
+    def forgets(*args):
+        before = args[place].clone()
+        found = right.twin(*args)
+        args[place].copy_(before)
+        return found
+
+    with pytest.raises(MtpkitError, match=f"{name}, "):
+        check(broken(right, forgets), right.make())
+
+
+def test_not_a_number_is_refused():
+    right = case("rms_norm")
+    spoiled = broken(right, lambda *args: right.twin(*args) * torch.nan)
+    with pytest.raises(MtpkitError, match="differs from the reference's by nan"):
+        check(spoiled, right.make())
+
+
+def test_ties_may_be_broken_either_way():
+    right = case("argmax")
+    logits = torch.zeros(2, 8)
+    other = broken(right, lambda logits: torch.tensor([3, 5]))
+    assert check(other, (logits,)) == 0
+
+
+def test_rings_are_as_full_as_decoding_leaves_them():
+    lens = ring_lens(shapes(rows=2000, context_len=512), 20).float()
+    assert lens.min() >= 1 and lens.max() == 16
+    # A ring is folded when 4 more do not fit into 16: rows are spread over 1 .. 16.
+    assert 6 < lens.mean() < 10 and 0.15 < (lens + 4 > 16).float().mean() < 0.35
+    assert ring_lens(shapes(rows=50, context_len=3), 20).max() == 3
+
+
+def test_the_replay_kernels_bytes_by_hand():
+    made = case("ssm_replay_update", config=NEMOTRON_H_8B, rows=2, state_dtype=torch.float32)
+    state, *rings, _, _, lens, x, dt, _, B, C, _, _, _ = made.make()
+    lens.copy_(torch.tensor([12, 13]))  # the second one is folded, and alone writes its state
+    args = (state, *rings, None, None, lens, x, dt, None, B, C, None, None, None)
+    entry = 4 * (128 * 64 + 8 * 128 + 128)  # x, B and dt of one token; fp32 on a CPU
+    inputs = 2 * 4 * 4 * (2 * 128 * 64 + 128 + 2 * 8 * 128)
+    whole = 128 * 64 * 128 * 4
+    assert made.bytes(args) == 3 * whole + (12 + 13 + 2 * 4) * entry + inputs
+    assert made.note is not None and made.note(3 * whole) == "1.50 x the state"
+
+
+def test_bytes_and_flops_of_attention_and_linears():
+    made = case("paged_attention", config=NEMOTRON_H_8B, rows=2, k=3, context_len=100)
+    q = 2 * 4 * 32 * 128 * 4
+    assert made.bytes(made.make()) == 2 * (2 * 104 * 8 * 128 * 4) + 2 * q
+    assert made.flops == 4 * 2 * 4 * 32 * 128 * 102
+    sizes = {c.op: c.shape for c in decode_cases(shapes(NEMOTRON_H_8B, rows=2)) if c.op.startswith("linear ")}
+    assert sizes["linear in_proj"] == "[8, 4096] x [18560, 4096]"
+    assert sizes["linear linear_qkv"] == "[8, 4096] x [6144, 4096]"
+    assert sizes["linear linear_fc1"] == "[8, 4096] x [21504, 4096]"
+    assert sizes["linear eh_proj"] == "[8, 8192] x [4096, 8192]"
+
+
+def test_a_gpu_is_asked_for_in_one_line(monkeypatch):
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="kernels need a GPU; --device cpu with --model nemotron-h-tiny tries"):
+        measure_kernels(NEMOTRON_H_TINY, KernelConfig())
+
+
+def test_unknown_ops_and_sizes_are_refused():
+    with pytest.raises(UserError, match=r"unknown op\(s\) conv, scan; known: ssm_replay_update, "):
+        measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("scan", "rms_norm", "conv")), "cpu")
+    with pytest.raises(UserError, match=r"rows is 0, must be at least 1; k is -1, .*; context-len is 0"):
+        KernelConfig(rows=(0, 2), k=-1, context_len=0)
+
+
+def test_only_the_ops_that_are_asked_for():
+    result = measure_kernels(NEMOTRON_H_TINY, KernelConfig((2,), ops=("store_kv", "relu2"), repeats=1), "cpu")
+    assert [row.op for row in result.rows] == ["store_kv", "relu2"]

@@ -1,0 +1,37 @@
+"""The prefill benchmark: its figures hang together, and wrong tokens are refused."""
+
+import pytest
+import torch
+
+from mtpkit.bench import prefill
+from mtpkit.bench.prefill import PrefillConfig, measure_prefill
+from mtpkit.bench.shapes import open_model
+from mtpkit.errors import MtpkitError, UserError
+
+
+@pytest.fixture
+def model(device):
+    return open_model("nemotron-h-tiny", torch.device(device))
+
+
+def test_the_figures_hang_together(model):
+    result = measure_prefill(model, PrefillConfig(batch_size=3, prompt_len=20, max_num_batched_tokens=24, k=2), "tiny")
+    (row,) = result.rows
+    assert row.tokens_per_s == pytest.approx(60 / row.seconds)
+    assert result.machine is not None
+    assert row.matrix_share == pytest.approx(row.flops_per_s / result.machine.matrix_rate)
+    assert 0 < row.matrix_share < row.limit_share < 1
+    assert result.title.startswith("prefill: tiny") and len(result.table().columns) == 8
+
+
+def test_a_wrong_first_token_is_refused(model, monkeypatch):
+    run = prefill._run
+    shifted = lambda llm, prompts: (1.0, [(token + 1) % 512 for token in run(llm, prompts)[1]])  # noqa: E731
+    monkeypatch.setattr(prefill, "_run", shifted)
+    with pytest.raises(MtpkitError, match=r"first token is \d+, .* standard deviations of the logits below the best"):
+        measure_prefill(model, PrefillConfig(batch_size=2, prompt_len=8, repeats=1))
+
+
+def test_settings_that_cannot_be_measured_are_all_named():
+    with pytest.raises(UserError, match=r"batch_size is 0, must be at least 1; repeats is 0.*; k is -2"):
+        PrefillConfig(batch_size=0, repeats=0, k=-2)

@@ -1,0 +1,75 @@
+"""Results: the table, the object, the files; and the machine that they were measured on."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, median_seconds
+from mtpkit.bench.result import Result
+
+
+@dataclass(frozen=True)
+class Row:
+    size: int
+    speed: float
+
+
+MACHINE = Machine("fake", "abc", "2026-01-02 03:04 UTC", 4e12, 8e14)
+
+
+def result(*rows: Row) -> Result[Row]:
+    columns = {"size": lambda row: str(row.size), "tokens/s": lambda row: f"{row.speed:.1f}"}
+    return Result("speed", "how fast", columns, list(rows), MACHINE, {"k": 3})
+
+
+def test_the_object_is_the_last_line(capsys):
+    result(Row(1, 2.5), Row(4, 8)).show()
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1]) == {
+        "benchmark": "speed",
+        "rows": [{"size": 1, "speed": 2.5}, {"size": 4, "speed": 8}],
+        "device": "fake",
+        "commit": "abc",
+        "date": "2026-01-02 03:04 UTC",
+        "copy_bandwidth": 4e12,
+        "matrix_rate": 8e14,
+        "settings": {"k": 3},
+    }
+    assert ["4", "8.0"] in [line.split() for line in lines]
+
+
+def test_files_are_replaced_whole(tmp_path):
+    for rows in ([Row(1, 2.5)], [Row(1, 2.5), Row(4, 8)]):
+        result(*rows).save(tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["speed.json", "speed.md"]
+    assert len(json.loads((tmp_path / "out" / "speed.json").read_text())["rows"]) == 2
+    assert "| 4 | 8.0 |" in " ".join((tmp_path / "out" / "speed.md").read_text().split())
+
+
+def test_a_machine_has_rates(device):
+    machine = measure_machine(torch.device(device))
+    assert machine.device and machine.date.endswith("UTC")
+    assert machine.copy_bandwidth > 1e8 and machine.matrix_rate > 1e8
+
+
+def test_each_of_several_calls_counts_alike(device):
+    x = torch.ones(1 << 16, device=device)
+    counts = [0, 0, 0]
+
+    def call(index: int) -> None:
+        counts[index] += 1
+        x.mul_(1.0)
+
+    calls = [lambda index=index: call(index) for index in range(3)]
+    place = torch.device(device)
+    assert mean_seconds(calls, place, capture=True, repeats=4) > 0
+    assert counts[0] == counts[1] == counts[2] > 0
+    assert median_seconds(lambda: x.add_(1), place) < 1
+
+
+@pytest.mark.gpu
+def test_a_copy_and_a_product_reach_what_a_gpu_can():
+    machine = measure_machine(torch.device("cuda"))
+    assert machine.copy_bandwidth > 1e11 and machine.matrix_rate > 1e13

@@ -1,0 +1,168 @@
+"""The roofline against published limits, against models that are really built, and against sums by hand."""
+
+import pytest
+import torch
+
+from mtpkit.bench.limits import tabulate_limits
+from mtpkit.bench.roofline import (
+    H200_BANDWIDTH,
+    H200_MATRIX_RATE,
+    Cost,
+    Roofline,
+    Work,
+    depth_rates,
+    expected_length,
+    layer_matrices,
+    moe_matrices,
+)
+from mtpkit.bench.shapes import NEMOTRON_H_8B
+from mtpkit.model import build_model
+from tests.toy_config import toy_config
+
+H200 = (H200_BANDWIDTH, H200_MATRIX_RATE)
+RATES = [0.85, 0.85, 0.85]
+
+
+def works(cost: Cost, phase: str) -> dict[str, Work]:
+    return next({work.name: work for work in found.works} for found in cost.phases if found.name == phase)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "limit"), [(1, 723), (4, 2828), (16, 10371), (32, 18676), (64, 25711), (128, 27175)]
+)
+def test_the_limits_beside_the_figures_of_the_field(batch_size, limit):
+    cost = Roofline(NEMOTRON_H_8B).decode(batch_size, RATES)
+    assert cost.limit_tokens_per_s(*H200) == pytest.approx(limit, rel=0.02)
+
+
+def test_the_sizes_that_the_field_knows():
+    roofline = Roofline(NEMOTRON_H_8B)
+    assert roofline.state_bytes(NEMOTRON_H_8B.pattern) == pytest.approx(100.7e6, rel=1e-3)
+    assert roofline.kv_bytes(NEMOTRON_H_8B.pattern) == 16384
+    cost = roofline.decode(1, RATES)
+    assert works(cost, "verify")["matrices"].bytes == pytest.approx(15.1e9, rel=2e-3)
+    head = 2 * NEMOTRON_H_8B.vocab_size * NEMOTRON_H_8B.hidden_size
+    assert head / works(cost, "draft 2")["matrices"].bytes == pytest.approx(0.88, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation": "swiglu"}, {"tie_word_embeddings": True}, {"mtp_use_repeated_layer": False}],
+    ids=["plain", "swiglu", "tied", "distinct"],
+)
+def test_weights_are_those_of_the_model_that_is_built(changes):
+    config = toy_config(pattern="MM*--*", mtp_pattern="*-", **changes)
+    names = dict(build_model(config).named_parameters())
+    matrices = {n: p.numel() for n, p in names.items() if p.dim() == 2}
+    heads = sum(size for name, size in matrices.items() if name.startswith("mtp."))
+    output = config.vocab_size * config.hidden_size
+    tables = output * (1 if config.tie_word_embeddings else 2)  # the embedding is looked up, not read
+    cost = Roofline(config, torch.float32).decode(1, RATES)
+    base = sum(matrices.values()) - heads - tables + output
+    assert works(cost, "verify")["matrices"].bytes == 4 * base
+    physical = len({name.split(".")[2] for name in matrices if name.startswith("mtp.")})
+    assert works(cost, "draft 1")["matrices"].bytes == 4 * (heads / physical + output)
+
+
+@pytest.mark.parametrize("latent", [0, 16])
+def test_experts_are_those_of_the_model_that_is_built(latent):
+    config = toy_config(
+        pattern="E",
+        mtp_pattern="",
+        mtp_num_depths=0,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=24,
+        moe_shared_expert_intermediate_size=16,
+        moe_latent_size=latent,
+    )
+    parameters = build_model(config).named_parameters()
+    built = sum(p.numel() for name, p in parameters if p.dim() > 1 and ".mlp." in name)
+    always, expert = moe_matrices(config)
+    assert built == always + 4 * expert
+    # One token reads what it uses; many read everything.
+    one, many = (works(Roofline(config).decode(size), "verify")["matrices"] for size in (1, 1000))
+    output = config.vocab_size * config.hidden_size
+    assert one.bytes == pytest.approx(2 * (always + 2 * expert + output))
+    assert one.flops == 2 * (always + 2 * expert + output) and many.flops == 1000 * one.flops
+    assert many.bytes == pytest.approx(2 * (built + output))
+
+
+def test_state_is_read_once_and_written_as_the_rollback_does():
+    config = toy_config(pattern="M", mtp_pattern="M*")
+    state = 4 * 4 * 8 * 8
+    for rollback, moved in (("replay", 1 + expected_length(RATES) / 16), ("snapshot", 1 + 4)):
+        cost = Roofline(config, state_rollback=rollback, ring_length=16).decode(3, RATES)
+        assert works(cost, "verify")["state"].bytes == pytest.approx(3 * state * moved)
+        assert works(cost, "draft 1")["state"].bytes == pytest.approx(3 * state * moved)
+        assert works(cost, "draft 2")["state"].bytes == pytest.approx(3 * state)  # a copy, which is forgotten
+    half = Roofline(config, state_dtype=torch.bfloat16, ring_length=16).decode(3, RATES)
+    whole = Roofline(config, ring_length=16).decode(3, RATES)
+    assert 2 * works(half, "verify")["state"].bytes == works(whole, "verify")["state"].bytes
+
+
+def test_keys_and_values_grow_with_the_context():
+    config = toy_config(pattern="**", mtp_pattern="*")
+    cost = Roofline(config).decode(5, RATES, context_len=100)
+    assert works(cost, "verify")["attention"].bytes == 5 * 100 * 2 * (2 * 2 * 8 * 2)
+    assert works(cost, "verify")["attention"].flops == 5 * 4 * 2 * (4 * 4 * 8 * 100)
+    assert works(cost, "draft 3")["attention"].bytes == 5 * 100 * (2 * 2 * 8 * 2)
+
+
+def test_a_pruned_vocabulary_makes_drafts_alone_cheaper():
+    whole = Roofline(NEMOTRON_H_8B).decode(1, RATES)
+    pruned = Roofline(NEMOTRON_H_8B, draft_vocab_size=32768).decode(1, RATES)
+    saved = 2 * (131072 - 32768) * 4096
+    assert [w.bytes - p.bytes for w, p in zip(whole.works, pruned.works, strict=True) if w.name == "matrices"] == [
+        0,
+        saved,
+        saved,
+        saved,
+    ]
+
+
+def test_work_takes_the_longer_of_its_two_times_and_works_follow_each_other():
+    work = Work("matrices", bytes=100, flops=1000)
+    assert work.seconds(bandwidth=10, matrix_rate=1000) == 10 and work.seconds(bandwidth=1000, matrix_rate=10) == 100
+    cost = Roofline(toy_config()).decode(2, [0.5])
+    assert cost.seconds(*H200) == pytest.approx(sum(work.seconds(*H200) for work in cost.works))
+    assert cost.tokens == pytest.approx(2 * 1.5)
+
+
+def test_acceptance_becomes_a_length():
+    assert expected_length([]) == 1 and expected_length([1.0, 0.5, 0.5]) == 1 + 1 + 0.5 + 0.25
+    assert depth_rates((0.9, 0.8), 4) == [0.9, 0.8, 0.8, 0.8] and depth_rates((0.9, 0.8), 0) == []
+
+
+def test_prefill_counts_each_token_once_and_the_weights_once_a_step():
+    config = toy_config(pattern="M*-", mtp_pattern="*")
+    roofline = Roofline(config)
+    layers = sum(layer_matrices(config, letter) for letter in config.pattern)
+    output = config.vocab_size * config.hidden_size
+    one, two = (roofline.prefill(4, 8, max_num_batched_tokens=size) for size in (None, 16))
+    assert one.tokens == 32
+    assert works(one, "base")["matrices"].flops == 2 * (32 * layers + 4 * output)
+    assert works(two, "base")["matrices"].bytes == 2 * works(one, "base")["matrices"].bytes
+    assert two.flops == one.flops
+    # Causal: a token attends to half of its prompt in the mean.
+    assert works(one, "base")["attention"].flops == 32 * 4 * 4 * 8 * 4
+    drafted = roofline.prefill(4, 8, k=3)
+    assert [phase.name for phase in drafted.phases] == ["base", "draft 1", "draft 2", "draft 3"]
+    head = 2 * config.hidden_size**2 + layer_matrices(config, "*")
+    assert works(drafted, "draft 1")["matrices"].flops == 2 * (32 * head + 4 * output)
+    assert works(drafted, "draft 2")["matrices"].flops == 2 * (4 * head + 4 * output)
+
+
+def test_tables_hold_every_step_and_its_works():
+    steps, pieces = tabulate_limits(Roofline(NEMOTRON_H_8B), [1, 128], [[], RATES], 512, *H200, "8b")
+    assert [(row.batch_size, row.k) for row in steps.rows] == [(1, 0), (1, 3), (128, 0), (128, 3)]
+    assert steps.rows[1].limit_tokens_per_s == pytest.approx(723, rel=0.02)
+    own = [row for row in pieces.rows if (row.batch_size, row.k) == (128, 3)]
+    assert [(row.phase, row.work) for row in own][:4] == [
+        ("verify", "matrices"),
+        ("verify", "state"),
+        ("verify", "attention"),
+        ("draft 1", "matrices"),
+    ]
+    assert [row.bound for row in own][:2] == ["matrix rate", "bandwidth"]
+    assert sum(row.seconds for row in own) == pytest.approx(steps.rows[3].seconds)
+    assert len(steps.table().columns) == 7 and steps.to_dict()["settings"]["ring_length"] == 8

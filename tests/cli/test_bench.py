@@ -1,0 +1,86 @@
+"""`mtpkit bench`: every command runs on a CPU, prints a table and one JSON object, and refuses what it cannot do."""
+
+import json
+
+import pytest
+import torch
+
+from mtpkit.cli.bench import app
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_roofline(call, capsys, tmp_path):
+    options = "--batch-size 1 128 --k 3 --works"
+    assert call(app, "roofline", *options.split(), "--out", tmp_path) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert [round(row["limit_tokens_per_s"] / 100) for row in found["rows"]] == [7, 267]
+    assert "matrix rate" in printed and "draft 3" in printed
+    assert json.loads((tmp_path / "roofline.json").read_text()) == found
+    options = "--k 3 --batch-size 1 --draft-vocab-size 32768 --acceptance 0.9 0.5"
+    assert call(app, "roofline", *options.split()) == 0
+    (row,) = last_line(capsys)["rows"]
+    assert row["acceptance_length"] == pytest.approx(1 + 0.9 + 0.45 + 0.225)
+
+
+def test_roofline_of_a_directory(model_dir, call, capsys):
+    assert call(app, "roofline", "--model", model_dir, "--batch-size", 2, "--k", 1) == 0
+    assert last_line(capsys)["settings"]["model"] == str(model_dir)
+
+
+def test_decode(call, capsys, tmp_path):
+    options = "--model nemotron-h-tiny --batch-size 2 --k 0 1 --prompt-len 8 --max-tokens 24 --repeats 1"
+    options += " --acceptance 0.5 --state-rollback snapshot --enforce-eager --block-size 8"
+    assert call(app, "decode", *options.split(), "--out", tmp_path) == 0
+    found = last_line(capsys)
+    assert [(row["batch_size"], row["k"]) for row in found["rows"]] == [(2, 0), (2, 1)]
+    settings = found["settings"]
+    assert settings["synthetic"] and settings["acceptance"] == [0.5] and settings["enforce_eager"]
+    assert (settings["state_rollback"], settings["block_size"], settings["prompt_len"]) == ("snapshot", 8, 8)
+    assert json.loads((tmp_path / "decode.json").read_text()) == found
+
+
+def test_decode_real_prompts_with_real_acceptance(model_dir, call, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("the cat\non the mat\n")
+    where = ["--model", model_dir, "--prompts", tmp_path / "prompts.txt"]
+    options = "--batch-size 2 --k 2 --max-tokens 16 --repeats 1"
+    assert call(app, "decode", *where, *options.split()) == 0
+    found = last_line(capsys)
+    assert not found["settings"]["synthetic"] and len(found["rows"][0]["conditional_acceptance"]) == 2
+
+
+def test_prefill(call, capsys):
+    options = "--model nemotron-h-tiny --batch-size 2 --prompt-len 12 --max-num-batched-tokens 16 --repeats 1 --k 1"
+    assert call(app, "prefill", *options.split()) == 0
+    (row,) = last_line(capsys)["rows"]
+    assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (2, 12, 16, 1)
+
+
+def test_kernels(call, capsys):
+    options = "--model nemotron-h-tiny --rows 1 2 --k 1 --context-len 9 --ops rms_norm store_kv --device cpu"
+    assert call(app, "kernels", *options.split()) == 0
+    assert [row["op"] for row in last_line(capsys)["rows"]] == ["store_kv", "store_kv", "rms_norm", "rms_norm"]
+
+
+def test_kernels_without_a_gpu(call, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call(app, "kernels") == 2
+    error = capsys.readouterr().err
+    assert "kernels need a GPU" in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("decode --model nowhere", "model 'nowhere' is neither a shape"),
+        ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
+        ("prefill --model nemotron-h-tiny --batch-size 0", "batch_size is 0, must be at least 1"),
+        ("roofline --model nowhere", "model 'nowhere' is neither a shape"),
+    ],
+)
+def test_what_cannot_be_measured(command, error, call, capsys):
+    assert call(app, *command.split()) == 2
+    assert error in capsys.readouterr().err
