@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from mtpkit.kernels.causal_conv1d import causal_conv1d
 from tests.kernels.recurrence import relative
 
 CHANNELS = 5
@@ -77,21 +77,30 @@ def test_gradients_of_the_parameters_over_documents():
         assert relative(have, want.double()) < TOLERANCE
 
 
-def run_updates(width: int, tokens: int, spare: int = 0, shift: int = 0) -> float:
+def strided(x: torch.Tensor, device: str) -> torch.Tensor:
+    """x [..., c] on the device as a slice of a wider tensor."""
+    whole = torch.empty(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype, device=device)
+    whole[..., 2:-1] = x
+    return whole[..., 2:-1]
+
+
+def run_updates(twin, width: int, tokens: int, spare: int = 0, shift: int = 0) -> float:
     """Worst relative error over steps of rows in non-contiguous slots with random accepts, against the convolution of
     the accepted tokens; `shift` is added to the committed index where there is room."""
     generator = torch.Generator().manual_seed(tokens)
     weight, bias = parameters(width)
     slots, slot_of = 6, torch.tensor([4, 1, 3])
-    state = torch.full((slots, CHANNELS, width - 2 + tokens + spare), torch.nan)
+    state = torch.full((slots, width - 2 + tokens + spare, CHANNELS), torch.nan, device=twin.device)
     accepted = [torch.randn(width - 1, CHANNELS, generator=generator) for _ in slot_of]
     for row, slot in enumerate(slot_of):
-        state[slot, :, : width - 1] = accepted[row].t()
+        state[slot, : width - 1] = accepted[row].to(state)
     committed, worst = torch.zeros(len(slot_of), dtype=torch.int64), 0.0
+    update, device_parameters = twin("causal_conv1d").causal_conv1d_update, [p.to(twin.device) for p in (weight, bias)]
     for _ in range(10):
         rows = torch.randperm(len(slot_of), generator=generator)[: int(torch.randint(1, 4, (), generator=generator))]
         x = torch.randn(len(rows), tokens, CHANNELS, generator=generator)
-        y = causal_conv1d_update(x, state, weight, bias, slot_of[rows], committed[rows])
+        places = (t[rows].to(twin.device) for t in (slot_of, committed))
+        y = update(strided(x, twin.device), state, *device_parameters, *places).cpu()
         for i, row in enumerate(rows.tolist()):
             want = slow(torch.cat([accepted[row], x[i]])[None], weight, bias)[0, -tokens:]
             worst = max(worst, relative(y[i], want))
@@ -99,29 +108,78 @@ def run_updates(width: int, tokens: int, spare: int = 0, shift: int = 0) -> floa
             accepted[row] = torch.cat([accepted[row], x[i, :count]])
             committed[row] = min(max(count - 1 + shift, 0), tokens - 1)
             window = range(int(committed[row]), int(committed[row]) + width - 1)
-            unused = [column for column in range(state.shape[-1]) if column not in window]
-            state[slot_of[row], :, unused] = torch.nan
+            unused = [column for column in range(state.shape[1]) if column not in window]
+            state[slot_of[row], unused] = torch.nan
     assert state[[0, 2, 5]].isnan().all()
     return worst
 
 
 @pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 6])
-def test_update(width, tokens):
-    assert run_updates(width, tokens) < TOLERANCE
-    assert run_updates(width, tokens, spare=2) < TOLERANCE
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+def test_update(twin, width, tokens):
+    assert run_updates(twin, width, tokens) < TOLERANCE
+    assert run_updates(twin, width, tokens, spare=2) < TOLERANCE
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_a_window_that_is_not_taken_back_would_be_seen(shift):
-    assert run_updates(4, 3, shift=shift) > 1e-2
+def test_a_window_that_is_not_taken_back_would_be_seen(twin, shift):
+    assert run_updates(twin, 4, 3, shift=shift) > 1e-2
 
 
-def test_worked_example():
+def test_worked_example(twin):
     """The docstring's: window a b c, new tokens x y z."""
-    weight, _ = parameters(4)
-    state = torch.zeros(1, CHANNELS, 5)
-    state[0, :, :3] = torch.tensor([1.0, 2.0, 3.0])
-    new = torch.tensor([10.0, 20.0, 30.0])[None, :, None].expand(1, 3, CHANNELS)
-    causal_conv1d_update(new, state, weight, None, torch.tensor([0]), torch.tensor([0]))
-    assert state[0, 0].tolist() == [2, 3, 10, 20, 30]
+    weight = parameters(4)[0].to(twin.device)
+    state = torch.zeros(1, 5, CHANNELS, device=twin.device)
+    state[0, :3] = torch.tensor([1.0, 2.0, 3.0], device=twin.device)[:, None]
+    new = torch.tensor([10.0, 20.0, 30.0], device=twin.device)[None, :, None].repeat(1, 1, CHANNELS)
+    zero = torch.tensor([0], device=twin.device)
+    twin("causal_conv1d").causal_conv1d_update(new, state, weight, None, zero, zero)
+    assert state[0, :, 0].tolist() == [2, 3, 10, 20, 30]
+
+
+def test_padding_rows_touch_nothing(twin):
+    weight, bias = (p.to(twin.device) for p in parameters(4))
+    before = torch.randn(3, 5, CHANNELS, device=twin.device)
+    state, slots = before.clone(), torch.tensor([-1, 1], device=twin.device)
+    x = torch.randn(2, 3, CHANNELS, device=twin.device)
+    y = twin("causal_conv1d").causal_conv1d_update(x, state, weight, bias, slots, torch.zeros_like(slots))
+    assert (y[0] == 0).all() and torch.equal(state[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("lens", [(1,), (2, 1, 3), (16, 17, 1, 40)], ids=str)
+def test_rows_of_different_lengths(twin, lens, width):
+    """Windows of short rows reach back into the initial ones."""
+    weight, bias = parameters(width)
+    x, initial = torch.randn(sum(lens), CHANNELS), torch.randn(len(lens), width - 1, CHANNELS)
+    arguments = (t.to(twin.device) for t in (weight, bias, initial))
+    y, windows = twin("causal_conv1d").causal_conv1d_varlen(strided(x, twin.device), *arguments, lens)
+    for row, part in enumerate(x.split(lens)):
+        want = slow(part[None], weight, bias, initial=initial[row : row + 1].transpose(1, 2))[0]
+        assert relative(y.split(lens)[row].cpu(), want) < TOLERANCE
+        assert torch.equal(windows[row].cpu(), torch.cat([initial[row], part])[1 - width :])
+
+
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("channels", [5, 300])
+def test_bf16(twin, channels, width):
+    """At most twice the error of torch's own convolution in bf16."""
+    torch.manual_seed(1)
+    weight, bias = torch.randn(channels, 1, width).bfloat16(), torch.randn(channels).bfloat16()
+    lens, taps = (3, 2), width - 1
+    x, initial = torch.randn(5, channels).bfloat16(), torch.randn(2, taps, channels).bfloat16()
+    on_device = [t.to(twin.device) for t in (weight, bias)]
+    y, windows = twin("causal_conv1d").causal_conv1d_varlen(
+        strided(x, twin.device), *on_device, initial.to(twin.device), lens
+    )
+    state = torch.full((3, taps + 2, channels), torch.nan, dtype=torch.bfloat16, device=twin.device)
+    state[2, :taps] = initial[0].to(state)
+    slots = torch.tensor([2, -1], device=twin.device)
+    new = strided(x[:3].expand(2, 3, channels), twin.device)
+    updated = twin("causal_conv1d").causal_conv1d_update(new, state, *on_device, slots, torch.zeros_like(slots))
+    padded = torch.cat([initial[0], x[:3]]).t()[None]
+    want = F.silu(F.conv1d(padded.double(), weight.double(), bias.double(), groups=channels))[0].t()
+    bound = 2 * relative(F.silu(F.conv1d(padded, weight, bias, groups=channels))[0].t(), want)
+    assert y.dtype == updated.dtype == windows.dtype == torch.bfloat16
+    assert relative(y[:3].cpu(), want) <= bound and relative(updated[0].cpu(), want) <= bound
+    assert torch.equal(state[2, : taps + 2].cpu(), torch.cat([initial[0], x[:3]])[1:])

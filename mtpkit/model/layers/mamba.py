@@ -154,7 +154,7 @@ class MambaMixer(MegatronModule):
         conv_in, dt = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, dt))
         conv_out = causal_conv1d_update(conv_in, cache.conv, self.conv1d_weight, self.conv1d_bias, slots, committed)
         x, dt, B, C = self._scan_inputs(conv_out, dt)
-        inputs = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
+        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
         if isinstance(cache, SnapshotCache):
             y = ssm_snapshot_update(cache.state, slots, committed, *inputs)
         else:
@@ -179,8 +179,9 @@ class MambaMixer(MegatronModule):
         state = cache.state[:, 0] if isinstance(cache, SnapshotCache) else cache.state
         initial = torch.where(continues[..., None], state[slots], 0)
         x, dt, B, C = self._scan_inputs(conv_out, dt)
-        parameters = (self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
-        y, final = ssd_varlen(x, dt, *parameters, initial, step.prefill_lens, self.chunk_size)
+        rows: Any = (initial, step.prefill_lens, self.chunk_size)
+        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit, *rows)
+        y, final = ssd_varlen(*inputs)
         state[slots] = final.to(state.dtype)
         return y
 

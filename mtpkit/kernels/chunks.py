@@ -1,0 +1,40 @@
+"""How sequences that lie one behind the other are cut into chunks, for kernels that take one chunk a program."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """C chunks of R sequences, none across two of them. All int64 on the device."""
+
+    start: Tensor
+    """[C + 1], first token of each chunk, then the number of tokens."""
+    row: Tensor
+    """[C], sequence of each chunk."""
+    last: Tensor
+    """[R], last chunk of each sequence."""
+    row_start: Tensor
+    """[R + 1], first token of each sequence, then the number of tokens."""
+
+
+@functools.lru_cache(maxsize=8)
+def chunks(lens: tuple[int, ...], size: int, device: torch.device) -> Chunks:
+    """Sequences of `lens` tokens in chunks of up to `size`. All layers of a step share one result.
+
+    Example: lens (5, 2), size 4: start [0, 4, 5, 7], row [0, 0, 1], last [1, 2], row_start [0, 5, 7].
+    """
+    start, row_start = [0], [0]
+    row: list[int] = []
+    last: list[int] = []
+    for index, length in enumerate(lens):
+        row_start.append(row_start[-1] + length)
+        start += [*range(start[-1] + size, row_start[-1], size), row_start[-1]]
+        row += [index] * (len(start) - 1 - len(row))
+        last.append(len(row) - 1)
+    parts = (start, row, last, row_start)
+    host = torch.tensor([number for part in parts for number in part], pin_memory=device.type == "cuda")
+    return Chunks(*host.to(device, non_blocking=True).split([len(part) for part in parts]))

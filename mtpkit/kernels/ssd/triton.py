@@ -1,0 +1,55 @@
+"""The chunked scan over sequences that lie one behind the other: megatron-core's Triton kernels."""
+
+import torch
+import triton
+from megatron.core.ssm.ops import mamba_chunk_scan_combined_varlen
+from torch import Tensor
+
+from mtpkit.kernels.chunks import chunks
+from mtpkit.kernels.ssd import reference
+
+_CHUNK_SIZES = (64, 256)
+"""Smallest and largest chunk; the kernels want powers of two, and tiles that are not mostly empty."""
+
+
+def ssd_varlen(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    initial_states: Tensor,
+    lens: tuple[int, ...],
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """See the reference, which also serves fp32: the kernels round what tensor cores multiply.
+
+    The first call of a process measures which tiles are fastest, seconds long.
+    """
+    if x.dtype == torch.float32:
+        return reference.ssd_varlen(x, dt, A_log, B, C, D, dt_bias, dt_limit, initial_states, lens, chunk_size)
+    size = min(max(triton.next_power_of_2(chunk_size), _CHUNK_SIZES[0]), _CHUNK_SIZES[1])
+    parts = chunks(lens, size, x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    states = mamba_chunk_scan_combined_varlen(
+        x,
+        dt,
+        -torch.exp(A_log.float()),
+        B,
+        C,
+        size,
+        cu_chunk_seqlens=parts.start,
+        last_chunk_indices=parts.last,
+        seq_idx=parts.row,
+        out=y,
+        D=D,
+        dt_bias=dt_bias,
+        initial_states=initial_states,
+        dt_softplus=True,
+        dt_limit=dt_limit,
+        state_dtype=torch.float32,
+    )
+    return y, states
