@@ -14,7 +14,7 @@ from mtpkit.bench.roofline import depth_rates
 from mtpkit.bench.trace import Trace
 from mtpkit.errors import UserError
 
-_SHOWN_KERNELS = 20
+_NAME_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class DecodeConfig:
     """
 
     batch_sizes: tuple[int, ...] = (1, 4, 16, 32, 64, 128)
-    ks: tuple[int, ...] = (0, 1, 3)
-    """Drafts a step."""
+    ks: tuple[int | Literal["auto"], ...] = (0, 1, 3)
+    """Drafts a step; "auto": as the engine chooses."""
     prompt_len: int = 512
     """Of prompts of random tokens."""
     max_tokens: int = 256
@@ -51,7 +51,7 @@ class DecodeConfig:
         rates, vocab = self.acceptance or (1.0,), self.draft_vocab
         checks = [
             *((size >= 1, f"batch size is {size}, must be at least 1") for size in self.batch_sizes),
-            *((k >= 0, f"k is {k}, must be 0 (no drafts) or more") for k in self.ks),
+            *((k == "auto" or k >= 0, f"k is {k}, must be 0 (no drafts) or more, or auto") for k in self.ks),
             *((0 <= rate <= 1, f"acceptance is {rate}, must be in 0 .. 1") for rate in rates),
             (bool(self.batch_sizes and self.ks), "a batch size and a k are needed"),
             (self.prompt_len >= 1, f"prompt-len is {self.prompt_len}, must be at least 1"),
@@ -73,7 +73,7 @@ class DecodeRow:
     """One batch size and K."""
 
     batch_size: int
-    k: int
+    k: int | Literal["auto"]
     tokens_per_s: float
     """Generated tokens over wall time, from when all requests decode to when the first one ends."""
     step_ms: float
@@ -82,13 +82,13 @@ class DecodeRow:
     """1 + mean accepted drafts a step and request."""
     conditional_acceptance: list[float]
     limit_tokens_per_s: float
-    """From `Roofline` and the rates measured in the same run."""
+    """From `Roofline` and the rates measured in the same run; of "auto", the largest of any K."""
     limit_share: float
     host_gap_share: float | None
     """See `Trace.host_gap_share`; None without a GPU."""
     kernel_ms: float | None
     """Time of a step in which a kernel ran, traced."""
-    slowest_kernels: dict[str, float]
+    kernels: dict[str, float]
     """Traced milliseconds a step by kernel, the longest first."""
 
 
@@ -134,7 +134,7 @@ def measure_decode(
     title = f"decoding: {name}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
     settings |= {"model": name, "synthetic": synthetic}
-    result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings)
+    result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings, details=("kernels",))
     pairs = [(size, k) for size in config.batch_sizes for k in config.ks]
     with tqdm(pairs, desc="decoding", unit=" runs", disable=None) as progress:
         for size, k in progress:
@@ -152,7 +152,7 @@ def _measure(contender: Contender, machine: Machine) -> DecodeRow:
     traced = contender.warm_up()
     window = Window.join([contender.run() for _ in range(contender.config.repeats)])
     contender.check(window)
-    acceptance, rates = window.acceptance, contender.config.rates(contender.k)
+    acceptance, rates = window.acceptance, contender.config.rates(contender.depths)
     limit = contender.limit(machine, acceptance.conditional_acceptance if rates is None else rates)
     return DecodeRow(
         batch_size=contender.batch_size,
@@ -165,11 +165,43 @@ def _measure(contender: Contender, machine: Machine) -> DecodeRow:
         limit_share=window.tokens_per_s / limit,
         host_gap_share=traced[0].host_gap_share if traced else None,
         kernel_ms=traced[0].busy_seconds / traced[1] * 1e3 if traced else None,
-        slowest_kernels=_slowest(*traced) if traced else {},
+        kernels=_by_kernel(*traced) if traced else {},
     )
 
 
-def _slowest(trace: Trace, steps: int) -> dict[str, float]:
-    """Milliseconds a step of the kernels that take most."""
-    items = list(trace.seconds_by_name().items())[:_SHOWN_KERNELS]
-    return {name: seconds / steps * 1e3 for name, seconds in items}
+def _by_kernel(trace: Trace, steps: int) -> dict[str, float]:
+    """Milliseconds a step of each kernel."""
+    return {name: seconds / steps * 1e3 for name, seconds in trace.seconds_by_name().items()}
+
+
+@dataclass(frozen=True)
+class KernelShare:
+    """One kernel of a decode step."""
+
+    batch_size: int
+    k: int | Literal["auto"]
+    kernel: str
+    ms: float
+    """Of a step, all its calls."""
+    share: float
+    """Of the kernels' time."""
+
+
+KERNEL_COLUMNS: dict[str, Callable[[KernelShare], str]] = {
+    "batch": lambda row: str(row.batch_size),
+    "K": lambda row: str(row.k),
+    "kernel": lambda row: row.kernel[:_NAME_WIDTH],
+    "ms a step": lambda row: f"{row.ms:.3f}",
+    "share": lambda row: f"{row.share:.1%}",
+}
+
+
+def kernel_shares(result: Result[DecodeRow], most: int = 15) -> Result[KernelShare]:
+    """What the traced steps consist of, the `most` longest kernels of each batch size and K."""
+    rows = [
+        KernelShare(row.batch_size, row.k, name, ms, ms / sum(row.kernels.values()))
+        for row in result.rows
+        for name, ms in list(row.kernels.items())[:most]
+    ]
+    title = result.title.replace("decoding", "kernels of a decode step", 1)
+    return Result("decode_kernels", title, KERNEL_COLUMNS, rows, result.machine, result.settings)

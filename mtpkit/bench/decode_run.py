@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mtpkit.bench.machine import Machine, synchronize
 from mtpkit.bench.roofline import Roofline, expected_length
@@ -77,10 +77,17 @@ class Contender:
     """One batch size and K: its engine, and its runs."""
 
     def __init__(
-        self, model: Any, config: "DecodeConfig", batch_size: int, k: int, prompts: Sequence[Sequence[int]] | None
+        self,
+        model: Any,
+        config: "DecodeConfig",
+        batch_size: int,
+        k: int | Literal["auto"],
+        prompts: Sequence[Sequence[int]] | None,
     ) -> None:
         self.config, self.batch_size, self.k = config, batch_size, k
         self.model_config = model.mtpkit_config
+        self.depths = self.model_config.mtp_num_depths if k == "auto" else k
+        """The largest K of a step."""
         self.device = next(model.parameters()).device
         vocab_size = self.model_config.vocab_size
         # Each run has prompts of its own: what an engine remembers of earlier ones must not help.
@@ -88,9 +95,9 @@ class Contender:
         self.prompts = prompts or random_prompts(count, config.prompt_len, vocab_size, config.seed)
         self.runs = 0
         options: dict[str, Any] = {}
-        if k and config.acceptance is not None:
-            options["synthetic_acceptance"] = config.rates(k)
-        if k and config.draft_vocab is not None:
+        if self.depths and config.acceptance is not None:
+            options["synthetic_acceptance"] = config.rates(self.depths)
+        if self.depths and config.draft_vocab is not None:
             vocab = config.draft_vocab
             options["draft_vocab"] = list(range(vocab)) if isinstance(vocab, int) else vocab
         if config.enforce_eager:
@@ -123,7 +130,7 @@ class Contender:
         trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
         trace = trace_kernels(lambda: traced.append(self._steps(_TRACED_STEPS)), self.device)
         self._steps()
-        self.check(Window.between(before, self._counts(), self.k))
+        self.check(Window.between(before, self._counts(), self.depths))
         self._finish()
         return (trace, traced[-1]) if trace and traced[-1] else None
 
@@ -137,7 +144,7 @@ class Contender:
         before, began = self._counts(), time.perf_counter()
         steps = self._steps()
         synchronize(self.device)
-        window = Window.between(before, self._counts(), self.k, steps, time.perf_counter() - began)
+        window = Window.between(before, self._counts(), self.depths, steps, time.perf_counter() - began)
         self._finish()
         if not steps:
             raise UserError(
@@ -158,8 +165,11 @@ class Contender:
             ring_length=ring_capacity(self.llm.engine.layout.ring_length),
             draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
         )
-        cost = roofline.decode(self.batch_size, rates, context_len)
-        return cost.limit_tokens_per_s(machine.copy_bandwidth, machine.matrix_rate)
+        costs = [
+            roofline.decode(self.batch_size, rates[:k], context_len)
+            for k in (range(self.depths + 1) if self.k == "auto" else [self.k])
+        ]
+        return max(cost.limit_tokens_per_s(machine.copy_bandwidth, machine.matrix_rate) for cost in costs)
 
     def _start(self) -> None:
         """Add the requests of a run and step until all of them decode."""
@@ -179,7 +189,7 @@ class Contender:
 
     def _steps(self, most: float = math.inf) -> int:
         """Step until a request may end with the next step or with the one that is under way; how many steps."""
-        steps, longest = 0, self.config.max_tokens - 2 * (1 + self.k)
+        steps, longest = 0, self.config.max_tokens - 2 * (1 + self.depths)
         while steps < most and max(self.lengths.values()) <= longest and self.llm.engine.has_unfinished:
             self._step()
             steps += 1
@@ -205,8 +215,8 @@ class Contender:
 
     def check(self, window: Window) -> None:
         """Refuse synthetic acceptance that is not what was asked for, by more than chance explains."""
-        rates, stats = self.config.rates(self.k), window.acceptance
-        if not rates:
+        rates, stats = self.config.rates(self.depths), window.acceptance
+        if not rates or self.k == "auto":
             return
         expected = expected_length(rates)
         allowed = max(_TOLERANCE * expected, 4 * _deviation(rates) / math.sqrt(max(1, stats.steps)))

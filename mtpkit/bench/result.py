@@ -31,12 +31,15 @@ class Result[Row]:
     machine: Machine | None = None
     """None: nothing was timed."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    details: Sequence[str] = ()
+    """Fields of a row that are kept in the file alone."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The object that commands print as their last line."""
+    def to_dict(self, whole: bool = False) -> dict[str, Any]:
+        """The object that commands print as their last line; with its details if it is to be `whole`."""
         machine = asdict(self.machine) if self.machine else {}
-        rows: list[Any] = list(self.rows)
-        return {"benchmark": self.name, "rows": [asdict(row) for row in rows], **machine, "settings": {**self.settings}}
+        objects: list[Any] = list(self.rows)
+        rows = [{k: v for k, v in asdict(row).items() if whole or k not in self.details} for row in objects]
+        return {"benchmark": self.name, "rows": rows, **machine, "settings": {**self.settings}}
 
     def table(self, style: box.Box = box.SIMPLE_HEAD) -> Table:
         """The rows for people."""
@@ -49,11 +52,15 @@ class Result[Row]:
 
     def show(self) -> None:
         """Print the table, and the object as the last line."""
+        self.show_table()
+        print(json.dumps(self.to_dict()))
+
+    def show_table(self) -> None:
+        """Print the table."""
         console = Console()
         if not console.is_terminal:  # no reason to squeeze what goes to a file
             console.width = _WIDTH
         console.print(self.table())
-        print(json.dumps(self.to_dict()))
 
     def save(self, directory: Path) -> None:
         """Write NAME.json and NAME.md, each whole or not at all.
@@ -66,5 +73,5 @@ class Result[Row]:
         text = console.file.getvalue()  # type: ignore[attr-defined]
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        write_file(directory / f"{self.name}.json", json.dumps(self.to_dict(), indent=2) + "\n")
+        write_file(directory / f"{self.name}.json", json.dumps(self.to_dict(whole=True), indent=2) + "\n")
         write_file(directory / f"{self.name}.md", "\n".join(line.strip() for line in text.splitlines()) + "\n")

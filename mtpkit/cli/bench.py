@@ -1,6 +1,5 @@
 """`mtpkit bench`: how fast decoding, prefill and each kernel are, beside what the machine allows."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ from mtpkit.cli import options
 from mtpkit.cli.options import ListCommand
 
 if TYPE_CHECKING:
+    from mtpkit.bench.decode import DecodeRow
     from mtpkit.bench.result import Result
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -37,7 +37,7 @@ NVIDIA_8B = "nemotron-h-8b"
 def decode(
     model: Model = NVIDIA_8B,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
-    k: Annotated[list[int], typer.Option(help="Drafts a step.")] = [0, 1, 3],  # noqa: B006
+    k: Annotated[list[str], typer.Option(help="Drafts a step; auto: as the engine chooses.")] = ["0", "1", "3"],  # noqa: B006
     prompt_len: Annotated[int, typer.Option(help="Tokens of a random prompt.")] = 512,
     prompts: Annotated[
         Path | None, typer.Option(help="Real prompts, text or .jsonl; without --acceptance drafts are then verified.")
@@ -53,6 +53,7 @@ def decode(
     block_size: options.BlockSize = 16,
     max_num_batched_tokens: MaxNumBatchedTokens = 8192,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")] = False,
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
@@ -61,14 +62,14 @@ def decode(
     Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Before anything is
     timed, outputs must have their length and synthetic acceptance must come out as asked for.
     """
-    from mtpkit.bench.decode import DecodeConfig, measure_decode
+    from mtpkit.bench.decode import DecodeConfig, kernel_shares, measure_decode
     from mtpkit.bench.shapes import read_token_ids
 
     if draft_vocab is not None and draft_vocab_size is not None:
         raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
     config = DecodeConfig(
         batch_sizes=tuple(batch_size),
-        ks=tuple(k),
+        ks=tuple(_drafts(one) for one in k),
         prompt_len=prompt_len,
         max_tokens=max_tokens,
         acceptance=_synthetic(acceptance) if acceptance or prompts is None else None,
@@ -82,8 +83,16 @@ def decode(
         seed=seed,
     )
     token_ids = None if prompts is None else read_token_ids(prompts, model)
-    keep = None if out is None else partial(_save, out)
-    measure_decode(_open(model, dtype), config, token_ids, model, keep).show()
+
+    def keep(result: "Result[DecodeRow]") -> None:
+        if out is not None:
+            result.save(out)
+            kernel_shares(result).save(out)
+
+    result = measure_decode(_open(model, dtype), config, token_ids, model, keep)
+    if kernels:
+        kernel_shares(result).show_table()
+    result.show()
 
 
 @app.command(cls=ListCommand)
@@ -131,7 +140,7 @@ def kernels(
         state_dtype=state_dtype,
         draft_vocab_size=draft_vocab_size,
     )
-    keep = None if out is None else partial(_save, out)
+    keep = None if out is None else lambda result: result.save(out)
     measure_kernels(get_config(model), config, device, model, keep).show()
 
 
@@ -170,12 +179,20 @@ def roofline(
     rates = [depth_rates(_synthetic(acceptance), depths) for depths in k]
     steps, pieces = tabulate_limits(line, batch_size, rates, context_len, bandwidth * 1e12, matrix_rate * 1e12, model)
     if works:
-        pieces.show()
+        pieces.show_table()
     _finish(steps, out)
 
 
 def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:
     return tuple(acceptance or (0.85,))
+
+
+def _drafts(k: str) -> int | Literal["auto"]:
+    if k == "auto":
+        return "auto"
+    if not k.isdecimal():
+        raise typer.BadParameter(f"{k!r} is neither a number of drafts nor auto", param_hint="--k")
+    return int(k)
 
 
 def _open(model: str, dtype: str) -> Any:
@@ -185,10 +202,6 @@ def _open(model: str, dtype: str) -> Any:
     from mtpkit.platform import default_device
 
     return open_model(model, default_device(), None if dtype == "auto" else getattr(torch, dtype))
-
-
-def _save(out: Path, result: "Result[Any]") -> None:
-    result.save(out)
 
 
 def _finish(result: "Result[Any]", out: Path | None) -> None:

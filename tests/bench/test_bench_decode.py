@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from mtpkit.bench import decode_run
-from mtpkit.bench.decode import DecodeConfig, measure_decode
+from mtpkit.bench.decode import COLUMNS, DecodeConfig, DecodeRow, kernel_shares, measure_decode
 from mtpkit.bench.machine import Machine
+from mtpkit.bench.result import Result
 from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
@@ -51,6 +52,13 @@ def test_drafts_are_verified_where_no_acceptance_is_given(model):
     assert "real acceptance" in result.title and not result.settings["synthetic"]
     (row,) = result.rows
     assert row.acceptance_length == 1 + row.conditional_acceptance[0]
+
+
+def test_k_as_the_engine_chooses(model):
+    config = DecodeConfig(batch_sizes=(2,), ks=("auto",), prompt_len=8, max_tokens=40, repeats=1)
+    (row,) = measure_decode(model, config).rows
+    assert row.k == "auto" and len(row.conditional_acceptance) == model.mtpkit_config.mtp_num_depths
+    assert 0 < row.limit_share < 1
 
 
 def test_a_pruned_vocabulary_raises_the_limit(model):
@@ -165,6 +173,18 @@ def test_too_few_tokens_to_time_are_refused(fake):
     config = DecodeConfig(batch_sizes=(20,), ks=(0,), prompt_len=3, max_tokens=16)
     with pytest.raises(UserError, match=r"batch 20, K = 0: the first request ends before .* raise max-tokens \(16\)"):
         measure_decode(MODEL, config)
+
+
+def test_kernels_of_a_step_are_kept_in_the_file_and_shown_apart(tmp_path):
+    kernels = {"gemm": 3.0, "scan": 1.0}
+    row = DecodeRow(4, 3, 100.0, 5.0, 3.2, [0.8], 200.0, 0.5, 0.01, 4.0, kernels)
+    result = Result("decode", "decoding: tiny", COLUMNS, [row], details=("kernels",))
+    result.save(tmp_path)
+    assert "kernels" not in result.to_dict()["rows"][0]
+    assert json.loads((tmp_path / "decode.json").read_text())["rows"][0]["kernels"] == kernels
+    shares = kernel_shares(result, most=1)
+    assert [(row.kernel, row.share) for row in shares.rows] == [("gemm", 0.75)]
+    assert shares.title == "kernels of a decode step: tiny" and len(shares.table().rows) == 1
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
