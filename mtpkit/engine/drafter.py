@@ -16,7 +16,7 @@ from mtpkit.engine.batch import kv_slots
 from mtpkit.engine.step import Batch, Drafts, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import sampling as ops
-from mtpkit.model import compute_logits, greedy_tokens, mtp_forward, output_weight
+from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens, mtp_forward
 from mtpkit.model.inputs import AttentionCache, LayerCache, ReplayCache, StepInput, ring_base
 
 
@@ -93,7 +93,7 @@ class _MtpDrafter:
         self.block_size = block_size
         self.sample = sample
         self.draft_token_ids = draft_token_ids
-        self._draft_weight = None if draft_token_ids is None else output_weight(model)[draft_token_ids]
+        self._draft_weight = None if draft_token_ids is None else draft_output_weight(model, draft_token_ids)
 
     def _choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
         """Draft `depth` of each row from `state` [S, h]: [S] tokens and, when drawn, [S, V] their distributions."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtpkit.engine.request import Request
 from mtpkit.kernels import sampling as ops
+from mtpkit.kernels.draft_head import argmax
 
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)
 """Independent random numbers of a token position: its token, the acceptance of its draft, the draft itself."""
@@ -151,5 +152,5 @@ def uniforms(sampling: SamplingTensors, rows: Tensor, positions: Tensor, stream:
 def sample(logits: Tensor, sampling: SamplingTensors, rows: Tensor, positions: Tensor) -> Tensor:
     """[N] int64 tokens for `positions` [N] int64: the best ones of greedy rows, draws for the others."""
     if sampling.all_greedy:
-        return logits.argmax(-1)
+        return argmax(logits)
     return ops.sample(probabilities(logits, sampling, rows), uniforms(sampling, rows, positions, TOKEN_STREAM))

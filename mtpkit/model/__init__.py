@@ -6,6 +6,7 @@ from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.mtp import (
     base_forward,
     compute_logits,
+    draft_output_weight,
     embed,
     greedy_tokens,
     mtp_forward,
@@ -22,6 +23,7 @@ __all__ = [
     "build_model",
     "cache_specs",
     "compute_logits",
+    "draft_output_weight",
     "embed",
     "greedy_tokens",
     "init_weights",
