@@ -254,17 +254,17 @@ def test_low_precision_state_is_rounded_only_when_it_is_folded(twin):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "blocks",
+    ("dtype", "blocks"),
     [
-        {},
-        dict(block_p=16),
-        dict(block_p=32, reload=False),
-        dict(block_p=64, num_warps=8),
-        dict(block_p=64, block_h=4, num_stages=2),
-        dict(block_p=64, block_h=8, num_stages=3, reload=False),
-        dict(block_p=64, maxnreg=128),
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, dict(block_p=16)),
+        (torch.bfloat16, dict(block_p=32, reload=False)),
+        (torch.bfloat16, dict(block_p=64, num_warps=8)),
+        (torch.bfloat16, dict(block_p=64, block_h=4, num_stages=2)),
+        (torch.bfloat16, dict(block_p=64, block_h=8, num_stages=3, reload=False)),
+        (torch.bfloat16, dict(block_p=64, block_h=2, num_stages=1, maxnreg=168)),
     ],
     ids=str,
 )

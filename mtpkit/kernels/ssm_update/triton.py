@@ -19,6 +19,8 @@ from mtpkit.kernels.ssm_update.ring import ring_capacity
 _PROGRAMS = 2 * 132
 """Programs that keep an H200's 132 multiprocessors busy with loads."""
 _SMALLEST_DOT = 16
+_FOUR_A_MULTIPROCESSOR = 128
+"""Registers of a thread that let four programs of four warps run side by side and hide each other's waits."""
 _NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
 """What tensor cores multiply. The interpreter would multiply the bits of bf16 numbers."""
 
@@ -136,7 +138,8 @@ def _replay_kernel(
     dt_ptr += row * dt_row
     context, count = tl.load(contexts_ptr + row).to(tl.int32), tl.load(lens_ptr + row).to(tl.int32)
     is_old = e < count
-    place, new_place = (context - count + e) % LENGTH, (context + t) % LENGTH
+    # Null rows may have fewer positions than entries: a place is never negative.
+    place, new_place = (context - count + e + LENGTH) % LENGTH, (context + t) % LENGTH
 
     B_ptrs = B_ptr + row * B_row + group * B_group + t[:, None] * B_token + n[None, :]
     B = tl.load(B_ptrs, mask=B_mask, other=0.0)  # [T, N]
@@ -228,14 +231,16 @@ def ssm_replay_update(
         block_p = _block_p(rows * heads, width, largest=64 if narrow else 16)
     if block_h is None:
         block_h = _block_h(rows * heads * triton.cdiv(width, block_p), heads // groups) if narrow else 1
+    if maxnreg is None and narrow and block_h == 1:
+        maxnreg = _FOUR_A_MULTIPROCESSOR
     _replay_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
         state,
         ring_x,
         ring_B,
         ring_dt,
-        slots,
-        context_lens,
-        ring_lens,
+        slots.contiguous(),
+        context_lens.contiguous(),
+        ring_lens.contiguous(),
         x,
         dt,
         A_log,
@@ -372,8 +377,8 @@ def ssm_snapshot_update(
         block_p = _block_p(rows * heads, width, largest=32)
     _snapshot_kernel[(triton.cdiv(width, block_p), heads, rows)](
         state,
-        slots,
-        committed,
+        slots.contiguous(),
+        committed.contiguous(),
         x,
         dt,
         A_log,
