@@ -1,0 +1,63 @@
+"""A linear with what stands around it in a layer: the norm of its input before it, activation and residual after it."""
+
+from types import ModuleType
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpkit.kernels.activation import reference as activations
+from mtpkit.kernels.norm import reference as norms
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    gate: Tensor | None = None,
+    activation: Literal["relu2"] | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """activation(norm(x) @ weight.T) + residual.
+
+    Args:
+        x: [M, K], rows of any stride.
+        weight: [N, K].
+        norm_weight: [K]; with it x is RMS-normalised, without it nothing is.
+        group_size, gate: of Mamba2's gated norm: x * silu(gate) is normalised in groups of `group_size` channels.
+            gate [M, K] may be a slice of a wider projection.
+        activation: `relu2` is max(y, 0)^2.
+        residual: [M, N].
+
+    Returns:
+        [M, N] in the dtype of x. Here every step rounds to it, but a residual right after the product is added first.
+    """
+    return compose(norms, activations, x, weight, norm_weight, eps, group_size, gate, activation, residual)
+
+
+def compose(
+    norms: ModuleType,
+    activations: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    gate: Tensor | None,
+    activation: Literal["relu2"] | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """`linear` from one op after another; `norms` and `activations` say which twins of them."""
+    assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
+    if gate is not None:
+        x = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps)
+    elif norm_weight is not None:
+        x = norms.rms_norm(x, norm_weight, eps)
+    if activation is None:
+        return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
+    y = activations.relu2(F.linear(x, weight))
+    return y if residual is None else y + residual

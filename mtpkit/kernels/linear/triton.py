@@ -1,0 +1,303 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The linear of a few rows in Triton: one pass over the weight, with norm, activation and residual on the way.
+
+The norm's factor 1 / rms is one number of a row (or of a group in it), so that it may be multiplied after the product:
+the sum of squares is gathered in the same loop over K. Where one program for each tile of outputs would leave the GPU
+idle, several share the input channels; the last of them to finish adds up the parts, always in the same order.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mtpkit.kernels import activation as activations
+from mtpkit.kernels import norm as norms
+from mtpkit.kernels.linear.reference import compose
+
+MAX_ROWS = 16
+"""With more rows the matrix units matter, and a library's kernel is better."""
+_SMALLEST_DOT = 16
+_NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+"""What tensor cores multiply. The interpreter would multiply the bits of bf16 numbers."""
+_MULTIPROCESSORS = 132
+"""Of an H200."""
+_MAX_SPLITS = 8
+"""More would leave a program too few tiles to overlap."""
+_LINES = 8
+"""Cache lines of each row of its weight that a program asks for before the kernel ahead of it has ended."""
+
+
+class Tile(NamedTuple):
+    """Outputs and input channels that a program multiplies at a time, and how; `splits` programs share the outputs."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_stages: int
+    num_warps: int
+
+    def fits(self, width: int, group_size: int | None) -> bool:
+        """Whether `width` input channels are whole tiles for every program, and the groups of a norm whole ones too."""
+        span = width // self.splits
+        even = width % (self.splits * self.block_k) == 0
+        return even and (group_size is None or span % group_size == group_size % self.block_k == 0)
+
+
+_SHAPES = [
+    (64, 128, 3, 4, 3),
+    (64, 128, 4, 4, 2),
+    (64, 64, 6, 4, 3),
+    (64, 64, 9, 4, 2),
+    (64, 64, 5, 4, 4),
+    (64, 256, 4, 4, 1),
+    (128, 128, 3, 8, 2),
+    (128, 64, 6, 8, 2),
+    (128, 128, 5, 8, 1),
+    (32, 256, 3, 4, 3),
+    (32, 128, 5, 4, 4),
+]
+"""block_n, block_k, num_stages, num_warps of a tile, and how many such programs a multiprocessor holds at once (without
+a gate, whose stages take more). 64 outputs are the fewest that Hopper's matrix units take from shared memory as their
+left operand; 32 go through registers."""
+TILES: dict[tuple[int, int], Tile] = {
+    (18560, 4096): Tile(64, 128, 1, 3, 4),
+    (21504, 4096): Tile(64, 128, 1, 3, 4),
+    (131072, 4096): Tile(64, 128, 1, 4, 4),
+    (6144, 4096): Tile(64, 128, 4, 3, 4),
+    (4096, 4096): Tile(64, 128, 4, 4, 4),
+    (4096, 8192): Tile(64, 128, 4, 4, 4),
+    (4096, 21504): Tile(64, 128, 6, 3, 4),
+}
+"""By (N, K) of the weight. All programs, but not those of the vocabulary, are resident at once, so that they share the
+bandwidth evenly and end together."""
+
+
+def configs(outputs: int, width: int, group_size: int | None = None) -> list[Tile]:
+    """Tiles worth timing for a weight [outputs, width], at most 12, the default first."""
+    found = [_tile(outputs, width, group_size)]
+    found += [_filling(shape, outputs, width, group_size) for shape in _SHAPES]
+    return list(dict.fromkeys(tile for tile in found if tile))
+
+
+def _filling(shape: tuple[int, ...], outputs: int, width: int, group_size: int | None) -> Tile | None:
+    """The tile of a shape with the most programs that are resident at once; None where K is not whole tiles."""
+    block_n, block_k, stages, warps, resident = shape
+    most = resident * _MULTIPROCESSORS // triton.cdiv(outputs, block_n)
+    for splits in range(max(1, min(_MAX_SPLITS, most)), 0, -1):
+        tile = Tile(block_n, block_k, splits, stages, warps)
+        if tile.fits(width, group_size):
+            return tile
+    return None
+
+
+def _tile(outputs: int, width: int, group_size: int | None) -> Tile | None:
+    """The table's tile or, for other weights, one that fills the GPU."""
+    tile = TILES.get((outputs, width))
+    return tile if tile and tile.fits(width, group_size) else _filling(_SHAPES[0], outputs, width, group_size)
+
+
+@triton.jit
+def _prefetch(weights, SPAN: tl.constexpr, LINES: tl.constexpr):
+    """Ask for the first lines of each row of the weight, to be in the L2 cache when the loop comes to them."""
+    ahead = tl.minimum(tl.arange(0, LINES) * 64, SPAN - 1)
+    address = (weights[:, None] + ahead[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    gate_ptr,
+    residual_ptr,
+    out_ptr,
+    parts_ptr,
+    counters_ptr,
+    rows,
+    outputs,
+    eps,
+    x_stride,
+    weight_stride,
+    gate_stride,
+    residual_stride,
+    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    RELU2: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NARROW: tl.constexpr,
+    PDL: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """BLOCK_N outputs of all rows, summed over SPAN of the WIDTH input channels. The weight is the left operand of the
+    product, whose other side may be as narrow as 16."""
+    SPLITS: tl.constexpr = WIDTH // SPAN
+    # What a norm of whole rows needs is only known once all parts are there.
+    WHOLE_NORM: tl.constexpr = norm_ptr is not None and gate_ptr is None
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    k = split * SPAN + tl.arange(0, BLOCK_K)
+    live = (m < rows)[None, :]
+    # Outputs past the end repeat the last one: loads without a mask.
+    weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
+    if PDL:
+        gdc_launch_dependents()
+        _prefetch(weights + split * SPAN, SPAN, LINES)
+        gdc_wait()
+    weight_ptrs = weights[:, None] + k[None, :]
+    x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
+    product = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    done = product  # of the groups that are complete
+    squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
+    if norm_ptr is not None:
+        # Laid out like x, whose threads then hold it without an exchange, and a tile ahead; the L1 cache repeats it.
+        scale_ptrs = norm_ptr + k[:, None] + tl.zeros([1, ROWS], tl.int32)
+        scale = tl.load(scale_ptrs)
+    for start in range(0, SPAN, BLOCK_K):
+        w = tl.load(weight_ptrs + start)
+        x = tl.load(x_ptrs + start, mask=live, other=0.0)
+        if norm_ptr is not None:
+            value = x.to(tl.float32)
+            if gate_ptr is not None:
+                gate_ptrs = gate_ptr + m[None, :] * gate_stride + k[:, None]
+                gate = tl.load(gate_ptrs + start, mask=live, other=0.0).to(tl.float32)
+                value *= gate * tl.sigmoid(gate)
+            squares += value * value
+            x = (value * scale.to(tl.float32)).to(x_ptr.dtype.element_ty)
+            scale = tl.load(scale_ptrs + tl.minimum(start + BLOCK_K, SPAN - BLOCK_K))
+        product = tl.dot(w.to(NARROW), x.to(NARROW), product)
+        if gate_ptr is not None:  # noqa: SIM102  (known at compile time: without a gate the rest is not compiled)
+            if (start + BLOCK_K) % GROUP == 0:
+                done += product * tl.rsqrt(tl.sum(squares, 0) / GROUP + eps)[None, :]
+                product = tl.zeros([BLOCK_N, ROWS], tl.float32)
+                squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
+    square = tl.sum(squares, 0)
+    if gate_ptr is not None:
+        product = done
+
+    if SPLITS > 1:
+        # A part is the products [ROWS, BLOCK_N] and the sums of squares [ROWS].
+        PART: tl.constexpr = ROWS * (BLOCK_N + 1)
+        places = parts_ptr + tile * (SPLITS * PART) + m[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        last = parts_ptr + tile * (SPLITS * PART) + ROWS * BLOCK_N + m
+        tl.store(places + split * PART, product, mask=live)
+        if WHOLE_NORM:
+            tl.store(last + split * PART, square)
+        tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
+        if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(counters_ptr + tile, 0)
+        product = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        square = tl.zeros([ROWS], tl.float32)
+        for part in tl.static_range(SPLITS):
+            # From the L2 cache, where the other multiprocessors wrote them.
+            product += tl.load(places + part * PART, mask=live, other=0.0, cache_modifier=".cg")
+            if WHOLE_NORM:
+                square += tl.load(last + part * PART, cache_modifier=".cg")
+    if WHOLE_NORM:
+        product *= tl.rsqrt(square / WIDTH + eps)[None, :]
+    if RELU2:
+        product = tl.where(product < 0, 0.0, product * product)  # not tl.maximum, which would turn a NaN into 0
+    mask = (n < outputs)[:, None] & live
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=mask, other=0.0)
+        product += residual.to(tl.float32)
+    tl.store(out_ptr + m[None, :] * outputs + n[:, None], product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counters_of(device: torch.device, tiles: int) -> Tensor:
+    """Zeros that the kernel leaves as zeros: one a tile of outputs, of the programs that have written their part.
+
+    All calls on a device share them, so that they may not run at the same time on two streams. They are kept for good,
+    because graphs know their address. While a graph is captured nothing runs, and new ones would be zero only after its
+    own memset: those stay with the graph, which repeats the memset. A call before the capture saves that.
+    """
+    key = device, max(4096, triton.next_power_of_2(tiles))
+    if key in _counters:
+        return _counters[key]
+    counters = torch.zeros(key[1], dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _counters[key] = counters
+    return counters
+
+
+def _with_rows(t: Tensor) -> Tensor:
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    gate: Tensor | None = None,
+    activation: Literal["relu2"] | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """See the reference. Up to MAX_ROWS rows in bf16 are one kernel that rounds once; others are one op after another.
+
+    `tile` replaces the table's choice. With `pdl` the kernel may start before the one ahead of it has ended
+    (programmatic dependent launch), and fetches weights into the cache until it has; they must not be its result.
+    """
+    assert activation in (None, "relu2") and (gate is None) == (group_size is None)
+    (rows, width), outputs = x.shape, len(weight)
+    chosen = tile or _tile(outputs, width, group_size)
+    if x.dtype != torch.bfloat16 or not 0 < rows <= MAX_ROWS or chosen is None:
+        return compose(norms, activations, x, weight, norm_weight, eps, group_size, gate, activation, residual)
+    assert chosen.fits(width, group_size), f"{chosen} does not divide {width} channels in groups of {group_size}"
+    assert weight.stride(1) == 1 and (gate is None or norm_weight is not None)
+    x = _with_rows(x)
+    gate, residual = (t if t is None else _with_rows(t) for t in (gate, residual))
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    padded = max(_SMALLEST_DOT, triton.next_power_of_2(rows))
+    tiles, parts, counters = triton.cdiv(outputs, chosen.block_n), None, None
+    if chosen.splits > 1:
+        parts = torch.empty(tiles, chosen.splits, padded, chosen.block_n + 1, device=x.device)
+        counters = _counters_of(x.device, tiles)
+    _linear_kernel[(tiles, chosen.splits)](
+        x,
+        weight,
+        norm_weight,
+        gate,
+        residual,
+        out,
+        parts,
+        counters,
+        rows,
+        outputs,
+        eps,
+        x.stride(0),
+        weight.stride(0),
+        0 if gate is None else gate.stride(0),
+        0 if residual is None else residual.stride(0),
+        WIDTH=width,
+        SPAN=width // chosen.splits,
+        GROUP=group_size,
+        RELU2=activation is not None,
+        ROWS=padded,
+        BLOCK_N=chosen.block_n,
+        BLOCK_K=chosen.block_k,
+        NARROW=_NARROW,
+        PDL=pdl,
+        LINES=_LINES,
+        num_stages=chosen.num_stages,
+        num_warps=chosen.num_warps,
+        launch_pdl=pdl,
+    )
+    return out
