@@ -147,7 +147,7 @@ def test_replay(twin, tokens, length):
 
 
 def test_replay_with_several_heads_a_program(twin):
-    blocks = {} if twin.name == "reference" else dict(block_h=2, num_stages=2, reload=False)
+    blocks = {} if twin.name == "reference" else dict(block_h=2, num_stages=3)
     assert run_replay(twin, 3, 15, **blocks) < TOLERANCE
 
 

@@ -43,7 +43,7 @@ def ssd_varlen(
         size,
         cu_chunk_seqlens=parts.start,
         last_chunk_indices=parts.last,
-        seq_idx=parts.row,
+        seq_idx=parts.row.int(),
         out=y,
         D=D,
         dt_bias=dt_bias,

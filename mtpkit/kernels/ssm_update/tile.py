@@ -1,0 +1,54 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What both updates compute on a tile."""
+
+import triton
+import triton.language as tl
+
+SMALLEST_DOT = 16
+"""Rows and columns that a product of tiles has at least."""
+NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+"""What tensor cores multiply. The interpreter would multiply the bits of bf16 numbers."""
+
+
+@triton.jit
+def step_size(raw, bias, low, high):
+    """clamp(softplus(raw + bias)) in fp32. The logarithm is the series of 2 artanh(s), s = u / (2 + u) <= 1/3: the
+    device's approximate one loses the small step sizes."""
+    v = raw.to(tl.float32) + bias
+    u = tl.exp(-tl.abs(v))
+    s = u / (2.0 + u)
+    q = s * s
+    series = 1 / 11 + q * (1 / 13 + q * (1 / 15))
+    series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * series))))
+    return tl.minimum(tl.maximum(tl.maximum(v, 0.0) + 2.0 * s * series, low), high)
+
+
+@triton.jit
+def halves(a, NARROW: tl.constexpr):
+    """fp32 numbers as the sum of two bf16 ones, to 2^-16. The first is cut off, not rounded: two instructions."""
+    high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16).to(NARROW), (a - high).to(tl.bfloat16).to(NARROW)
+
+
+@triton.jit
+def dot(a, b, NARROW: tl.constexpr):
+    """a @ b in fp32. With NARROW one of them is bf16 or comes from it; the other may be fp32."""
+    if NARROW is None:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif a.dtype == tl.float32:
+        high, rest = halves(a, NARROW)
+        return tl.dot(rest, b.to(NARROW), tl.dot(high, b.to(NARROW)))
+    elif b.dtype == tl.float32:
+        high, rest = halves(b, NARROW)
+        return tl.dot(a.to(NARROW), rest, tl.dot(a.to(NARROW), high))
+    else:
+        return tl.dot(a.to(NARROW), b.to(NARROW))
+
+
+@triton.jit
+def load(ptrs, mask, WHOLE: tl.constexpr):
+    """Zero where `mask` is not; WHOLE: it is everywhere."""
+    if WHOLE:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0)
