@@ -3,7 +3,6 @@
 from types import ModuleType
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,7 +30,7 @@ def linear(
         group_size, gate: of Mamba2's gated norm: x * silu(gate) is normalised in groups of `group_size` channels.
             gate [M, K] may be a slice of a wider projection.
         activation: `relu2` is max(y, 0)^2.
-        residual: [M, N].
+        residual: [M, N]; may be overwritten by the result.
 
     Returns:
         [M, N] in the dtype of x. Here every step rounds to it, but a residual right after the product is added first.
@@ -58,6 +57,6 @@ def compose(
     elif norm_weight is not None:
         x = norms.rms_norm(x, norm_weight, eps)
     if activation is None:
-        return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
+        return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
     y = activations.relu2(F.linear(x, weight))
     return y if residual is None else y + residual

@@ -2,18 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear as MegatronColumnParallelLinear
 from megatron.core.tensor_parallel import RowParallelLinear as MegatronRowParallelLinear
 from torch import Tensor
 
+from mtpkit.kernels.linear import linear
 
-def _is_plain(linear: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
+if TYPE_CHECKING:
+    from mtpkit.model.layers.norm import GatedRMSNorm
+
+
+def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
     """Whether the linear is its matrix product and nothing else: one rank, no bias, no gradient."""
     differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
-    return not differentiated and linear.bias is None and linear.tp_group.size() == 1
+    return not differentiated and module.bias is None and module.tp_group.size() == 1
 
 
 class ColumnParallelLinear(MegatronColumnParallelLinear):
@@ -24,8 +29,8 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """input_ [s, b, in] to (output [s, b, out / tp], bias for the caller to add)."""
         used = self.weight if weight is None else weight
-        if _is_plain(self, input_, used):
-            return F.linear(input_, used), None
+        if is_plain(self, input_, used):
+            return linear(input_.flatten(0, -2), used).view(*input_.shape[:-1], -1), None
         return super().forward(input_, weight, runtime_gather_output)
 
 
@@ -50,11 +55,26 @@ class RowParallelLinear(MegatronRowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """input_ [s, b, in / tp] to (output [s, b, out], bias for the caller to add)."""
+        return self._forward(input_, None, None)
+
+    def gated(self, input_: Tensor, gate: Tensor, norm: "GatedRMSNorm") -> tuple[Tensor, Tensor | None]:
+        """The linear of norm(input_, gate), which takes no kernel of its own at few rows."""
+        return self._forward(input_, gate, norm)
+
+    def _forward(
+        self, input_: Tensor, gate: Tensor | None, norm: "GatedRMSNorm | None"
+    ) -> tuple[Tensor, Tensor | None]:
         residual, self._residual = self._residual, None
-        if not _is_plain(self, input_, self.weight, residual):
-            output, bias = super().forward(input_)
+        if not is_plain(self, input_, self.weight, residual):
+            output, bias = super().forward(input_ if norm is None else norm(input_, gate))
             return (output if residual is None else residual + output), bias
-        if residual is None:
-            return F.linear(input_, self.weight), None
-        total = residual.contiguous().view(-1, residual.shape[-1])
-        return total.addmm_(input_.flatten(0, -2), self.weight.t()).view(residual.shape), None
+        output = linear(
+            input_.flatten(0, -2),
+            self.weight,
+            norm_weight=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            group_size=None if norm is None else norm.group_size,
+            gate=None if gate is None else gate.flatten(0, -2),
+            residual=None if residual is None else residual.contiguous().flatten(0, -2),
+        )
+        return output.view(*input_.shape[:-1], -1), None

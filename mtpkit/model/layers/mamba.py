@@ -111,8 +111,9 @@ class MambaMixer(MegatronModule):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, ...]
         z, conv_in, dt = projected.split([self.inner, self.conv_dim, self.num_heads], -1)
         if isinstance(inputs, StepInput):
-            y = self._step(conv_in[0], dt[0], inputs)[None]
-        elif isinstance(inputs, DepthInput):
+            y = self._step(conv_in[0], dt[0], inputs).flatten(-2)[:, None]
+            return self.out_proj.gated(y, z.transpose(0, 1), self.norm)
+        if isinstance(inputs, DepthInput):
             y = self._depth(conv_in, self._step_size(dt), inputs)
         else:
             conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)

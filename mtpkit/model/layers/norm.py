@@ -1,13 +1,17 @@
 """RMS norms, alone and in front of a linear."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from mtpkit.kernels.activation import relu2, swiglu
+from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import gated_rms_norm, rms_norm
-from mtpkit.model.layers.linear import ColumnParallelLinear
+from mtpkit.model.layers.linear import ColumnParallelLinear, is_plain
+
+ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
 def _ones(size: int, config: Any) -> nn.Parameter:
@@ -46,7 +50,20 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
+        if not args and not kwargs and is_plain(self, input_, self.weight, self.layer_norm_weight):
+            return self._fused(input_, None), None
         return super().forward(rms_norm(input_, self.layer_norm_weight, self.eps), *args, **kwargs)
+
+    def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
+        """The activation of the output, which takes no kernel of its own at few rows."""
+        if activation == "relu2" and is_plain(self, input_, self.weight, self.layer_norm_weight):
+            return self._fused(input_, activation)
+        return ACTIVATIONS[activation](self(input_)[0])
+
+    def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
+        flat, norm = input_.flatten(0, -2), self.layer_norm_weight
+        output = linear(flat, self.weight, norm_weight=norm, eps=self.eps, activation=activation)
+        return output.view(*input_.shape[:-1], -1)
 
 
 class GatedRMSNorm(nn.Module):

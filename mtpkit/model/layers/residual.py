@@ -12,10 +12,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer as MegatronMLPLayer
 from megatron.core.transformer import TransformerLayer
 from torch import Tensor
 
-from mtpkit.kernels.activation import relu2, swiglu
 from mtpkit.model.inputs import StepInput
-
-ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
 class MambaLayer(MegatronMambaLayer):
@@ -55,8 +52,7 @@ class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):
     """A feed-forward network and its residual connection."""
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        activation = ACTIVATIONS[self.config.mtpkit.activation]
-        inner = activation(self.mlp.linear_fc1(x)[0])
+        inner = self.mlp.linear_fc1.activated(x, self.config.mtpkit.activation)
         with self.mlp.linear_fc2.adding_to(x):
             return self.mlp.linear_fc2(inner)[0]
 
