@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from mtpkit.kernels.draft_head import argmax, linear_argmax
+from mtpkit.kernels.linear import linear
 from mtpkit.kernels.mtp_input import mtp_input
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
 
@@ -54,7 +55,8 @@ def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
     """Logits [..., v] of hidden states [..., h], gathered over tensor-parallel ranks."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
-    return _gather(model, F.linear(hidden, output_weight(model)))
+    logits = linear(hidden.flatten(0, -2), output_weight(model))
+    return _gather(model, logits.view(*hidden.shape[:-1], -1))
 
 
 def draft_output_weight(model: HybridModel, token_ids: Tensor) -> Tensor:

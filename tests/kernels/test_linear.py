@@ -52,15 +52,22 @@ def oracle(x, weight, norm_weight=None, eps=EPS, group_size=None, gate=None, act
 def run(twin: Twin, arguments: dict, tile: tuple | None = SMALL, **options) -> torch.Tensor:
     """`tile` and the other options go to the Triton twin alone."""
     if twin.name == "reference":
-        return reference.linear(**arguments)
+        return reference.linear(**own_residual(arguments))
     module = twin("linear")
-    return module.linear(**arguments, tile=tile and module.Tile(*tile), **options)
+    return module.linear(**own_residual(arguments), tile=tile and module.Tile(*tile), **options)
+
+
+def own_residual(arguments: dict) -> dict:
+    """With a residual that the call may overwrite."""
+    return {name: value.clone() if name == "residual" else value for name, value in arguments.items()}
 
 
 def check(twin: Twin, arguments: dict, **options) -> None:
     want, out = oracle(**arguments), run(twin, arguments, **options)
     # Triton's interpreter cuts bf16 off instead of rounding.
-    limit = 2 * relative(reference.linear(**arguments), want) + (2**-7 if twin.name == "interpreter" else 0)
+    limit = 2 * relative(reference.linear(**own_residual(arguments)), want) + (
+        2**-7 if twin.name == "interpreter" else 0
+    )
     assert out.dtype == torch.bfloat16 and relative(out, want) <= limit
 
 
@@ -84,7 +91,7 @@ def test_bf16(twin, case, rows):
 @pytest.mark.parametrize("tile", [(16, 32, 1, 2, 1), (32, 64, 3, 3, 2), (64, 64, 6, 4, 4)], ids=str)
 @pytest.mark.parametrize("case", ["norm", "two groups a program"])
 def test_tiles(twin, case, tile):
-    """Several programs share the outputs, or none; a group is one tile of channels, or two."""
+    """Several programs share the outputs, or none."""
     sizes = CASES[case] | (dict(group=64) if "group" in case else {})
     check(twin, draw(4, 63, 384, twin.device, **sizes), tile=tile)
 
@@ -94,7 +101,7 @@ def test_tiles(twin, case, tile):
 def test_many_rows_and_fp32(twin, case, rows, dtype):
     arguments = draw(rows, 5, 64, twin.device, dtype, **CASES[case])
     want, out = oracle(**arguments), run(twin, arguments, tile=None)
-    limit = 2 * relative(reference.linear(**arguments), want) if dtype == torch.bfloat16 else 1e-5
+    limit = 2 * relative(reference.linear(**own_residual(arguments)), want) if dtype == torch.bfloat16 else 1e-5
     assert out.dtype == dtype and relative(out, want) <= limit
 
 
@@ -115,9 +122,9 @@ def test_rows_do_not_mix_and_calls_repeat(twin):
 def test_a_wrong_norm_would_be_seen():
     arguments = draw(3, 70, 128, group=32)
     want = oracle(**arguments)
-    limit = 2 * relative(reference.linear(**arguments), want)
-    assert relative(reference.linear(**arguments | dict(group_size=64)), want) > limit
-    assert relative(reference.linear(**arguments | dict(eps=0)), want) > limit
+    limit = 2 * relative(reference.linear(**own_residual(arguments)), want)
+    assert relative(reference.linear(**own_residual(arguments) | dict(group_size=64)), want) > limit
+    assert relative(reference.linear(**own_residual(arguments) | dict(eps=0)), want) > limit
 
 
 def test_gradients_take_the_reference():
@@ -129,10 +136,9 @@ def test_gradients_take_the_reference():
 def test_configs_divide_what_they_are_for():
     module = importlib.import_module("mtpkit.kernels.linear.triton")
     for (outputs, width), tile in module.TILES.items():
-        for group in (None, 1024) if width == 8192 else (None,):
-            found = module.configs(outputs, width, group)
-            assert found[0] == tile and 8 <= len(found) <= 12 and len(set(found)) == len(found)
-            assert all(one.fits(width, group) for one in found)
+        found = module.configs(outputs, width)
+        assert found[0] == tile and 8 <= len(found) <= 12 and len(set(found)) == len(found)
+        assert all(one.fits(width) for one in found)
 
 
 REAL = {
@@ -160,7 +166,7 @@ def test_sizes_of_an_8b_model(name, rows):
 def test_all_configs(name):
     outputs, width, rest = REAL[name]
     twin, arguments = Twin("cuda", "cuda"), draw(5, outputs, width, "cuda", **rest)
-    for tile in twin("linear").configs(outputs, width, rest.get("group")):
+    for tile in twin("linear").configs(outputs, width):
         check(twin, arguments, tile=tile)
 
 

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The linear of a few rows in Triton: one pass over the weight, with norm, activation and residual on the way.
 
-The norm's factor 1 / rms is one number of a row (or of a group in it), so that it may be multiplied after the product:
-the sum of squares is gathered in the same loop over K. Where one program for each tile of outputs would leave the GPU
+The norm's factor 1 / rms is one number of a row, so that it may be multiplied after the product: the sum of squares is
+gathered in the same loop over K. (A gated norm has its own kernel: in here its silu, computed again for every tile of
+outputs, costs more than it saves.) Where one program for each tile of outputs would leave the GPU
 idle, several share the input channels; the last of them to finish adds up the parts, always in the same order.
 """
 
@@ -40,11 +41,9 @@ class Tile(NamedTuple):
     num_stages: int
     num_warps: int
 
-    def fits(self, width: int, group_size: int | None) -> bool:
-        """Whether `width` input channels are whole tiles for every program, and the groups of a norm whole ones too."""
-        span = width // self.splits
-        even = width % (self.splits * self.block_k) == 0
-        return even and (group_size is None or span % group_size == group_size % self.block_k == 0)
+    def fits(self, width: int) -> bool:
+        """Whether `width` input channels are whole tiles for every program."""
+        return width % (self.splits * self.block_k) == 0
 
 
 _SHAPES = [
@@ -60,8 +59,8 @@ _SHAPES = [
     (32, 256, 3, 4, 3),
     (32, 128, 5, 4, 4),
 ]
-"""block_n, block_k, num_stages, num_warps of a tile, and how many such programs a multiprocessor holds at once (without
-a gate, whose stages take more). 64 outputs are the fewest that Hopper's matrix units take from shared memory as their
+"""block_n, block_k, num_stages, num_warps of a tile, and how many such programs a multiprocessor holds at once. 64
+outputs are the fewest that Hopper's matrix units take from shared memory as their
 left operand; 32 go through registers."""
 TILES: dict[tuple[int, int], Tile] = {
     (18560, 4096): Tile(64, 128, 1, 3, 4),
@@ -70,34 +69,34 @@ TILES: dict[tuple[int, int], Tile] = {
     (6144, 4096): Tile(64, 128, 4, 3, 4),
     (4096, 4096): Tile(64, 128, 4, 4, 4),
     (4096, 8192): Tile(64, 128, 4, 4, 4),
-    (4096, 21504): Tile(64, 128, 6, 3, 4),
+    (4096, 21504): Tile(64, 128, 4, 4, 4),
 }
 """By (N, K) of the weight. All programs, but not those of the vocabulary, are resident at once, so that they share the
 bandwidth evenly and end together."""
 
 
-def configs(outputs: int, width: int, group_size: int | None = None) -> list[Tile]:
+def configs(outputs: int, width: int) -> list[Tile]:
     """Tiles worth timing for a weight [outputs, width], at most 12, the default first."""
-    found = [_tile(outputs, width, group_size)]
-    found += [_filling(shape, outputs, width, group_size) for shape in _SHAPES]
+    found = [_tile(outputs, width)]
+    found += [_filling(shape, outputs, width) for shape in _SHAPES]
     return list(dict.fromkeys(tile for tile in found if tile))
 
 
-def _filling(shape: tuple[int, ...], outputs: int, width: int, group_size: int | None) -> Tile | None:
+def _filling(shape: tuple[int, ...], outputs: int, width: int) -> Tile | None:
     """The tile of a shape with the most programs that are resident at once; None where K is not whole tiles."""
     block_n, block_k, stages, warps, resident = shape
     most = resident * _MULTIPROCESSORS // triton.cdiv(outputs, block_n)
     for splits in range(max(1, min(_MAX_SPLITS, most)), 0, -1):
         tile = Tile(block_n, block_k, splits, stages, warps)
-        if tile.fits(width, group_size):
+        if tile.fits(width):
             return tile
     return None
 
 
-def _tile(outputs: int, width: int, group_size: int | None) -> Tile | None:
+def _tile(outputs: int, width: int) -> Tile | None:
     """The table's tile or, for other weights, one that fills the GPU."""
     tile = TILES.get((outputs, width))
-    return tile if tile and tile.fits(width, group_size) else _filling(_SHAPES[0], outputs, width, group_size)
+    return tile if tile and tile.fits(width) else _filling(_SHAPES[0], outputs, width)
 
 
 @triton.jit
@@ -115,7 +114,6 @@ def _linear_kernel(
     x_ptr,
     weight_ptr,
     norm_ptr,
-    gate_ptr,
     residual_ptr,
     out_ptr,
     parts_ptr,
@@ -125,11 +123,9 @@ def _linear_kernel(
     eps,
     x_stride,
     weight_stride,
-    gate_stride,
     residual_stride,
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
     RELU2: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -141,8 +137,6 @@ def _linear_kernel(
     """BLOCK_N outputs of all rows, summed over SPAN of the WIDTH input channels. The weight is the left operand of the
     product, whose other side may be as narrow as 16."""
     SPLITS: tl.constexpr = WIDTH // SPAN
-    # What a norm of whole rows needs is only known once all parts are there.
-    WHOLE_NORM: tl.constexpr = norm_ptr is not None and gate_ptr is None
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     k = split * SPAN + tl.arange(0, BLOCK_K)
@@ -156,7 +150,6 @@ def _linear_kernel(
     weight_ptrs = weights[:, None] + k[None, :]
     x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    done = product  # of the groups that are complete
     squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
     if norm_ptr is not None:
         # Laid out like x, whose threads then hold it without an exchange, and a tile ahead; the L1 cache repeats it.
@@ -167,22 +160,11 @@ def _linear_kernel(
         x = tl.load(x_ptrs + start, mask=live, other=0.0)
         if norm_ptr is not None:
             value = x.to(tl.float32)
-            if gate_ptr is not None:
-                gate_ptrs = gate_ptr + m[None, :] * gate_stride + k[:, None]
-                gate = tl.load(gate_ptrs + start, mask=live, other=0.0).to(tl.float32)
-                value *= gate * tl.sigmoid(gate)
             squares += value * value
             x = (value * scale.to(tl.float32)).to(x_ptr.dtype.element_ty)
             scale = tl.load(scale_ptrs + tl.minimum(start + BLOCK_K, SPAN - BLOCK_K))
         product = tl.dot(w.to(NARROW), x.to(NARROW), product)
-        if gate_ptr is not None:  # noqa: SIM102  (known at compile time: without a gate the rest is not compiled)
-            if (start + BLOCK_K) % GROUP == 0:
-                done += product * tl.rsqrt(tl.sum(squares, 0) / GROUP + eps)[None, :]
-                product = tl.zeros([BLOCK_N, ROWS], tl.float32)
-                squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
     square = tl.sum(squares, 0)
-    if gate_ptr is not None:
-        product = done
 
     if SPLITS > 1:
         # A part is the products [ROWS, BLOCK_N] and the sums of squares [ROWS].
@@ -190,7 +172,7 @@ def _linear_kernel(
         places = parts_ptr + tile * (SPLITS * PART) + m[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         last = parts_ptr + tile * (SPLITS * PART) + ROWS * BLOCK_N + m
         tl.store(places + split * PART, product, mask=live)
-        if WHOLE_NORM:
+        if norm_ptr is not None:
             tl.store(last + split * PART, square)
         tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
@@ -201,9 +183,9 @@ def _linear_kernel(
         for part in tl.static_range(SPLITS):
             # From the L2 cache, where the other multiprocessors wrote them.
             product += tl.load(places + part * PART, mask=live, other=0.0, cache_modifier=".cg")
-            if WHOLE_NORM:
+            if norm_ptr is not None:
                 square += tl.load(last + part * PART, cache_modifier=".cg")
-    if WHOLE_NORM:
+    if norm_ptr is not None:
         product *= tl.rsqrt(square / WIDTH + eps)[None, :]
     if RELU2:
         product = tl.where(product < 0, 0.0, product * product)  # not tl.maximum, which would turn a NaN into 0
@@ -250,20 +232,24 @@ def linear(
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """See the reference. Up to MAX_ROWS rows in bf16 are one kernel that rounds once; others are one op after another.
+    """See the reference. Up to MAX_ROWS rows in bf16 are one kernel that rounds once, and a gated norm one before it;
+    others are one op after another.
 
     `tile` replaces the table's choice. With `pdl` the kernel may start before the one ahead of it has ended
     (programmatic dependent launch), and fetches weights into the cache until it has; they must not be its result.
     """
     assert activation in (None, "relu2") and (gate is None) == (group_size is None)
     (rows, width), outputs = x.shape, len(weight)
-    chosen = tile or _tile(outputs, width, group_size)
+    chosen = tile or _tile(outputs, width)
     if x.dtype != torch.bfloat16 or not 0 < rows <= MAX_ROWS or chosen is None:
         return compose(norms, activations, x, weight, norm_weight, eps, group_size, gate, activation, residual)
-    assert chosen.fits(width, group_size), f"{chosen} does not divide {width} channels in groups of {group_size}"
-    assert weight.stride(1) == 1 and (gate is None or norm_weight is not None)
+    assert chosen.fits(width), f"{chosen} does not divide {width} channels"
+    assert weight.stride(1) == 1
+    if gate is not None:
+        assert norm_weight is not None and group_size is not None
+        x, norm_weight = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps), None
     x = _with_rows(x)
-    gate, residual = (t if t is None else _with_rows(t) for t in (gate, residual))
+    residual = None if residual is None else _with_rows(residual)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     padded = max(_SMALLEST_DOT, triton.next_power_of_2(rows))
     tiles, parts, counters = triton.cdiv(outputs, chosen.block_n), None, None
@@ -274,7 +260,6 @@ def linear(
         x,
         weight,
         norm_weight,
-        gate,
         residual,
         out,
         parts,
@@ -284,11 +269,9 @@ def linear(
         eps,
         x.stride(0),
         weight.stride(0),
-        0 if gate is None else gate.stride(0),
         0 if residual is None else residual.stride(0),
         WIDTH=width,
         SPAN=width // chosen.splits,
-        GROUP=group_size,
         RELU2=activation is not None,
         ROWS=padded,
         BLOCK_N=chosen.block_n,

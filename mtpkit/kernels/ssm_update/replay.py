@@ -21,6 +21,9 @@ from torch import Tensor
 from mtpkit.kernels.ssm_update.ring import ring_capacity
 from mtpkit.kernels.ssm_update.tile import NARROW, SMALLEST_DOT, dot, load, step_size
 
+_FORGOTTEN = -100.0
+"""A log decay beyond which nothing in fp32 is left."""
+
 
 @triton.jit
 def _places(slots_ptr, contexts_ptr, lens_ptr, row, e, t, LENGTH: tl.constexpr):
@@ -68,6 +71,7 @@ def _weights_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     NARROW: tl.constexpr,
+    FORGOTTEN: tl.constexpr,
 ):
     """The weights of BLOCK_H heads of one row and group, and the new entries of the rings of B and dt.
 
@@ -98,13 +102,13 @@ def _weights_kernel(
         tl.store(new_B_ptrs, B.to(ring_B_ptr.dtype.element_ty), mask=B_mask)
     scores, old_scores = dot(B, C, NARROW), dot(old_B, C, NARROW)  # [T, T], [E, T]
 
-    # Log decays are sums of terms of one sign, never differences of sums: those lose the small decays that follow a
-    # token which forgets nearly everything.
+    # Log decays are sums of terms of one sign, not differences of sums: those lose the small decays that follow a token
+    # which forgets nearly everything. The one difference takes away a single term, which is bounded for it.
     A = -tl.exp(tl.load(A_log_ptr + head, mask=in_group, other=0.0).to(tl.float32))
     bias = tl.load(bias_ptr + head, mask=in_group, other=0.0).to(tl.float32)
     D = tl.load(D_ptr + head, mask=in_group, other=0.0).to(tl.float32)
-    old_log = old_step * A[None, :]
-    to_last = tl.sum(tl.where((e[None, :] > e[:, None])[:, :, None], old_log[None, :, :], 0.0), 1)  # [E, H]
+    old_log = tl.maximum(old_step * A[None, :], FORGOTTEN)
+    to_last = tl.cumsum(old_log, 0, reverse=True) - old_log  # [E, H]
     whole = tl.sum(old_log, 0)
     folds = folds_ptr + (row * HEADS + head) * (BLOCK_E + 1)
     tl.store(folds[None, :] + e[:, None], tl.exp(to_last) * old_step, mask=in_group[None, :])
@@ -122,16 +126,16 @@ def _weights_kernel(
         tl.store(weights[None, :] + e[:, None] * TOKENS + now, old, mask=in_group[None, :])
         tl.store(weights + (BLOCK_E + TOKENS) * TOKENS + now, tl.exp(whole + since), mask=in_group)
         # From this token to each later one: its own decay is done.
+        to_later = tl.sum(tl.where(t[:, None] == now, scores, 0.0), 0)  # [T]
         between = tl.zeros([BLOCK_H], tl.float32)
         for later in tl.static_range(TOKENS):
+            new = tl.zeros([BLOCK_H], tl.float32)
             if later >= now:
                 if later > now:
                     ahead = tl.load(dt_ptr + row * dt_row + later * dt_token + head, mask=in_group, other=0.0)
                     between += step_size(ahead, bias, low, high) * A
-                score = tl.sum(tl.where((t[:, None] == now) & (t[None, :] == later), scores, 0.0))
-                new = score * tl.exp(between) * step + (D if later == now else 0.0)
-            else:
-                new = tl.zeros([BLOCK_H], tl.float32)
+                new = tl.sum(tl.where(t == later, to_later, 0.0), 0) * tl.exp(between) * step
+                new += D if later == now else 0.0
             tl.store(weights + (BLOCK_E + now) * TOKENS + later, new, mask=in_group)
 
 
@@ -288,8 +292,9 @@ def ssm_replay_update(
         *B.stride()[:3],
         *C.stride()[:3],
         BLOCK_H=weight_heads,
+        FORGOTTEN=_FORGOTTEN,
         **common,
-        num_warps=2,
+        num_warps=1,  # it is all waiting for small sums, which one warp need not share
     )
     block_p = min(block_p, max(SMALLEST_DOT, triton.next_power_of_2(width)))
     block_h = _largest_divisor(per_group, block_h)
