@@ -55,7 +55,7 @@ def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
     """Logits [..., v] of hidden states [..., h], gathered over tensor-parallel ranks."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
-    logits = linear(hidden.flatten(0, -2), output_weight(model))
+    logits = linear(hidden.reshape(-1, hidden.shape[-1]), output_weight(model))
     return _gather(model, logits.view(*hidden.shape[:-1], -1))
 
 

@@ -1,5 +1,13 @@
 """Sampling from logits, with randomness that depends on seed and position alone."""
 
-from mtpkit.kernels.sampling.reference import apply_penalties, philox, probabilities, sample, uniform
+from mtpkit.kernels.dispatch import pick
+from mtpkit.kernels.sampling import reference
+from mtpkit.kernels.sampling.reference import philox
 
-__all__ = ["apply_penalties", "philox", "probabilities", "sample", "uniform"]
+uniform = pick(reference.uniform)
+apply_penalties = pick(reference.apply_penalties)
+probabilities = pick(reference.probabilities)
+sample = pick(reference.sample)
+sample_logits = pick(reference.sample_logits)
+
+__all__ = ["apply_penalties", "philox", "probabilities", "sample", "sample_logits", "uniform"]

@@ -129,3 +129,23 @@ def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.double().cumsum(-1)
     threshold = uniforms[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+
+
+def sample_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    uniforms: Tensor,
+) -> Tensor:
+    """Draw one token a row from `probabilities`; rows of temperature 0 take their (first) best token.
+
+    Args:
+        logits, temperature, top_k, top_p, min_p: as `probabilities`.
+        uniforms: [N] float64 from `uniform`.
+
+    Returns:
+        [N] int64, what `sample` draws but where rounding of the sums moves a boundary over the number.
+    """
+    return sample(probabilities(logits, temperature, top_k, top_p, min_p), uniforms)
