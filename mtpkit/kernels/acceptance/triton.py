@@ -1,0 +1,227 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Which drafts are accepted, in Triton. Of the probabilities only the drafts' own and the row at the stop are read.
+
+Rows that pad a batch may hold anything: what they draw is a token of the vocabulary, what they accept at most K.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.sampling.draw import chunk_size, first_above, pick_chunk
+
+MATCHING_ROWS = 32
+"""Rows that a program of `accept_matching` takes."""
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["drafts", "choices"])
+def _matching_kernel(
+    drafts,
+    draft_row,
+    draft_depth,
+    choices,
+    choice_row,
+    choice_depth,
+    accepted,
+    token_ids,
+    rows,
+    depths,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    depth = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (depth <= depths)
+    choice = tl.load(choices + row[:, None] * choice_row + depth * choice_depth, mask=inside, other=0)
+    draft = tl.load(drafts + row[:, None] * draft_row + depth * draft_depth, mask=inside & (depth < depths), other=0)
+    count = tl.min(tl.where((depth < depths) & (draft == choice), depths, depth), 1)
+    tl.store(accepted + row, count.to(tl.int64), mask=row < rows)
+    kept = tl.where(depth <= count[:, None], choice, 0)
+    tl.store(token_ids + row[:, None] * (depths + 1) + depth, kept, mask=inside)
+
+
+@triton.jit
+def _stop(
+    drafts,
+    draft_probs,
+    target_probs,
+    accept_uniforms,
+    strides,
+    row,
+    depths,
+    vocab_size,
+    WIDTH: tl.constexpr,
+):
+    """How many drafts of the row are accepted, and its drafts [WIDTH]."""
+    draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth = strides
+    depth = tl.arange(0, WIDTH)
+    inside = depth < depths
+    draft = tl.load(drafts + row * draft_row + depth * draft_depth, mask=inside, other=0)
+    known = inside & (draft >= 0) & (draft < vocab_size)
+    far = depth.to(tl.int64)
+    q = tl.load(draft_probs + row * q_row + far * q_depth + draft, mask=known, other=1.0).to(tl.float64)
+    p = tl.load(target_probs + row * p_row + far * p_depth + draft, mask=known, other=0.0).to(tl.float64)
+    u = tl.load(accept_uniforms + row * u_row + depth * u_depth, mask=inside, other=0.0)
+    return tl.min(tl.where(inside & (u * q < p), depths, tl.minimum(depth, depths)), 0), draft
+
+
+@triton.jit
+def _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size):
+    """p and the residual (p - q)+ of the tokens at `index`, where the row stops; q is 0 after the last draft."""
+    _draft_row, _draft_depth, q_row, q_depth, p_row, p_depth, _u_row, _u_depth = strides
+    inside = index < vocab_size
+    far = stop.to(tl.int64)
+    p = tl.load(target_probs + row * p_row + far * p_depth + index, mask=inside, other=0.0).to(tl.float32)
+    q = tl.load(draft_probs + row * q_row + far * q_depth + index, mask=inside & (stop < depths), other=0.0)
+    return p.to(tl.float64), tl.maximum(p - q.to(tl.float32), 0.0).to(tl.float64)
+
+
+@triton.jit(do_not_specialize_on_alignment=["drafts", "accept_uniforms"])
+def _sums_kernel(
+    drafts,
+    draft_probs,
+    target_probs,
+    accept_uniforms,
+    draft_row,
+    draft_depth,
+    q_row,
+    q_depth,
+    p_row,
+    p_depth,
+    u_row,
+    u_depth,
+    sums,
+    depths,
+    vocab_size,
+    num_chunks,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """sums [2, R, num_chunks] float64: each chunk's p and residual where the row stops."""
+    row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
+    strides = (draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth)
+    stop, _draft = _stop(drafts, draft_probs, target_probs, accept_uniforms, strides, row, depths, vocab_size, WIDTH)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    p, residual = _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size)
+    tl.store(sums + tl.program_id(0), tl.sum(p, 0))
+    tl.store(sums + tl.num_programs(0) + tl.program_id(0), tl.sum(residual, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["drafts", "accept_uniforms", "sample_uniforms"])
+def _rejection_kernel(
+    drafts,
+    draft_probs,
+    target_probs,
+    accept_uniforms,
+    draft_row,
+    draft_depth,
+    q_row,
+    q_depth,
+    p_row,
+    p_depth,
+    u_row,
+    u_depth,
+    sums,
+    sample_uniforms,
+    s_row,
+    s_depth,
+    accepted,
+    token_ids,
+    depths,
+    vocab_size,
+    num_chunks,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    strides = (draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth)
+    stop, draft = _stop(drafts, draft_probs, target_probs, accept_uniforms, strides, row, depths, vocab_size, WIDTH)
+    each = tl.arange(0, CHUNKS)
+    here = sums + row * num_chunks + each
+    p_sums = tl.load(here, mask=each < num_chunks, other=0.0)
+    residual_sums = tl.load(here + tl.num_programs(0) * num_chunks, mask=each < num_chunks, other=0.0)
+    # Rounding can empty a residual whose true mass is tiny; p is then within rounding of q.
+    any_residual = tl.sum(residual_sums, 0) > 0
+    uniform = tl.load(sample_uniforms + row * s_row + stop * s_depth)
+    chunk, threshold = pick_chunk(tl.where(any_residual, residual_sums, p_sums), uniform, CHUNKS)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    p, residual = _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size)
+    token = chunk * CHUNK + first_above(tl.where(any_residual, residual, p), threshold, CHUNK)
+    depth = tl.arange(0, WIDTH)
+    out = tl.where(depth < stop, draft, tl.where(depth == stop, token, 0))
+    tl.store(accepted + row, stop.to(tl.int64))
+    tl.store(token_ids + row * (depths + 1) + depth, out.to(tl.int64), mask=depth <= depths)
+
+
+def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    rows, depths = draft_token_ids.shape
+    accepted, token_ids = _results(rows, depths, sampled_token_ids.device)
+    if rows:
+        _matching_kernel[(triton.cdiv(rows, MATCHING_ROWS),)](
+            draft_token_ids,
+            *draft_token_ids.stride(),
+            sampled_token_ids,
+            *sampled_token_ids.stride(),
+            accepted,
+            token_ids,
+            rows,
+            depths,
+            ROWS=MATCHING_ROWS,
+            WIDTH=triton.next_power_of_2(1 + depths),
+            num_warps=1,
+        )
+    return accepted, token_ids
+
+
+def accept_rejection(
+    draft_token_ids: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    draft_probs, target_probs = (p if p.stride(2) == 1 else p.contiguous() for p in (draft_probs, target_probs))
+    rows, depths = draft_token_ids.shape
+    vocab_size = target_probs.shape[2]
+    accepted, token_ids = _results(rows, depths, target_probs.device)
+    if not rows:
+        return accepted, token_ids
+    chunk = chunk_size(vocab_size)
+    num_chunks, width = triton.cdiv(vocab_size, chunk), triton.next_power_of_2(1 + depths)
+    sums = torch.empty(2, rows, num_chunks, dtype=torch.float64, device=target_probs.device)
+    inputs = (
+        draft_token_ids,
+        draft_probs,
+        target_probs,
+        accept_uniforms,
+        *draft_token_ids.stride(),
+        *draft_probs.stride()[:2],
+        *target_probs.stride()[:2],
+        *accept_uniforms.stride(),
+        sums,
+    )
+    _sums_kernel[(rows * num_chunks,)](*inputs, depths, vocab_size, num_chunks, WIDTH=width, CHUNK=chunk, num_warps=4)
+    _rejection_kernel[(rows,)](
+        *inputs,
+        sample_uniforms,
+        *sample_uniforms.stride(),
+        accepted,
+        token_ids,
+        depths,
+        vocab_size,
+        num_chunks,
+        WIDTH=width,
+        CHUNK=chunk,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=8,
+    )
+    return accepted, token_ids
+
+
+def _results(rows: int, depths: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    accepted = torch.empty(rows, dtype=torch.int64, device=device)
+    return accepted, torch.empty(rows, 1 + depths, dtype=torch.int64, device=device)

@@ -1,0 +1,219 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Where top-k, top-p and min-p cut a row, without a sort: one program a row.
+
+The weight of a logit x is w(x) = 2^((x - m) * scale), m the row's largest and scale = log2(e) / temperature: its
+probability but for a factor. A cut is (t, last): tokens with x > t stay, and of those with x == t the ones at an index
+<= last. t is the largest number at which the tokens >= t reach a target: k of them for top-k, the share p of the weight
+for top-p.
+
+The pass over the logits that finds m leaves the largest logit of each group of 32 tokens behind, and these bound t from
+below: where k groups reach a value, k tokens do, and likewise for weight. Most often few groups reach the bound. Then
+their tokens are all that is read, and bisection over the bits of floats finds t among them (`_cut_groups`). In a flat
+distribution passes over the row find t (`_cut_row`).
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from mtpkit.kernels.sampling.draw import first_above
+from mtpkit.kernels.sampling.search import search, settle, weight_from
+from mtpkit.kernels.sampling.weights import bisect, key_of, row_statistics, scale_of, value_of, weight_of
+
+GROUP = tl.constexpr(32)
+"""Neighbouring tokens of which the largest logit is kept."""
+_COARSE = tl.constexpr(4096)  # a bound need not be exact: so many keys are a relative 2^-11
+
+
+class Tuning(NamedTuple):
+    """Sizes of `cut_kernel`."""
+
+    room: int = 4096
+    """Tokens that a program holds in registers, and the length of its buffer."""
+    tile: int = 4096
+    """Tokens that a pass over a row reads at a time."""
+    pivot_tile: int = 2048
+    """The same of a pass at pivots, which keeps eight sums a token in registers."""
+    stages: int = 4
+    """Tiles of a pass that are on their way at once, one of which is worked on."""
+    num_warps: int = 16
+    max_registers: int = 128
+
+
+MULTIPROCESSORS = 132
+FEW, MANY = Tuning(), Tuning(tile=2048, pivot_tile=1024, num_warps=8)
+"""For up to a row a multiprocessor, and for more: two programs share one."""
+
+
+@triton.jit
+def _bound(row, heads, inside, k, p, floor, total, num_groups):
+    """A number that the cut cannot be below, by the largest logits of the groups, heads [HEADS]."""
+    vocab_size, m, scale = row[1], row[2], row[3]
+    low, high = key_of(floor), key_of(m) + 1
+    one = tl.where(inside, 1.0, 0.0)
+    if k < vocab_size:
+        if k <= num_groups:
+            low = bisect(heads, one, 0.0, k.to(tl.float32), low, high, _COARSE)
+    elif floor == float("-inf"):
+        w = one * weight_of(heads, m, scale)
+        if tl.sum(w, 0) >= p * total:
+            low = bisect(heads, w, 0.0, p * total, low, high, _COARSE)
+        else:
+            # All tokens lighter than this have less than 1 - p of the weight together.
+            lightest = tl.maximum(0.99 * (1 - p) * total / vocab_size, 1e-37)
+            low = key_of(m + tl.log2(lightest) / scale)
+    return value_of(low)
+
+
+@triton.jit
+def _cut_groups(
+    row, buffer, found, num_found, bound, floor, k, p, total, uniform, DRAW: tl.constexpr, ROOM: tl.constexpr
+):
+    """(t, last, weight of what stays, token) of a row whose tokens >= bound are in the groups `found` [HEADS]."""
+    line, vocab_size, m, scale = row
+    groups = found.to(tl.int32)
+    tl.store(buffer + tl.cumsum(groups, 0) - 1, tl.arange(0, groups.shape[0]).to(tl.int64), mask=found)
+    tl.debug_barrier()
+    slot = tl.arange(0, ROOM)
+    inside = slot < num_found * GROUP
+    index = tl.load(buffer + slot // GROUP, mask=inside, other=0).to(tl.int32) * GROUP + slot % GROUP
+    inside = inside & (index < vocab_size)
+    x = tl.load(line + index, mask=inside, other=float("-inf")).to(tl.float32)
+    one = tl.where(inside, 1.0, 0.0)
+    w = one * weight_of(x, m, scale)
+
+    low, high = key_of(bound), key_of(m) + 1
+    t = floor
+    kept = total
+    last = tl.zeros([], tl.int32) + vocab_size
+    if k < vocab_size:
+        low = bisect(x, one, 0.0, k.to(tl.float32), low, high, 1)
+        t = value_of(low)
+    if t > float("-inf"):
+        kept = tl.sum(tl.where(x >= t, w, 0.0), 0)
+    if p < 1:
+        target = p * kept
+        t = value_of(bisect(x, w, 0.0, target, low, high, 1))
+        equal = ((x == t) & inside).to(tl.int32)
+        num_equal = tl.sum(equal, 0)
+        stay, kept = settle(t, m, scale, target, tl.sum(tl.where(x > t, w, 0.0), 0), num_equal)
+        if stay < num_equal:
+            last = tl.max(tl.where((equal > 0) & (tl.cumsum(equal, 0) == stay), index, 0), 0)
+    token = tl.full([], -1, tl.int32)
+    if DRAW:
+        drawn = tl.where((x > t) | ((x == t) & (index <= last)), w, 0.0).to(tl.float64)
+        chosen = first_above(drawn, uniform * tl.sum(drawn, 0), ROOM)
+        token = tl.sum(tl.where(slot == chosen, index, 0), 0)
+    return t, last, kept, token
+
+
+@triton.jit
+def _cut_row(
+    row,
+    buffer,
+    bound,
+    floor,
+    k,
+    p,
+    total,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
+    ROOM: tl.constexpr,
+    TILE: tl.constexpr,
+    PIVOT_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """(t, last, weight of what stays) of any row."""
+    vocab_size = row[1]
+    t = floor
+    kept = total
+    last = tl.zeros([], tl.int32) + vocab_size
+    if MIN_P and floor > float("-inf"):
+        kept = weight_from(row, floor, TILE, STAGES)
+    if TOP_K and k < vocab_size:
+        nothing = tl.full([], float("-inf"), tl.float32)
+        target, most = k.to(tl.float32), last.to(tl.float32)
+        t, last, kept = search(row, buffer, bound, nothing, target, most, False, ROOM, TILE, PIVOT_TILE, STAGES)
+    if TOP_P and p < 1:
+        bound = tl.maximum(bound, t)
+        t, last, kept = search(row, buffer, bound, t, p * kept, kept, True, ROOM, TILE, PIVOT_TILE, STAGES)
+    return t, last, kept
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "uniforms"])
+def cut_kernel(
+    logits,
+    row_stride,
+    temperature,
+    maxima,
+    sums,
+    top_k,
+    top_p,
+    min_p,
+    heads,
+    buffers,
+    cut_t,
+    cut_last,
+    cut_weight,
+    uniforms,
+    uniform_stride,
+    tokens,
+    vocab_size,
+    num_chunks,
+    num_groups,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
+    DRAW: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROOM: tl.constexpr,
+    TILE: tl.constexpr,
+    PIVOT_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The cut of each row, cut_t and cut_last [N], and the weight of what stays, cut_weight [N].
+
+    With DRAW also the token of each row that is cut by its groups; -1 of other rows. Rows of temperature 0 have no cut.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    if DRAW:
+        tl.store(tokens + place, -1)
+    heat = tl.load(temperature + place).to(tl.float32)
+    if heat == 0:
+        return
+    scale = scale_of(heat)
+    m, parts = row_statistics(maxima, sums, place, scale, num_chunks, CHUNKS)
+    kept = tl.sum(parts, 0)
+    last = tl.zeros([], tl.int32) + vocab_size
+    t = tl.full([], float("-inf"), tl.float32)
+    k, p = last, tl.full([], 1.0, tl.float32)
+    if TOP_K:
+        k = tl.load(top_k + place).to(tl.int32)
+    if TOP_P:
+        p = tl.load(top_p + place).to(tl.float32)
+    if MIN_P:
+        t = m + tl.log2(tl.load(min_p + place).to(tl.float32)) / scale
+    if (k < vocab_size) | (p < 1) | (t > float("-inf")):
+        row = (logits + place * row_stride, vocab_size, m, scale)
+        buffer = buffers + place * ROOM
+        group = tl.arange(0, HEADS)
+        inside = group < num_groups
+        head = tl.load(heads + place * num_groups + group, mask=inside, other=float("-inf"))
+        bound = _bound(row, head, inside, k, p, t, kept, num_groups)
+        found = inside & (head >= bound)
+        num_found = tl.sum(found.to(tl.int32), 0)
+        if num_found * GROUP <= ROOM:
+            uniform = tl.load(uniforms + place * uniform_stride) if DRAW else 0.0
+            t, last, kept, token = _cut_groups(row, buffer, found, num_found, bound, t, k, p, kept, uniform, DRAW, ROOM)
+            if DRAW:
+                tl.store(tokens + place, token.to(tl.int64))
+        else:
+            t, last, kept = _cut_row(
+                row, buffer, bound, t, k, p, kept, TOP_K, TOP_P, MIN_P, ROOM, TILE, PIVOT_TILE, STAGES
+            )
+    tl.store(cut_t + place, t)
+    tl.store(cut_last + place, last)
+    tl.store(cut_weight + place, kept)

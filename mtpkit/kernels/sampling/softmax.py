@@ -1,0 +1,180 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The kernels around the cut: statistics of the logits before it, probabilities or a draw after it.
+
+All take programs of one chunk of a row, but the last, which takes a row. Rows of temperature 0 take their best token.
+"""
+
+import triton
+import triton.language as tl
+
+from mtpkit.kernels.sampling.draw import first_above, pick_chunk
+from mtpkit.kernels.sampling.weights import row_statistics, scale_of, weight_of
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
+def statistics_kernel(
+    logits,
+    row_stride,
+    temperature,
+    maxima,
+    sums,
+    best,
+    heads,
+    vocab_size,
+    num_chunks,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Each chunk's largest logit, the sum of its weights beside that, and where the row wants it its best token.
+
+    With HEADS also the largest logit of each group.
+    """
+    row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
+    place = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, CHUNK // GROUP)
+    index = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    head = tl.max(x, 1)
+    m = tl.max(head, 0)
+    if HEADS:
+        tl.store(heads + place * (CHUNK // GROUP) + group, head)
+    tl.store(maxima + place, m)
+    heat = tl.load(temperature + row).to(tl.float32)
+    if heat == 0:
+        tl.store(best + place, tl.min(tl.min(tl.where(x == m, index, vocab_size - 1), 1), 0))
+    else:
+        # A chunk may hold nothing but -inf.
+        w = tl.where(x > float("-inf"), weight_of(x, m, scale_of(heat)), 0.0)
+        tl.store(sums + place, tl.sum(tl.sum(w, 1), 0))
+
+
+@triton.jit
+def _best_token(maxima, best, row, vocab_size, num_chunks, CHUNKS: tl.constexpr):
+    chunk = tl.arange(0, CHUNKS)
+    inside = chunk < num_chunks
+    each = tl.load(maxima + row * num_chunks + chunk, mask=inside, other=float("-inf"))
+    index = tl.load(best + row * num_chunks + chunk, mask=inside, other=0)
+    return tl.min(tl.where(inside & (each == tl.max(each, 0)), index, vocab_size - 1), 0)
+
+
+@triton.jit
+def _kept_weights(x, index, row, m, scale, cut_t, cut_last):
+    t, last = tl.load(cut_t + row), tl.load(cut_last + row)
+    return tl.where((x > t) | ((x == t) & (index <= last)), weight_of(x, m, scale), 0.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
+def probabilities_kernel(
+    logits,
+    row_stride,
+    temperature,
+    maxima,
+    sums,
+    best,
+    cut_t,
+    cut_last,
+    cut_weight,
+    probs,
+    vocab_size,
+    num_chunks,
+    CUT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """probs [N, V] of the tokens that stay."""
+    row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = index < vocab_size
+    out = probs + row * vocab_size + index
+    heat = tl.load(temperature + row).to(tl.float32)
+    if heat == 0:
+        token = _best_token(maxima, best, row, vocab_size, num_chunks, CHUNKS)
+        tl.store(out, tl.where(index == token, 1.0, 0.0), mask=inside)
+    else:
+        scale = scale_of(heat)
+        m, parts = row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS)
+        x = tl.load(logits + row * row_stride + index, mask=inside, other=float("-inf")).to(tl.float32)
+        if CUT:
+            w = _kept_weights(x, index, row, m, scale, cut_t, cut_last)
+            total = tl.load(cut_weight + row)
+        else:
+            w = weight_of(x, m, scale)
+            total = tl.sum(parts, 0)
+        tl.store(out, w * (1 / total), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
+def kept_sums_kernel(
+    logits,
+    row_stride,
+    temperature,
+    maxima,
+    sums,
+    cut_t,
+    cut_last,
+    tokens,
+    kept_sums,
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """kept_sums [N, num_chunks] float64: each chunk's weight of tokens that stay, in rows that have no token yet."""
+    row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
+    if tl.load(tokens + row) >= 0:
+        return
+    heat = tl.load(temperature + row).to(tl.float32)
+    if heat == 0:
+        return
+    scale = scale_of(heat)
+    m, parts = row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS)
+    if tl.load(cut_t + row) == float("-inf"):  # all stay
+        kept = tl.sum(tl.where(tl.arange(0, CHUNKS) == chunk, parts, 0.0), 0).to(tl.float64)
+    else:
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(logits + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+        kept = tl.sum(_kept_weights(x, index, row, m, scale, cut_t, cut_last).to(tl.float64), 0)
+    tl.store(kept_sums + row * num_chunks + chunk, kept)
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature", "uniforms"])
+def draw_logits_kernel(
+    logits,
+    row_stride,
+    temperature,
+    maxima,
+    sums,
+    best,
+    cut_t,
+    cut_last,
+    kept_sums,
+    uniforms,
+    uniform_stride,
+    tokens,
+    vocab_size,
+    num_chunks,
+    CUT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """tokens [N] int64 of the rows that have none yet."""
+    row = tl.program_id(0).to(tl.int64)
+    if CUT and tl.load(tokens + row) >= 0:
+        return
+    heat = tl.load(temperature + row).to(tl.float32)
+    if heat == 0:
+        tl.store(tokens + row, _best_token(maxima, best, row, vocab_size, num_chunks, CHUNKS).to(tl.int64))
+        return
+    scale = scale_of(heat)
+    m, parts = row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS)
+    each = tl.arange(0, CHUNKS)
+    if CUT:
+        weights = tl.load(kept_sums + row * num_chunks + each, mask=each < num_chunks, other=0.0)
+    else:
+        weights = parts.to(tl.float64)
+    chunk, threshold = pick_chunk(weights, tl.load(uniforms + row * uniform_stride), CHUNKS)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    w = _kept_weights(x, index, row, m, scale, cut_t, cut_last) if CUT else weight_of(x, m, scale)
+    tl.store(tokens + row, (chunk * CHUNK + first_above(w.to(tl.float64), threshold, CHUNK)).to(tl.int64))

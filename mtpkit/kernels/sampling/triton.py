@@ -1,0 +1,336 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Sampling in Triton. N rows of V logits are read two or three times, and nothing is sorted; see `cut` and `softmax`.
+
+All functions can be captured in a CUDA graph. Rows that pad a batch may hold NaN; a token is one of the vocabulary
+whatever they hold.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.sampling import cut, draw, softmax
+
+BLOCK = 1024
+"""Numbers that a program of the elementwise kernels makes."""
+
+
+@triton.jit(do_not_specialize=["count", "stream"], do_not_specialize_on_alignment=["seeds", "positions"])
+def _uniform_kernel(seeds, seed_stride, positions, position_stride, out, count, stream, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    seed = tl.load(seeds + place * seed_stride, mask=inside, other=0)
+    position = tl.load(positions + place * position_stride, mask=inside, other=0)
+    key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1 = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros([BLOCK], tl.uint32) + stream, tl.zeros([BLOCK], tl.uint32)
+    for _ in tl.static_range(10):
+        left = c0.to(tl.uint64) * 0xD2511F53
+        right = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (right >> 32).to(tl.uint32) ^ c1 ^ key0
+        c2 = (left >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = right.to(tl.uint32), left.to(tl.uint32)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    bits = (c0.to(tl.int64) << 16) + (c1 >> 16).to(tl.int64)
+    tl.store(out + place, bits.to(tl.float64) * 3.552713678800501e-15, mask=inside)  # 2^-48
+
+
+@triton.jit(do_not_specialize_on_alignment=["repetition", "frequency", "presence"])
+def _penalties_kernel(
+    logits,
+    prompt_mask,
+    output_counts,
+    repetition,
+    frequency,
+    presence,
+    out,
+    logits_stride,
+    mask_stride,
+    counts_stride,
+    vocab_size,
+    num_blocks,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    index = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = index < vocab_size
+    x = tl.load(logits + row * logits_stride + index, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(repetition + row).to(tl.float32)
+    a_count, a_token = tl.load(frequency + row).to(tl.float32), tl.load(presence + row).to(tl.float32)
+    if (factor != 1) | (a_count != 0) | (a_token != 0):
+        count = tl.load(output_counts + row * counts_stride + index, mask=inside, other=0).to(tl.float32)
+        prompt = tl.load(prompt_mask + row * mask_stride + index, mask=inside, other=0) != 0
+        factors = tl.where(prompt | (count > 0), factor, 1.0)
+        x = tl.where(x > 0, tl.div_rn(x, factors), x * factors)
+        x = x - a_count * count - tl.where(count > 0, a_token, 0.0)
+    tl.store(out + row * vocab_size + index, x, mask=inside)
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """See the reference; bit for bit the same."""
+    out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
+    if len(out):
+        block = min(BLOCK, triton.next_power_of_2(len(out)))
+        _uniform_kernel[(triton.cdiv(len(out), block),)](
+            seeds, seeds.stride(0), positions, positions.stride(0), out, len(out), stream, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def apply_penalties(
+    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """See the reference. Of a row without penalties only the logits are read."""
+    logits, prompt_mask, output_counts = map(_rows, (logits, prompt_mask, output_counts))
+    repetition, frequency, presence = (values.contiguous() for values in (repetition, frequency, presence))
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if out.numel():
+        blocks = triton.cdiv(logits.shape[1], BLOCK)
+        _penalties_kernel[(len(logits) * blocks,)](
+            logits,
+            prompt_mask,
+            output_counts,
+            repetition,
+            frequency,
+            presence,
+            out,
+            logits.stride(0),
+            prompt_mask.stride(0),
+            output_counts.stride(0),
+            logits.shape[1],
+            blocks,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return out
+
+
+def probabilities(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """See the reference."""
+    probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if probs.numel():
+        rows = _Rows.of(logits, temperature, filtered=any(f is not None for f in (top_k, top_p, min_p)))
+        bounds = rows.cut(top_k, top_p, min_p) if rows.heads is not None else None
+        t, last, weight = bounds or (rows.maxima,) * 3
+        softmax.probabilities_kernel[(rows.count * rows.num_chunks,)](
+            *rows.logits_and_statistics,
+            rows.best,
+            t,
+            last,
+            weight,
+            probs,
+            rows.vocab_size,
+            rows.num_chunks,
+            CUT=bounds is not None,
+            CHUNK=rows.chunk,
+            CHUNKS=rows.padded_chunks,
+            num_warps=4,
+        )
+    return probs
+
+
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """See the reference."""
+    weights = _rows(weights)
+    count, vocab_size = weights.shape
+    tokens = torch.empty(count, dtype=torch.int64, device=weights.device)
+    if count:
+        chunk = draw.chunk_size(vocab_size)
+        num_chunks = triton.cdiv(vocab_size, chunk)
+        sums = torch.empty(count, num_chunks, dtype=torch.float64, device=weights.device)
+        draw.sum_chunks_kernel[(count * num_chunks,)](
+            weights, sums, weights.stride(0), vocab_size, num_chunks, CHUNK=chunk, num_warps=4
+        )
+        draw.draw_kernel[(count,)](
+            weights,
+            sums,
+            uniforms,
+            uniforms.stride(0),
+            tokens,
+            weights.stride(0),
+            vocab_size,
+            num_chunks,
+            CHUNK=chunk,
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            num_warps=8,
+        )
+    return tokens
+
+
+def sample_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    uniforms: Tensor,
+) -> Tensor:
+    """See the reference. No probabilities are written."""
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if not len(tokens):
+        return tokens
+    rows = _Rows.of(logits, temperature, filtered=any(f is not None for f in (top_k, top_p, min_p)))
+    t = last = kept_sums = rows.maxima
+    if rows.heads is not None:
+        t, last, _ = rows.cut(top_k, top_p, min_p, uniforms, tokens)
+        kept_sums = torch.empty(rows.count, rows.num_chunks, dtype=torch.float64, device=logits.device)
+        softmax.kept_sums_kernel[(rows.count * rows.num_chunks,)](
+            *rows.logits_and_statistics,
+            t,
+            last,
+            tokens,
+            kept_sums,
+            rows.vocab_size,
+            rows.num_chunks,
+            CHUNK=rows.chunk,
+            CHUNKS=rows.padded_chunks,
+            num_warps=4,
+        )
+    softmax.draw_logits_kernel[(rows.count,)](
+        *rows.logits_and_statistics,
+        rows.best,
+        t,
+        last,
+        kept_sums,
+        uniforms,
+        uniforms.stride(0),
+        tokens,
+        rows.vocab_size,
+        rows.num_chunks,
+        CUT=rows.heads is not None,
+        CHUNK=rows.chunk,
+        CHUNKS=rows.padded_chunks,
+        num_warps=8,
+    )
+    return tokens
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Logits and what one pass over them tells."""
+
+    logits: Tensor
+    """[N, V]; a row lies in one piece."""
+    temperature: Tensor
+    """[N]."""
+    chunk: int
+    maxima: Tensor
+    """[N, num_chunks] float32, largest logit of each chunk."""
+    sums: Tensor
+    """[N, num_chunks] float32, sum of its weights, relative to the largest."""
+    best: Tensor
+    """[N, num_chunks] int32, its best token; of greedy rows alone."""
+    heads: Tensor | None
+    """[N, groups] float32, largest logit of each group; None when no row is filtered."""
+
+    @classmethod
+    def of(cls, logits: Tensor, temperature: Tensor, filtered: bool) -> "_Rows":
+        logits, temperature = _rows(logits), temperature.contiguous()
+        count, vocab_size = logits.shape
+        chunk = draw.chunk_size(vocab_size)
+        num_chunks = triton.cdiv(vocab_size, chunk)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=logits.device)
+
+        maxima, sums = empty(count, num_chunks), empty(count, num_chunks)
+        best = empty(count, num_chunks, dtype=torch.int32)
+        heads = empty(count, num_chunks * chunk // cut.GROUP.value) if filtered else None
+        softmax.statistics_kernel[(count * num_chunks,)](
+            logits,
+            logits.stride(0),
+            temperature,
+            maxima,
+            sums,
+            best,
+            maxima if heads is None else heads,
+            vocab_size,
+            num_chunks,
+            HEADS=filtered,
+            CHUNK=chunk,
+            GROUP=cut.GROUP.value,
+            num_warps=4,
+        )
+        return cls(logits, temperature, chunk, maxima, sums, best, heads)
+
+    @property
+    def count(self) -> int:
+        return self.logits.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[1]
+
+    @property
+    def num_chunks(self) -> int:
+        return self.maxima.shape[1]
+
+    @property
+    def padded_chunks(self) -> int:
+        return triton.next_power_of_2(self.num_chunks)
+
+    @property
+    def logits_and_statistics(self) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
+        """First arguments of the kernels that come after."""
+        return self.logits, self.logits.stride(0), self.temperature, self.maxima, self.sums
+
+    def cut(
+        self,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        uniforms: Tensor | None = None,
+        tokens: Tensor | None = None,
+        tuning: cut.Tuning | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """t [N] float32, last [N] int32 and weight [N] float32, see `cut.cut_kernel`; fills `tokens` where it can."""
+        assert self.heads is not None
+        tuning = tuning or (cut.FEW if self.count <= cut.MULTIPROCESSORS else cut.MANY)
+        device = self.logits.device
+        t, weight = (torch.empty(self.count, dtype=torch.float32, device=device) for _ in range(2))
+        last = torch.empty(self.count, dtype=torch.int32, device=device)
+        buffers = torch.empty(self.count, tuning.room, dtype=torch.int64, device=device)
+        filters = (t if f is None else f.contiguous() for f in (top_k, top_p, min_p))
+        cut.cut_kernel[(self.count,)](
+            *self.logits_and_statistics,
+            *filters,
+            self.heads,
+            buffers,
+            t,
+            last,
+            weight,
+            t if uniforms is None else uniforms,
+            0 if uniforms is None else uniforms.stride(0),
+            t if tokens is None else tokens,
+            self.vocab_size,
+            self.num_chunks,
+            self.heads.shape[1],
+            TOP_K=top_k is not None,
+            TOP_P=top_p is not None,
+            MIN_P=min_p is not None,
+            DRAW=tokens is not None,
+            CHUNKS=self.padded_chunks,
+            HEADS=triton.next_power_of_2(self.heads.shape[1]),
+            ROOM=tuning.room,
+            TILE=tuning.tile,
+            PIVOT_TILE=tuning.pivot_tile,
+            STAGES=tuning.stages,
+            num_warps=tuning.num_warps,
+            maxnreg=tuning.max_registers,
+        )
+        return t, last, weight
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """`tensor` [N, V] with each row in one piece."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
