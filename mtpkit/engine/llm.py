@@ -1,5 +1,6 @@
 """The front door: text or tokens in, text and tokens out, in the shape that vLLM's users know."""
 
+import gc
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -128,6 +129,9 @@ class LLM:
             model_config.eos_token_ids,
             SyntheticAcceptance(synthetic_acceptance, weight.device) if synthetic_acceptance else None,
         )
+        # What is there now stays: a step must not wait while the collector looks through all of a model's modules.
+        gc.collect()
+        gc.freeze()
         if adaptive and depths:
             self.engine.adapt(sorted({min(2**power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)}))
 

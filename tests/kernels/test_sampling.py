@@ -5,10 +5,64 @@ import torch
 from scipy import stats
 
 from mtpkit.kernels import sampling
+from mtpkit.kernels.sampling import cut
 
 
-def logits(rows=7, vocab_size=50, seed=0):
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+def run(twin, name, *args):
+    """A function of a twin with its tensors on the twin's device; the result on the CPU."""
+    on_device = (arg.to(twin.device) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return getattr(twin("sampling"), name)(*on_device).cpu()
+
+
+def logits(rows=7, vocab_size=50, scale=3.0, seed=0):
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def numbers(count, seed=0):
+    return sampling.uniform(torch.arange(count) + seed, torch.arange(count) % 7, 0)
+
+
+def distribution(row, temperature, top_k=None, top_p=None, min_p=None):
+    """The definition in float64, by sorting one row [V]: probabilities, and how far each token is from top-p's edge."""
+    margin = torch.ones(len(row), dtype=torch.float64)
+    if temperature == 0:
+        return torch.zeros(len(row), dtype=torch.float64).scatter(0, row.argmax(-1, keepdim=True), 1), margin
+    row = row.double() / temperature
+    if min_p is not None:
+        mass = row.softmax(-1)
+        row = row.masked_fill(mass < min_p * mass.max(), -torch.inf)
+    if top_k is not None:
+        row = row.masked_fill(row < row.sort(descending=True).values[top_k - 1], -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = row.sort(descending=True, stable=True)
+        mass = ordered.softmax(-1)
+        before = mass.cumsum(-1) - mass
+        margin[order] = (before - top_p).abs()
+        row = torch.empty_like(row).scatter(0, order, ordered.masked_fill(before >= top_p, -torch.inf))
+    return row.softmax(-1), margin
+
+
+def check(twin, rows, temperature, top_k=None, top_p=None, min_p=None, draw=True):
+    """Probabilities follow the definition, and a token drawn without them is the one their sums tell."""
+    count = len(rows)
+    temperatures = torch.tensor(temperature) if isinstance(temperature, list) else torch.full((count,), temperature)
+    filters = [None if f is None else torch.as_tensor(f).expand(count) for f in (top_k, top_p, min_p)]
+    got = run(twin, "probabilities", rows, temperatures, *filters).double()
+    for i, row in enumerate(rows.float()):
+        want, margin = distribution(row, temperatures[i].item(), *(None if f is None else f[i].item() for f in filters))
+        assert (
+            torch.equal(got[i] > 0, want.float() > 0) or not ((got[i] > 0) != (want.float() > 0))[margin > 2e-6].any()
+        )
+        if torch.equal(got[i] > 0, want.float() > 0):
+            torch.testing.assert_close(got[i], want, rtol=1e-5, atol=1e-30)
+    if draw:
+        uniforms = numbers(count)
+        tokens = run(twin, "sample_logits", rows, temperatures, *filters, uniforms)[:, None]
+        after = got.cumsum(-1).gather(1, tokens)[:, 0]
+        drawn = got.gather(1, tokens)[:, 0]
+        assert (drawn > 0).all()
+        assert (after - drawn - 1e-6 < uniforms).all() and (uniforms < after + 1e-6).all()
+    return got
 
 
 @pytest.mark.parametrize(
@@ -38,66 +92,232 @@ def test_uniforms_depend_on_their_own_row_alone_and_are_uniform():
         assert abs(stats.pearsonr(together.numpy(), shifted.numpy()).statistic) < 0.03
 
 
-def test_plain_probabilities_are_a_softmax():
-    temperature = torch.full((7,), 0.7)
-    torch.testing.assert_close(sampling.probabilities(logits(), temperature), (logits() / 0.7).softmax(-1))
+@pytest.mark.parametrize("count", [0, 1, 3, 2500])
+@pytest.mark.parametrize("stream", [0, 1, 2, 2**31 - 1])
+def test_uniforms_are_the_same_bits_everywhere(twin, count, stream):
+    seeds = torch.randint(-(2**63), 2**63 - 1, (count, 2))[:, 0]
+    positions = torch.randint(0, 2**40, (count, 3))[:, 1]
+    assert torch.equal(run(twin, "uniform", seeds, positions, stream), sampling.uniform(seeds, positions, stream))
 
 
-def test_zero_temperature_is_certain_in_a_mixed_batch():
-    temperature = torch.tensor([0.0, 1.0, 0.0, 0.5, 1.0, 2.0, 0.0])
-    probs = sampling.probabilities(logits(), temperature, top_k=torch.full((7,), 4))
-    assert torch.equal(probs.max(-1).values == 1, temperature == 0)
-    assert torch.equal(probs.argmax(-1), logits().argmax(-1))
+@pytest.mark.parametrize("vocab_size", [1, 3, 17, 63, 500, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_probabilities_are_a_softmax(twin, vocab_size, dtype):
+    check(twin, logits(3, vocab_size).to(dtype), [0.7, 1.0, 2.5])
 
 
-@pytest.mark.parametrize("top_k, top_p, min_p", [(5, 1.0, 0.0), (50, 0.6, 0.0), (50, 1.0, 0.2), (8, 0.7, 0.05)])
-def test_filters_keep_what_their_definitions_keep(top_k, top_p, min_p):
-    rows = logits()
-    probs = sampling.probabilities(
-        rows, torch.ones(7), torch.full((7,), top_k), torch.full((7,), top_p), torch.full((7,), min_p)
-    )
-    for row, got in zip(rows.double(), probs, strict=True):
-        mass = row.softmax(-1)
-        kept = mass >= min_p * mass.max()
-        kept &= row >= row[kept].sort(descending=True).values[: min(top_k, int(kept.sum()))].min()
-        mass = torch.where(kept, mass, 0) / mass[kept].sum()
-        order = mass.argsort(descending=True)
-        nucleus = order[: int((mass[order].cumsum(0) < top_p).sum()) + 1]
-        want = torch.zeros_like(mass).scatter(0, nucleus, mass[nucleus])
-        torch.testing.assert_close(got.double(), want / want.sum(), rtol=1e-4, atol=1e-6)
+def test_zero_temperature_is_certain_in_a_mixed_batch(twin):
+    rows = logits().round()  # the first of equal ones is the best
+    temperature = [0.0, 1.0, 0.0, 0.5, 1.0, 2.0, 0.0]
+    probs = check(twin, rows, temperature, top_k=4)
+    assert torch.equal(probs.max(-1).values == 1, torch.tensor(temperature) == 0)
+    assert torch.equal(check(twin, rows, [0.0] * 7).argmax(-1), rows.argmax(-1))
 
 
-def test_filters_of_one_row_do_not_touch_another():
-    plain = sampling.probabilities(logits(), torch.ones(7))
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p",
+    [(5, None, None), (None, 0.6, None), (None, None, 0.2), (8, 0.7, 0.05), (40, 0.999, None), (None, 1e-3, 1e-3)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_keep_what_their_definitions_keep(twin, top_k, top_p, min_p, dtype):
+    check(twin, logits(4).to(dtype), [1.0, 0.7, 0.0, 1.5], top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize("vocab_size, top_k", [(1, 1), (3, 2), (17, 17), (63, 1), (5000, 40)])
+def test_filters_at_awkward_sizes(twin, vocab_size, top_k):
+    check(twin, logits(2, vocab_size), 1.0, top_k, 0.9, 0.01)
+
+
+def test_filters_of_one_row_do_not_touch_another(twin):
+    plain = run(twin, "probabilities", logits(), torch.ones(7))
     top_k, top_p = torch.full((7,), 50), torch.ones(7)
     top_k[2], top_p[4] = 3, 0.5
-    mixed = sampling.probabilities(logits(), torch.ones(7), top_k, top_p, torch.zeros(7))
+    mixed = check(twin, logits(), 1.0, top_k, top_p, torch.zeros(7))
     untouched = [0, 1, 3, 5, 6]
-    torch.testing.assert_close(mixed[untouched], plain[untouched])
+    torch.testing.assert_close(mixed[untouched].float(), plain[untouched])
     assert int((mixed[2] > 0).sum()) == 3 and int((mixed[4] > 0).sum()) < 50
 
 
-def test_penalties_follow_their_definitions():
+def test_equal_logits(twin):
+    """All that equal the k-th stay; top-p takes equal ones by index."""
+    row = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -0.0, 2.0, 0.0]])
+    kept = check(twin, row, 1.0, top_k=3)[0] > 0
+    assert kept.nonzero()[:, 0].tolist() == [1, 2, 3, 4, 5, 7]
+    mass = row[0].softmax(-1)
+    for count in range(1, 5):
+        top_p = float(2 * mass[1] + (count - 0.5) * mass[2])
+        kept = check(twin, row, 1.0, top_p=top_p)[0] > 0
+        assert kept.nonzero()[:, 0].tolist() == sorted([1, 3, *[2, 4, 5, 7][:count]])
+    check(twin, row, 1.0, top_k=8)  # 0 and -0 are equal
+
+
+def test_tokens_that_are_ruled_out(twin):
+    rows = logits(3, 200)
+    rows[:, torch.arange(200) % 3 > 0] = -torch.inf
+    for filters in ({}, {"top_k": 100}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01, "top_p": 0.9}):
+        probs = check(twin, rows, [1.0, 0.0, 2.0], **filters)
+        assert not probs[:, torch.arange(200) % 3 > 0].any()
+
+
+@pytest.mark.parametrize(
+    "kind, filters",
+    [
+        ("flat", {"top_p": 0.9}),
+        ("flat", {"top_k": 300}),
+        ("flat", {"top_k": 300, "top_p": 0.8, "min_p": 0.02}),
+        ("peaked", {"top_p": 0.9999}),
+        ("offset", {"top_p": 0.7}),
+        ("bf16", {"top_p": 0.9}),
+        ("equal", {"top_p": 0.77}),
+        ("equal", {"top_k": 20}),
+        ("constant", {"top_p": 0.77}),
+        ("ruled out", {"top_k": 300, "top_p": 0.9}),
+        ("huge", {"top_k": 400, "top_p": 0.99}),
+        ("flat", {"min_p": 0.001}),
+    ],
+)
+def test_rows_that_do_not_fit_the_buffer(twin, monkeypatch, kind, filters):
+    """A cut that few groups do not bound is found by passes over the row, whatever the logits are."""
+    monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))
+    rows = logits(2, 600, scale=1.0)
+    if kind == "peaked":
+        rows *= 4
+    elif kind == "offset":
+        rows += 1000
+    elif kind == "bf16":
+        rows = rows.bfloat16()
+    elif kind == "equal":
+        rows = rows.round()
+    elif kind == "constant":
+        rows[:] = 0.5
+    elif kind == "ruled out":
+        rows[:, 150:] = -torch.inf
+    elif kind == "huge":
+        rows[:, :200], rows[:, 5] = -1e30, -3e38
+    check(twin, rows, [1.0, 1.7], **filters)
+
+
+def test_rows_apart_in_memory(twin):
+    wide = logits(3, 128)
+    temperature = torch.tensor([0.5, 1.0, 1.0]).to(twin.device)
+    top_k, uniforms = torch.full((3,), 9).to(twin.device), numbers(6)[::2].to(twin.device)
+    for view in (wide[:, 5:70], wide.T.contiguous().T[:, :60]):
+        plain, view, op = view.contiguous().to(twin.device), view.to(twin.device), twin("sampling")
+        assert torch.equal(op.probabilities(view, temperature, top_k), op.probabilities(plain, temperature, top_k))
+        tokens = op.sample_logits(view, temperature, top_k, None, None, uniforms)
+        assert torch.equal(tokens, op.sample_logits(plain, temperature, top_k, None, None, uniforms.clone()))
+        assert torch.equal(op.sample(view.exp(), uniforms), op.sample(plain.exp(), uniforms))
+
+
+def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary(twin, monkeypatch):
+    """They may hold NaN; the rows beside them notice nothing."""
+    if twin.name == "reference":
+        pytest.skip("batches are padded for CUDA graphs")
+    rows, uniforms = logits(6, 300), numbers(6)
+    temperature, top_k, top_p = torch.tensor([1.0, 0.0, 1.0, 1.0, torch.nan, 0.0]), torch.full((6,), 200), torch.ones(6)
+    top_p[:] = 0.9
+    for tuning in (cut.FEW, cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4)):
+        monkeypatch.setattr(cut, "FEW", tuning)
+        for filters in ((None, None, None), (None, top_p, None), (top_k, None, None), (top_k, top_p, 0 * top_p)):
+            clean = run(twin, "sample_logits", rows, temperature, *filters, uniforms)
+            poisoned = rows.clone()
+            poisoned[[2, 5]], poisoned[3, ::2] = torch.nan, torch.nan
+            tokens = run(twin, "sample_logits", poisoned, temperature, *filters, uniforms)
+            assert (tokens >= 0).all() and (tokens < 300).all()
+            assert torch.equal(tokens[:2], clean[:2])
+            probs = run(twin, "probabilities", poisoned, temperature, *filters)
+            assert torch.equal(probs[:2], run(twin, "probabilities", rows, temperature, *filters)[:2])
+    tokens = run(twin, "sample", torch.full((2, 300), torch.nan), uniforms[:2])
+    assert (tokens >= 0).all() and (tokens < 300).all()
+
+
+def test_penalties_follow_their_definitions(twin):
     rows = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
     prompt = torch.tensor([[True, True, False, False]])
     counts = torch.tensor([[0, 3, 2, 0]])
     one = torch.ones(1)
-    got = sampling.apply_penalties(rows, prompt, counts, 2 * one, 0.5 * one, 0.25 * one)
+    got = run(twin, "apply_penalties", rows, prompt, counts, 2 * one, 0.5 * one, 0.25 * one)
     assert got.tolist() == [[1.0, -4.0 - 1.5 - 0.25, 0.5 - 1.0 - 0.25, 0.5]]
-    assert torch.equal(sampling.apply_penalties(rows, prompt, counts, one, 0 * one, 0 * one), rows)
+    assert torch.equal(run(twin, "apply_penalties", rows, prompt, counts, one, 0 * one, 0 * one), rows)
 
 
-def test_draws_follow_the_weights_and_never_take_a_zero():
+@pytest.mark.parametrize("vocab_size", [1, 63, 1500])
+@pytest.mark.parametrize("counts_dtype", [torch.int64, torch.int32])
+def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype):
+    rows, prompt = logits(5, vocab_size).bfloat16(), torch.rand(5, vocab_size) < 0.3
+    counts = torch.randint(0, 3, (5, vocab_size)).to(counts_dtype)
+    penalties = torch.tensor([[1, 1.3, 1, 1, 0.8], [0, 0, 0.5, 0, -0.2], [0, 0, 0, 0.7, 0.1]])
+    want = sampling.apply_penalties(rows.double(), prompt, counts, *penalties)
+    got = run(twin, "apply_penalties", rows, prompt, counts, *penalties)
+    assert got.dtype == torch.float32 and torch.equal(got[0], rows[0].float())
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_draws_follow_the_weights_and_never_take_a_zero(twin):
+    draws = 300 if twin.name == "interpreter" else 20_000
     weights = torch.tensor([0.0, 0.3, 0.0, 1.0, 0.7, 0.0])
-    numbers = sampling.uniform(torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64), 0)
-    counts = torch.bincount(sampling.sample(weights.expand(20_000, -1), numbers), minlength=6)
-    assert counts[weights == 0].sum() == 0
-    drawn = weights > 0
-    assert stats.chisquare(counts[drawn].numpy(), (weights[drawn] / 2 * 20_000).numpy()).pvalue > 1e-3
+    uniforms = sampling.uniform(torch.arange(draws), torch.zeros(draws, dtype=torch.int64), 0)
+    for name, arguments in (
+        ("sample", (weights.expand(draws, -1),)),
+        ("sample_logits", (weights.log().expand(draws, -1), torch.ones(draws), None, None, None)),
+    ):
+        counts = torch.bincount(run(twin, name, *arguments, uniforms), minlength=6)
+        assert counts[weights == 0].sum() == 0
+        drawn = weights > 0
+        assert stats.chisquare(counts[drawn].numpy(), (weights[drawn] / 2 * draws).numpy()).pvalue > 1e-3
 
 
-def test_the_extreme_numbers_draw_the_first_and_the_last_token():
-    weights = torch.rand(1, 1000, generator=torch.Generator().manual_seed(0)) * (torch.arange(1000) % 3 == 1)
+@pytest.mark.parametrize("vocab_size", [1, 17, 63, 5000, 9000])
+def test_draws_invert_the_cumulative_distribution(twin, vocab_size):
+    weights = torch.rand(6, vocab_size) ** 8 * (torch.rand(6, vocab_size) < 0.5)
+    weights[:, -1] += 0.1
+    uniforms = numbers(6)
+    cumulative = weights.double().cumsum(-1)
+    want = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
+    assert torch.equal(run(twin, "sample", weights, uniforms), want)
+
+
+def test_the_extreme_numbers_draw_the_first_and_the_last_token(twin):
+    weights = torch.rand(1, 9000, generator=torch.Generator().manual_seed(0)) * (torch.arange(9000) % 3 == 1)
     first, last = weights[0].nonzero()[[0, -1], 0]
-    assert sampling.sample(weights, torch.zeros(1, dtype=torch.float64)) == first
-    assert sampling.sample(weights, torch.full((1,), 1 - 2.0**-48, dtype=torch.float64)) == last
+    for number, token in ((0.0, first), (1 - 2.0**-48, last)):
+        uniform = torch.full((1,), number, dtype=torch.float64)
+        assert run(twin, "sample", weights, uniform) == token
+        for top_p in (None, torch.full((1,), 0.999999)):
+            drawn = run(twin, "sample_logits", weights.log(), torch.ones(1), None, top_p, None, uniform)
+            assert weights[0, drawn] > 0 and (top_p is not None or drawn == token)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_vocabulary(twin, scale, rows, dtype):
+    if twin.name != "cuda":
+        pytest.skip("takes too long")
+    x = (torch.randn(rows, 131072) * scale).to(dtype)
+    for filters in ({"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05}, {"top_k": 20_000}):
+        check(twin, x, 0.8, **filters)
+
+
+@pytest.mark.gpu
+def test_draws_can_be_captured(device):
+    if device == "cpu":
+        pytest.skip("has no graphs")
+    x, temperature = logits(5, 5000).to(device), torch.tensor([1.0, 0.0, 0.7, 1.0, 2.0], device=device)
+    top_k, top_p, uniforms = (
+        torch.full((5,), 40, device=device),
+        torch.full((5,), 0.9, device=device),
+        numbers(5).to(device),
+    )
+    arguments = (x, temperature, top_k, top_p, None, uniforms)
+    want = sampling.sample_logits(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sampling.sample_logits(*arguments)
+        probs = sampling.probabilities(*arguments[:5])
+    tokens.zero_()
+    graph.replay()
+    assert torch.equal(tokens, want)
+    torch.testing.assert_close(probs, sampling.reference.probabilities(*arguments[:5]), rtol=1e-5, atol=1e-6)

@@ -21,6 +21,8 @@ from torch import Tensor
 from mtpkit.kernels.ssm_update.ring import ring_capacity
 from mtpkit.kernels.ssm_update.tile import NARROW, SMALLEST_DOT, dot, load, step_size
 
+_MANY_ROWS = 64
+"""From here on there are programs enough that each may take more heads."""
 _FORGOTTEN = -100.0
 """A log decay beyond which nothing in fp32 is left."""
 
@@ -243,7 +245,7 @@ def ssm_replay_update(
     dt_limit: tuple[float, float],
     *,
     block_p: int = 32,
-    block_h: int = 2,
+    block_h: int | None = None,
     num_warps: int = 2,
     num_stages: int = 2,
 ) -> Tensor:
@@ -297,7 +299,7 @@ def ssm_replay_update(
         num_warps=1,  # it is all waiting for small sums, which one warp need not share
     )
     block_p = min(block_p, max(SMALLEST_DOT, triton.next_power_of_2(width)))
-    block_h = _largest_divisor(per_group, block_h)
+    block_h = _largest_divisor(per_group, block_h or (4 if rows >= _MANY_ROWS else 2))
     _stream_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
         state,
         ring_x,
