@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
@@ -27,6 +26,7 @@ from mtpkit.kernels import (
     ssd,
     ssm_update,
 )
+from mtpkit.kernels.linear import linear
 
 _BLOCK = 16
 _PREFILL_ROWS = 16
@@ -396,7 +396,7 @@ def _ssd_varlen(shapes: Shapes) -> Case:
 
 
 def _linears(shapes: Shapes) -> Iterator[Case]:
-    """The matrix products of each layer kind, by cuBLAS: what they reach is the floor of a step."""
+    """The matrix products of each layer kind: what they reach is the floor of a step."""
     config, count = shapes.config, shapes.rows * shapes.tokens
     hidden, inner = config.hidden_size, config.mamba_num_heads * config.mamba_head_dim
     queries = config.num_attention_heads * config.kv_channels
@@ -426,7 +426,7 @@ def _linear(shapes: Shapes, name: str, count: int, rows: int, columns: int) -> C
         return size(*args) + count * rows * shapes.dtype.itemsize
 
     return Case(
-        F.linear,
+        linear,
         f"[{count}, {columns}] x [{rows}, {columns}]",
         make,
         count_bytes,

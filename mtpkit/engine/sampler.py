@@ -140,8 +140,12 @@ def penalise(logits: Tensor, sampling: SamplingTensors, rows: Tensor, drafts: Te
 
 def probabilities(logits: Tensor, sampling: SamplingTensors, rows: Tensor) -> Tensor:
     """[N, V] float32 distributions that the rows sample from."""
-    filters = (None if values is None else values[rows] for values in (sampling.top_k, sampling.top_p, sampling.min_p))
-    return ops.probabilities(logits, sampling.temperature[rows], *filters)
+    return ops.probabilities(logits, sampling.temperature[rows], *_filters(sampling, rows))
+
+
+def _filters(sampling: SamplingTensors, rows: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    top_k, top_p, min_p = (None if v is None else v[rows] for v in (sampling.top_k, sampling.top_p, sampling.min_p))
+    return top_k, top_p, min_p
 
 
 def uniforms(sampling: SamplingTensors, rows: Tensor, positions: Tensor, stream: int) -> Tensor:
@@ -153,4 +157,6 @@ def sample(logits: Tensor, sampling: SamplingTensors, rows: Tensor, positions: T
     """[N] int64 tokens for `positions` [N] int64: the best ones of greedy rows, draws for the others."""
     if sampling.all_greedy:
         return argmax(logits)
-    return ops.sample(probabilities(logits, sampling, rows), uniforms(sampling, rows, positions, TOKEN_STREAM))
+    filters = _filters(sampling, rows)
+    numbers = uniforms(sampling, rows, positions, TOKEN_STREAM)
+    return ops.sample_logits(logits, sampling.temperature[rows], *filters, numbers)
