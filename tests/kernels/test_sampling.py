@@ -7,7 +7,8 @@ from scipy import stats
 from mtpkit.kernels import sampling
 from mtpkit.kernels.sampling import cut
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, under the interpreter
+# NumPy's, under the interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning")
 
 
 def run(twin, name, *args):
@@ -168,6 +169,8 @@ def test_tokens_that_are_ruled_out(twin):
         ("peaked", {"top_p": 0.9999}),
         ("offset", {"top_p": 0.7}),
         ("bf16", {"top_p": 0.9}),
+        ("sixteenths", {"top_p": 0.6}),
+        ("sorted", {"top_p": 0.9}),
         ("equal", {"top_p": 0.77}),
         ("constant", {"top_p": 0.77}),
         ("ruled out", {"top_k": 300, "top_p": 0.9}),
@@ -185,6 +188,10 @@ def test_rows_that_do_not_fit_the_buffer(twin, monkeypatch, kind, filters):
         rows += 100
     elif kind == "bf16":
         rows = rows.bfloat16()
+    elif kind == "sixteenths":
+        rows = (rows * 16).round() / 16
+    elif kind == "sorted":
+        rows = rows.sort().values
     elif kind == "equal":
         rows = rows.round()
     elif kind == "constant":
@@ -215,17 +222,16 @@ def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary(twin, monkeypatch)
     rows, uniforms = logits(6, 300), numbers(6)
     temperature = torch.tensor([1.0, 0.0, 1.0, 1.0, torch.nan, 0.0])
     top_k, top_p = torch.full((6,), 200), torch.full((6,), 0.9)
-    for tuning in (cut.FEW, cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4)):
-        monkeypatch.setattr(cut, "FEW", tuning)
-        for filters in ((None, None, None), (top_k, top_p, 0 * top_p)):
-            clean = run(twin, "sample_logits", rows, temperature, *filters, uniforms)
-            poisoned = rows.clone()
-            poisoned[[2, 5]], poisoned[3, ::2] = torch.nan, torch.nan
-            tokens = run(twin, "sample_logits", poisoned, temperature, *filters, uniforms)
-            assert (tokens >= 0).all() and (tokens < 300).all()
-            assert torch.equal(tokens[:2], clean[:2])
-            probs = run(twin, "probabilities", poisoned, temperature, *filters)
-            assert torch.equal(probs[:2], run(twin, "probabilities", rows, temperature, *filters)[:2])
+    monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))
+    for filters in ((None, None, None), (top_k, top_p, 0 * top_p), (top_k - 195, top_p, None)):
+        clean = run(twin, "sample_logits", rows, temperature, *filters, uniforms)
+        poisoned = rows.clone()
+        poisoned[[2, 5]], poisoned[3, ::2] = torch.nan, torch.nan
+        tokens = run(twin, "sample_logits", poisoned, temperature, *filters, uniforms)
+        assert (tokens >= 0).all() and (tokens < 300).all()
+        assert torch.equal(tokens[:2], clean[:2])
+        probs = run(twin, "probabilities", poisoned, temperature, *filters)
+        assert torch.equal(probs[:2], run(twin, "probabilities", rows, temperature, *filters)[:2])
     tokens = run(twin, "sample", torch.full((2, 300), torch.nan), uniforms[:2])
     assert (tokens >= 0).all() and (tokens < 300).all()
 

@@ -1,0 +1,157 @@
+"""The tokens that drafts are chosen among: the most frequent ones of a data set, in a small file.
+
+Drafting scores fewer tokens then, and what the engine puts out stays the base's own: a token that is never drafted
+costs an acceptance, nothing else.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mtpkit.checkpoint.atomic import write_file
+from mtpkit.data.documents import Document, tokenize
+from mtpkit.data.sources import Columns, find_files, read_samples
+from mtpkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_COUNTED_AT_ONCE = 2**20
+"""Tokens whose counts are added up together; each time costs a pass over the counts of the vocabulary."""
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Tokens that drafts are chosen among."""
+
+    token_ids: list[int]
+    """Ascending."""
+    vocab_size: int
+    """Of the model."""
+    coverage: float
+    """Share of the tokens counted that are among them; what can be drafted at best."""
+    files: list[str]
+    """Where they were counted."""
+
+    def save(self, path: Path) -> None:
+        """Write or replace a JSON file in one step.
+
+        Raises:
+            StorageError: writing failed; what was at `path` still is.
+        """
+        write_file(path, json.dumps(asdict(self)) + "\n")
+
+
+def build_draft_vocab(
+    paths: Iterable[str | Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+    size: int,
+    eos_token_ids: Iterable[int] = (),
+    columns: Columns | None = None,
+) -> DraftVocab:
+    """The `size` most frequent tokens of files, folders and globs, with a progress bar.
+
+    Tokens count where they are wanted as predictions: a prompt's do not. End-of-sequence and other special tokens are
+    always among them. Of equally frequent tokens those with smaller ids are taken, also of those that do not occur.
+
+    Args:
+        vocab_size: of the model; its tokenizer may know fewer tokens.
+        eos_token_ids: that the model has beside its tokenizer's.
+
+    Raises:
+        UserError: a size that does not fit, nothing to count, a tokenizer that is not the model's; and as
+            `find_files`, `read_samples` and `tokenize`.
+    """
+    from tqdm import tqdm
+
+    always = {*eos_token_ids, *tokenizer.all_special_ids}
+    if outside := sorted(token for token in always if not 0 <= token < vocab_size):
+        raise UserError(f"special token {outside[0]} lies outside of the model's vocabulary of {vocab_size}")
+    if not 0 < size <= vocab_size:
+        raise UserError(f"size is {size}, must be 1 to {vocab_size}, the size of the vocabulary")
+    if size < len(always):
+        raise UserError(f"size is {size}, but there are {len(always)} special tokens, which are always included")
+    files = find_files(paths)
+    documents = tokenize(read_samples(files, columns), tokenizer)
+    # disable=None: silent where stderr is not a terminal.
+    counts = _count(tqdm(documents, desc="counting", unit=" documents", disable=None, leave=False), vocab_size)
+    total = int(counts.sum())
+    if not total:
+        raise UserError("data: no tokens to count: every text or response is empty; check the columns")
+    rank = counts.copy()
+    rank[list(always)] = total + 1
+    chosen = np.sort(np.argsort(-rank, kind="stable")[:size])
+    return DraftVocab(chosen.tolist(), vocab_size, int(counts[chosen].sum()) / total, [str(file) for file in files])
+
+
+def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[int]:
+    """The token ids in a file that `DraftVocab.save` wrote.
+
+    Args:
+        vocab_size: of the model that they are for; None: whatever the file says.
+
+    Raises:
+        UserError: a file that cannot be read, is of another kind or for another vocabulary, or holds ids that are
+            outside of it or repeated.
+    """
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"draft vocabulary {path}: {error.strerror}; write one with mtpkit data draft-vocab") from error
+    except ValueError as error:
+        raise UserError(f"draft vocabulary {path} is not JSON: {error}") from error
+    content = content if isinstance(content, dict) else {}
+    ids, own_size = content.get("token_ids"), content.get("vocab_size")
+    if not isinstance(ids, list) or type(own_size) is not int:
+        raise UserError(f"draft vocabulary {path} lacks token_ids, a list, or vocab_size; write it with draft-vocab")
+    if vocab_size is not None and own_size != vocab_size:
+        raise UserError(f"draft vocabulary {path} is for a vocabulary of {own_size}, but the model's is {vocab_size}")
+    check_draft_vocab(ids, own_size, f"draft vocabulary {path}")
+    return ids
+
+
+def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Check ids that may have been written by hand.
+
+    Raises:
+        UserError: there are none, or some are no integers, outside of the vocabulary or repeated; `name` comes first.
+    """
+    if not token_ids:
+        raise UserError(f"{name} is empty; it needs at least one token id")
+    if wrong := [token for token in token_ids if type(token) is not int or not 0 <= token < vocab_size]:
+        raise UserError(f"{name}: {_list(wrong)} must be integers from 0 to {vocab_size - 1}")
+    distinct, times = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
+    if len(distinct) < len(token_ids):
+        raise UserError(f"{name}: {_list(distinct[times > 1].tolist())} repeated; name each token id once")
+
+
+def _list(values: Sequence[Any]) -> str:
+    return ", ".join(map(repr, values[:5])) + (f" and {len(values) - 5} more" if len(values) > 5 else "")
+
+
+def _count(documents: Iterable[Document], vocab_size: int) -> np.ndarray:
+    """[V] int64, how often each token is wanted as a prediction."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for tokens in _batches(documents):
+        if len(tokens) and tokens.max() >= vocab_size:
+            raise UserError(f"the tokenizer gives token {tokens.max()}, but the model's vocabulary has {vocab_size}")
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[np.ndarray]:
+    held: list[np.ndarray] = []
+    size = 0
+    for document in documents:
+        held.append(document.token_ids[document.loss_mask])
+        size += len(held[-1])
+        if size >= _COUNTED_AT_ONCE:
+            yield np.concatenate(held)
+            held, size = [], 0
+    if held:
+        yield np.concatenate(held)
