@@ -1,11 +1,17 @@
 """What all tests share: one thread, no network, uninitialised memory that shows, and a tiny tokenizer."""
 
 import os
+import sys
 
-# Before torch and the Hugging Face libraries are imported; each pytest worker has one core.
+# Before torch, Triton and the Hugging Face libraries are imported; each pytest worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The GPU is for `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one, and run Triton
+# kernels in their interpreter. Workers inherit what the command line said.
+if os.environ.setdefault("MTPKIT_TEST_GPU", str(int("-m gpu" in " ".join(sys.argv)))) == "0":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from pathlib import Path
 
@@ -14,21 +20,11 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# Under it torch.empty is filled with NaN.
+torch.use_deterministic_algorithms(True, warn_only=True)
 
 settings.register_profile("mtpkit", deadline=None, derandomize=True)
 settings.load_profile("mtpkit")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Show the GPU to `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one.
-
-    Without it Triton kernels run in their interpreter.
-    """
-    if config.option.markexpr != "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["TRITON_INTERPRET"] = "1"
-    # Under it torch.empty is filled with NaN. It imports Triton, which reads the variable above once.
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

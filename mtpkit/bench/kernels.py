@@ -91,7 +91,7 @@ COLUMNS: dict[str, Callable[[KernelRow], str]] = {
 def measure_kernels(
     model: ModelConfig,
     config: KernelConfig,
-    device: str = "cuda",
+    device: Literal["cuda", "cpu"] = "cuda",
     name: str = "model",
     keep: Callable[[Result[KernelRow]], object] | None = None,
 ) -> Result[KernelRow]:
@@ -106,8 +106,7 @@ def measure_kernels(
         UserError: no GPU, or an op that is not known.
         MtpkitError: an op is wrong.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
+    _require(device)
     place = torch.device(device)
     cases = list(_cases(model, config, place))
     machine = measure_machine(place)
@@ -121,6 +120,24 @@ def measure_kernels(
             if keep:
                 keep(result)
     return result
+
+
+def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cuda", "cpu"]) -> Iterator[str]:
+    """Compare every op with its reference twin and time nothing: a line each; for a memory checker.
+
+    Raises:
+        UserError: no GPU, or an op that is not known.
+        MtpkitError: an op is wrong.
+    """
+    _require(device)
+    with torch.inference_mode():
+        for case in _cases(model, config, torch.device(device)):
+            yield f"{case.op} {case.shape}: relative difference {check(case, case.make()):.1e}"
+
+
+def _require(device: Literal["cuda", "cpu"]) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
 
 
 def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> Iterator[Case]:

@@ -126,10 +126,14 @@ def kernels(
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option(help="On a CPU the reference twins run, to try the command.")
     ] = "cuda",
+    check_only: Annotated[
+        bool,
+        typer.Option("--check-only", help="Compare with the twins, time nothing (for a memory checker)."),
+    ] = False,
     out: Out = None,
 ) -> None:
     """Check each kernel against its reference twin, then time it beside a copy and a matrix product in the same run."""
-    from mtpkit.bench.kernels import KernelConfig, measure_kernels
+    from mtpkit.bench.kernels import KernelConfig, check_kernels, measure_kernels
     from mtpkit.bench.shapes import get_config
 
     config = KernelConfig(
@@ -140,6 +144,10 @@ def kernels(
         state_dtype=state_dtype,
         draft_vocab_size=draft_vocab_size,
     )
+    if check_only:
+        for line in check_kernels(get_config(model), config, device):
+            print(line)
+        return
     keep = None if out is None else lambda result: result.save(out)
     measure_kernels(get_config(model), config, device, model, keep).show()
 

@@ -56,7 +56,7 @@ def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
     logits = linear(hidden.reshape(-1, hidden.shape[-1]), output_weight(model))
-    return _gather(model, logits.view(*hidden.shape[:-1], -1))
+    return _gather(model, logits.view(*hidden.shape[:-1], logits.shape[-1]))
 
 
 def draft_output_weight(model: HybridModel, token_ids: Tensor) -> Tensor:

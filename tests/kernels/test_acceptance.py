@@ -122,6 +122,15 @@ def test_rejection_of_certain_drafts_by_certain_targets_is_greedy_verification(t
     assert token_ids.tolist() == [[1, 2, 4], [1, 2, 0], [1, 0, 0]]
 
 
+def test_a_draft_is_accepted_below_the_ratio_and_not_at_it(twin):
+    p, q = torch.tensor([[0.25, 0.75], [1.0, 0.0]]).expand(3, -1, -1), torch.tensor([[0.5, 0.5]]).expand(3, -1, -1)
+    uniforms = torch.tensor([[0.5 - 2.0**-48], [0.5], [0.75]], dtype=torch.float64)
+    accepted, _ = run(
+        twin, "accept_rejection", torch.zeros(3, 1).long(), q, p, uniforms, torch.zeros(3, 2, dtype=torch.float64)
+    )
+    assert accepted.tolist() == [1, 0, 0]
+
+
 def test_a_draft_without_a_residual_is_replaced_from_the_target(twin):
     """p is below q everywhere, as rounding can make it: what is left to draw from is p."""
     q = torch.tensor([[[0.5, 0.5, 0.0]]])

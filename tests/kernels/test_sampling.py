@@ -282,6 +282,15 @@ def test_draws_invert_the_cumulative_distribution(twin, vocab_size):
     assert torch.equal(run(twin, "sample", weights, uniforms), want)
 
 
+def test_a_number_on_a_boundary_draws_the_token_after_it(twin):
+    uniforms = torch.tensor([0.0, 0.25, 0.5, 0.75], dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0]).expand(4, -1)
+    assert run(twin, "sample", weights, uniforms).tolist() == [0, 2, 4, 5]
+    for top_k in (None, torch.full((4,), 4)):
+        tokens = run(twin, "sample_logits", weights.log(), torch.ones(4), top_k, None, None, uniforms)
+        assert tokens.tolist() == [0, 2, 4, 5]
+
+
 def test_the_extreme_numbers_draw_the_first_and_the_last_token(twin):
     weights = torch.rand(1, 9000, generator=torch.Generator().manual_seed(0)) * (torch.arange(9000) % 3 == 1)
     first, last = weights[0].nonzero()[[0, -1], 0]

@@ -6,6 +6,9 @@ matrix each. It runs once a group of heads. The second streams the state, and is
 heads' states on their way, and all that it computes are three small products on tensor cores, which multiply the fp32
 state by bf16 inputs as the sum of two bf16 numbers.
 
+The second kernel may start while the first runs (programmatic dependent launch): until it has the weights it asks for
+its states to be brought into the L2 cache.
+
 Although the state is written in place, threads need no barrier: what is written to an element is computed from what was
 read there. The rings' old entries and new ones never share a place, so that programs of a row need no order.
 
@@ -17,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mtpkit.kernels.ssm_update.ring import ring_capacity
 from mtpkit.kernels.ssm_update.tile import NARROW, SMALLEST_DOT, dot, load, step_size
@@ -36,6 +40,16 @@ def _places(slots_ptr, contexts_ptr, lens_ptr, row, e, t, LENGTH: tl.constexpr):
     old = slot * LENGTH + (((context - count) % LENGTH).to(tl.int32) + LENGTH + e) % LENGTH
     new = slot * LENGTH + ((context % LENGTH).to(tl.int32) + t) % LENGTH
     return slot, count, old, new
+
+
+@triton.jit
+def _prefetch(start, COUNT: tl.constexpr):
+    """Ask for COUNT numbers, a power of two, to be brought into the L2 cache."""
+    line: tl.constexpr = 128 * 8 // start.dtype.element_ty.primitive_bitwidth
+    address = (start + tl.arange(0, COUNT // line) * line).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -74,12 +88,15 @@ def _weights_kernel(
     BLOCK_T: tl.constexpr,
     NARROW: tl.constexpr,
     FORGOTTEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The weights of BLOCK_H heads of one row and group, and the new entries of the rings of B and dt.
 
     weights [R, heads, E + T + 1, T]: of old entries, of new ones, and the decay of the state up to each token.
     folds [R, heads, E + 1]: of old entries in the folded state, and its own decay.
     """
+    if EARLY:
+        gdc_launch_dependents()
     first, row = tl.program_id(0) * BLOCK_H, tl.program_id(1).to(tl.int64)
     group = first // (HEADS // GROUPS)
     head = first + tl.arange(0, BLOCK_H)
@@ -175,6 +192,7 @@ def _stream_kernel(
     NARROW: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK_P channels of each of BLOCK_H heads of one row and group, the states of STAGES heads on their way.
 
@@ -192,6 +210,10 @@ def _stream_kernel(
         for head in range(first, first + BLOCK_H):
             tl.store(y_ptrs + head * WIDTH, tl.zeros([BLOCK_P, BLOCK_T], y_ptr.dtype.element_ty), mask=x_mask)
         return
+    if EARLY:
+        for head in range(first, first + BLOCK_H):
+            _prefetch(state_ptr + (slot * HEADS + head) * (WIDTH * STATE) + part * (BLOCK_P * STATE), BLOCK_P * STATE)
+        gdc_wait()
     is_old = e < count
     C_ptrs = C_ptr + row * C_row + t[None, :] * C_token + group * C_group + n[:, None]
     C = tl.load(C_ptrs, mask=in_n[:, None] & is_new[None, :], other=0.0)  # [N, T]
@@ -248,8 +270,12 @@ def ssm_replay_update(
     block_h: int | None = None,
     num_warps: int = 2,
     num_stages: int = 2,
+    early: bool | None = None,
 ) -> Tensor:
-    """See the reference. A program takes `block_p` channels of `block_h` heads, `num_stages` of them on their way."""
+    """See the reference. A program takes `block_p` channels of `block_h` heads, `num_stages` of them on their way.
+
+    `early`: the second kernel may start before the first has ended. None: on a GPU.
+    """
     rows, tokens, heads, width = x.shape
     groups, state_dim = B.shape[2:]
     per_group = heads // groups
@@ -274,6 +300,10 @@ def ssm_replay_update(
     )
     weights = torch.empty(rows, heads, block_e + tokens + 1, tokens, dtype=torch.float32, device=x.device)
     folds = torch.empty(rows, heads, block_e + 1, dtype=torch.float32, device=x.device)
+    block_p = min(block_p, max(SMALLEST_DOT, triton.next_power_of_2(width)))
+    whole = width % block_p == 0 and state_dim == common["BLOCK_N"]
+    # Past the end of a state there may be nothing to ask for.
+    early = whole and state.is_cuda if early is None else early
     weight_heads = _largest_divisor(per_group, 16)
     _weights_kernel[(heads // weight_heads, rows)](
         ring_B,
@@ -295,10 +325,10 @@ def ssm_replay_update(
         *C.stride()[:3],
         BLOCK_H=weight_heads,
         FORGOTTEN=_FORGOTTEN,
+        EARLY=early,
         **common,
         num_warps=1,  # it is all waiting for small sums, which one warp need not share
     )
-    block_p = min(block_p, max(SMALLEST_DOT, triton.next_power_of_2(width)))
     block_h = _largest_divisor(per_group, block_h or (4 if rows >= _MANY_ROWS else 2))
     _stream_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
         state,
@@ -318,10 +348,12 @@ def ssm_replay_update(
         CAPACITY=capacity,
         BLOCK_H=block_h,
         BLOCK_P=block_p,
-        WHOLE=width % block_p == 0 and state_dim == common["BLOCK_N"],
+        WHOLE=whole,
         STAGES=num_stages if block_h > 1 else 1,
+        EARLY=early,
         **common,
         num_warps=num_warps,
+        launch_pdl=early,
     )
     return y
 

@@ -30,7 +30,7 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         """input_ [s, b, in] to (output [s, b, out / tp], bias for the caller to add)."""
         used = self.weight if weight is None else weight
         if is_plain(self, input_, used):
-            return linear(input_.flatten(0, -2), used).view(*input_.shape[:-1], -1), None
+            return linear(input_.flatten(0, -2), used).view(*input_.shape[:-1], len(used)), None
         return super().forward(input_, weight, runtime_gather_output)
 
 
@@ -77,4 +77,4 @@ class RowParallelLinear(MegatronRowParallelLinear):
             gate=None if gate is None else gate.flatten(0, -2),
             residual=None if residual is None else residual.contiguous().flatten(0, -2),
         )
-        return output.view(*input_.shape[:-1], -1), None
+        return output.view(*input_.shape[:-1], len(self.weight)), None

@@ -63,7 +63,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
         flat, norm = input_.flatten(0, -2), self.layer_norm_weight
         output = linear(flat, self.weight, norm_weight=norm, eps=self.eps, activation=activation)
-        return output.view(*input_.shape[:-1], -1)
+        return output.view(*input_.shape[:-1], len(self.weight))
 
 
 class GatedRMSNorm(nn.Module):
