@@ -7,8 +7,8 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The GPU is for `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one, and run Triton
-# kernels in their interpreter. Workers inherit what the command line said.
+# The GPU is for `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one, and run
+# Triton's kernels in its interpreter. Workers inherit what the command line said.
 if os.environ.setdefault("MTPKIT_TEST_GPU", str(int("-m gpu" in " ".join(sys.argv)))) == "0":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
