@@ -5,6 +5,7 @@ import zlib
 from typing import Any, Literal, get_args
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
@@ -67,7 +68,7 @@ def build_model(
     model.mtpkit_config = config
     for name, layer in caching_layers(model).items():
         layer.cache_name = name
-    init_weights(model, config, seed + (groups.tp.rank() << 32), init=init)
+    init_weights(model, config, seed, init=init)
     if device is not None:
         model = model.to(device)
     return model.eval()
@@ -87,11 +88,16 @@ def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
     return {name: layer.cache_spec() for name, layer in caching_layers(model).items()}
 
 
+def _is_split(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable") -> None:
     """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
-    So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base.
+    So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Of
+    parameters that are split over tensor-parallel ranks each rank draws its own part.
     Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are
     one; Mamba2's A, dt and convolution as in its paper's code.
     """
@@ -107,7 +113,8 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str =
         if not name.startswith(prefix):
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
-        generator.manual_seed(seed + zlib.crc32(name.encode()))
+        part = parallel_state.get_tensor_model_parallel_rank() if _is_split(parameter) else 0
+        generator.manual_seed((seed + zlib.crc32(f"{name}/{part}".encode() if part else name.encode())) % 2**32)
         kind, shape = name.rpartition(".")[2], parameter.shape
         if kind == "A_log":
             value = uniform(shape, 1, 16).log()

@@ -15,6 +15,7 @@ from mtpkit.checkpoint import load_config, load_model, load_model_weights, save_
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from tests.checkpoint.builders import GOLDEN
 from tests.kernels.recurrence import relative
+from tests.model import toy
 
 TENSOR_CASES = ["tp2/mamba_attention_mlp", "tp2/moe", "tp1/distinct_heads", "tp1/gated_rope"]
 PIPELINE_CASE = "pp2/mamba_attention_mlp"
@@ -35,10 +36,14 @@ def run_ranks(tmp_path, monkeypatch):
     return run
 
 
-def build(rank: int, case: str, **sizes: int):
+def join(rank: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]
     torch.set_num_threads(1)
+
+
+def build(rank: int, case: str, **sizes: int):
+    join(rank)
     model = build_model(load_config(GOLDEN / case), device="cpu", **sizes)
     load_model_weights(model, GOLDEN / case)
     return model
@@ -46,6 +51,12 @@ def build(rank: int, case: str, **sizes: int):
 
 def run_depths(model, hidden, ids):
     return list(unroll_depths(model, hidden, ids, model.mtpkit_config.mtp_num_depths, attention="per_depth"))
+
+
+def fresh_rank(rank: int, out: Path) -> None:
+    join(rank)
+    model = build_model(toy.CONFIG, device="cpu", tensor_parallel=2)
+    save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, out / f"{rank}.st")
 
 
 @torch.no_grad()
@@ -106,6 +117,16 @@ def test_tensor_parallel(run_ranks):
     out = run_ranks(tensor_parallel_rank)
     for case in ("tp2/mamba_attention_mlp", "tp2/moe"):
         assert_same_parts(case, out)
+
+
+def test_fresh_weights_of_two_ranks(run_ranks):
+    """Parts of one matrix differ; what every rank holds whole, such as a router, is the same."""
+    out = run_ranks(fresh_rank)
+    first, second = (load_file(out / f"{rank}.st") for rank in (0, 1))
+    assert any("router" in name for name in first)
+    for name, value in first.items():
+        whole = "router" in name or "norm" in name or name.endswith(".D")  # D starts as ones
+        assert torch.equal(value, second[name]) == whole, name
 
 
 @torch.no_grad()
