@@ -6,25 +6,9 @@ import pytest
 
 from mtpkit.config import ModelConfig
 from mtpkit.errors import MtpkitError, StorageError, UserError
+from tests.toy_config import toy_config
 
-VALUES = dict(
-    family="nemotron_h",
-    vocab_size=64,
-    hidden_size=32,
-    pattern="M*-E",
-    mtp_pattern="*-",
-    mtp_num_depths=2,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=8,
-    ffn_hidden_size=48,
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    mamba_state_dim=8,
-    mamba_num_groups=2,
-    num_moe_experts=4,
-    moe_ffn_hidden_size=16,
-)
+VALUES = vars(toy_config(pattern="M*-E", num_moe_experts=4, moe_ffn_hidden_size=16))
 
 
 @pytest.mark.parametrize(
