@@ -8,7 +8,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.toy_config import toy_config
 
-VALUES = vars(toy_config(pattern="M*-E", num_moe_experts=4, moe_ffn_hidden_size=16))
+VALUES = vars(toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, moe_ffn_hidden_size=16))
 
 
 @pytest.mark.parametrize(
