@@ -69,7 +69,7 @@ def decode(
         raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
     config = DecodeConfig(
         batch_sizes=tuple(batch_size),
-        ks=tuple(_drafts(one) for one in k),
+        ks=tuple(options.parse_drafts(one) for one in k),
         prompt_len=prompt_len,
         max_tokens=max_tokens,
         acceptance=_synthetic(acceptance) if acceptance or prompts is None else None,
@@ -193,14 +193,6 @@ def roofline(
 
 def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:
     return tuple(acceptance or (0.85,))
-
-
-def _drafts(k: str) -> int | Literal["auto"]:
-    if k == "auto":
-        return "auto"
-    if not k.isdecimal():
-        raise typer.BadParameter(f"{k!r} is neither a number of drafts nor auto", param_hint="--k")
-    return int(k)
 
 
 def _open(model: str, dtype: str) -> Any:

@@ -68,6 +68,7 @@ def draft_vocab(
     The file holds token_ids, vocab_size, coverage and files.
     """
     from mtpkit.checkpoint import find_companions, load_config
+    from mtpkit.checkpoint.atomic import write_file
     from mtpkit.data import Columns, load_tokenizer
     from mtpkit.data.draft_vocab import build_draft_vocab
     from mtpkit.errors import UserError
@@ -78,5 +79,5 @@ def draft_vocab(
     columns = Columns(text_column, prompt_column, response_column)
     tokenizer = load_tokenizer(find_companions(model))
     vocab = build_draft_vocab(data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns)
-    vocab.save(output)
+    write_file(output, vocab.to_json())
     print(f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover {vocab.coverage:.2%} of the data")

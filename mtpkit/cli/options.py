@@ -33,9 +33,10 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
     """K of an option that takes a number or `auto`."""
     if text == "auto":
         return "auto"
-    if not text.isdecimal():
-        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'")
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'") from None
 
 
 class ListCommand(TyperCommand):

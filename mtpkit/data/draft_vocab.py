@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtpkit.checkpoint.atomic import write_file
 from mtpkit.data.documents import Document, tokenize
 from mtpkit.data.sources import Columns, find_files, read_samples
 from mtpkit.errors import UserError
@@ -37,13 +36,9 @@ class DraftVocab:
     files: list[str]
     """Where they were counted."""
 
-    def save(self, path: Path) -> None:
-        """Write or replace a JSON file in one step.
-
-        Raises:
-            StorageError: writing failed; what was at `path` still is.
-        """
-        write_file(path, json.dumps(asdict(self)) + "\n")
+    def to_json(self) -> str:
+        """The text of the file that `load_draft_vocab` reads."""
+        return json.dumps(asdict(self)) + "\n"
 
 
 def build_draft_vocab(
@@ -90,7 +85,7 @@ def build_draft_vocab(
 
 
 def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[int]:
-    """The token ids in a file that `DraftVocab.save` wrote.
+    """The token ids in a file of `DraftVocab.to_json`.
 
     Args:
         vocab_size: of the model that they are for; None: whatever the file says.

@@ -77,7 +77,7 @@ def test_kernels_without_a_gpu(call, capsys, monkeypatch):
     [
         ("decode --model nowhere", "model 'nowhere' is neither a shape"),
         ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
-        ("decode --model nemotron-h-tiny --k 1 some", "'some' is neither a number of drafts nor auto"),
+        ("decode --model nemotron-h-tiny --k 1 some", "'some' is neither a number nor 'auto'"),
         ("prefill --model nemotron-h-tiny --batch-size 0", "batch_size is 0, must be at least 1"),
         ("roofline --model nowhere", "model 'nowhere' is neither a shape"),
     ],

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-PREAMBLE = "import errno, os, signal, sys, typer\nfrom mtpkit.cli import run\nfrom mtpkit.errors import *\n"
+PREAMBLE = """
+import errno, os, signal, sys, typer
+from mtpkit.cli import run
+from mtpkit.errors import *
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background has it ignored
+"""
 ENTRIES = {
     "function": "def job():\n    {body}\nrun(job)\n",
     "typer": "app = typer.Typer()\n@app.command()\ndef job():\n    {body}\nrun(app)\n",

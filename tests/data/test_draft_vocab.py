@@ -72,7 +72,7 @@ def test_nothing_to_count(tmp_path, tokenizer_dir) -> None:
 def test_a_saved_vocabulary_is_read_back(tmp_path) -> None:
     vocab = DraftVocab([1, 5, 7], 300, 0.5, ["a.txt"])
     for _ in range(2):
-        vocab.save(tmp_path / "vocab.json")
+        (tmp_path / "vocab.json").write_text(vocab.to_json())
     assert load_draft_vocab(tmp_path / "vocab.json", 300) == load_draft_vocab(str(tmp_path / "vocab.json")) == [1, 5, 7]
     assert json.loads((tmp_path / "vocab.json").read_text())["coverage"] == 0.5
     assert [path.name for path in tmp_path.iterdir()] == ["vocab.json"]

@@ -12,7 +12,9 @@ PROMPT = "def add(left, right):\n"
 def test_generate_continues_a_text_from_stdin():
     done = call("infer/generate.py", "--model", TINY_BASE, "--max-tokens", 8, stdin=PROMPT)
     assert done.returncode == 0 and done.stdout.strip()
-    assert done.stderr.startswith("8 tokens in ") and done.stderr.endswith("tokens/s, K = 0\n")
+    plan, summary = done.stderr.splitlines()
+    assert plan.startswith("memory plan: ")
+    assert summary.startswith("8 tokens in ") and summary.endswith("tokens/s, K = 0")
 
 
 def test_generate_writes_a_json_line_a_prompt(trained):
