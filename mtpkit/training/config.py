@@ -45,6 +45,9 @@ class HeadsConfig:
     init: Literal["auto", "checkpoint", "fresh", "base"] = "auto"
     """`checkpoint`: go on from the heads that the model has. `fresh`: new ones at random. `base`: new ones that start
     as copies of the base's last layers, which learn in fewer steps. `auto`: its own if it has any, else `fresh`."""
+    fit_tokens: int = 65536
+    """Tokens of the training data by which `init: base` fits the projection of a head's inputs, see `fit`; 0: it starts
+    as the sum of embedding and hidden state."""
     pattern: str = "*-"
     """Layers of one depth of fresh heads, in the letters of `ModelConfig.pattern`."""
     repeated: bool = True
@@ -73,8 +76,10 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW or Muon, with linear warm-up and cosine decay."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for matrices, AdamW for the rest; takes about half the steps, each with some work more."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-4
@@ -84,7 +89,9 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Of matrices; norms and biases do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
+    momentum: float = 0.95
+    """Of Muon."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     clip_grad: float = 1.0
@@ -141,7 +148,7 @@ class TrainConfig:
             **dict.fromkeys(("heads.num_depths", "loss.chunk_size", "steps", "keep_checkpoints"), 1),
             **dict.fromkeys(("log_interval", "eval_interval", "save_interval"), 1),
             **dict.fromkeys(("optimizer.warmup_steps", "optimizer.clip_grad", "optimizer.min_lr"), 0),
-            **dict.fromkeys(("optimizer.weight_decay", "loss.beta"), 0),
+            **dict.fromkeys(("optimizer.weight_decay", "loss.beta", "heads.fit_tokens"), 0),
         }
         for key, smallest in least.items():
             value = self._get(key)
@@ -164,6 +171,8 @@ class TrainConfig:
             yield "loss.depth_weights must not be negative, nor all zero"
         if optimizer.lr < optimizer.min_lr:
             yield f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}"
+        if not 0 <= optimizer.momentum < 1:
+            yield f"optimizer.momentum must be at least 0 and below 1, not {optimizer.momentum}"
         if optimizer.warmup_steps > self.steps:
             yield f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds steps {self.steps}"
 

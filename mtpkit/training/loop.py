@@ -1,16 +1,18 @@
 """A training run from a config to its last checkpoint."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from mtpkit.data import Columns, PackedDataset, PackedLoader, build_dataset, load_tokenizer
+from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, load_tokenizer
 from mtpkit.platform import default_device, ensure_distributed
 from mtpkit.training.config import TrainConfig
 from mtpkit.training.depths import DepthSums
+from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.heads import build_with_heads, resolve
 from mtpkit.training.metrics import MetricsLog, Throughput
@@ -53,6 +55,8 @@ class Trainer:
         self.eval_data = self._dataset(config.data.eval) if config.data.eval else None
         resuming = self.directory.iteration is not None
         self.model = build_with_heads(self.config, model_config, self.device, load_weights=not resuming)
+        if self.config.heads.init == "base" and config.heads.fit_tokens and not resuming:
+            fit_input_projection(self.model, self._fit_batches())
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
         self.directory.start()
@@ -123,6 +127,14 @@ class Trainer:
         data = self.config.data
         columns = Columns(text=data.text_column, prompt=data.prompt_column, response=data.response_column)
         return build_dataset(paths, load_tokenizer(self.config.model), data.sequence_length, columns)
+
+    def _fit_batches(self) -> Iterator[PackedBatch]:
+        """The first training batches, the same on all ranks, of at most one epoch."""
+        data = self.config.data
+        loader = PackedLoader(self.loader.dataset, data.micro_batch_size, data.micro_batch_size, seed=self.config.seed)
+        tokens = min(self.config.heads.fit_tokens, len(loader.dataset) * data.sequence_length)
+        for _ in range(-(-tokens // (data.micro_batch_size * data.sequence_length))):
+            yield next(loader)[0].to(self.device)
 
     def _loader(self) -> PackedLoader:
         data = self.config.data

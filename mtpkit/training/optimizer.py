@@ -1,7 +1,7 @@
-"""AdamW on fp32 master weights of the heads, whose gradients live in one flat fp32 buffer."""
+"""AdamW or Muon on fp32 master weights of the heads, whose gradients live in one flat fp32 buffer."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mtpkit.errors import MtpkitError
 from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.muon import Muon
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -34,16 +35,18 @@ class HeadOptimizer:
         self.parameters = list(parameters)
         self.clip_grad = config.clip_grad
         self.masters = [parameter.detach().float().requires_grad_() for parameter in self.parameters]
-        sizes = [master.numel() for master in self.masters]
-        self._flat_grad = torch.zeros(sum(sizes), dtype=torch.float32, device=self.masters[0].device)
-        for master, grad in zip(self.masters, self._flat_grad.split(sizes), strict=True):
-            master.grad = grad.view_as(master)
+        matrices = [master for master in self.masters if config.kind == "muon" and master.ndim == 2]
+        others = [master for master in self.masters if config.kind != "muon" or master.ndim != 2]
+        self._flat_grad = _flatten_grads(matrices + others)
+        self._muon = Muon(
+            matrices, self._flat_grad[: sum(m.numel() for m in matrices)], config.momentum, config.weight_decay
+        )
         groups = [
-            {"params": [m for m in self.masters if m.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [m for m in self.masters if m.ndim < 2], "weight_decay": 0.0},
+            {"params": [m for m in others if m.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [m for m in others if m.ndim < 2], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        for master in self.masters:  # AdamW would make these at its first step; a checkpoint is loaded before
+        for master in others:  # AdamW would make these at its first step; a checkpoint is loaded before
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             self._adamw.state[master] = {"step": torch.tensor(0.0), **moments}
 
@@ -73,13 +76,14 @@ class HeadOptimizer:
         for param_group in self._adamw.param_groups:
             param_group["lr"] = lr
         self._adamw.step()
+        self._muon.step(lr, group)
         self._flat_grad.zero_()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
         return norm
 
     def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Masters and AdamW's moments for `mtpkit.checkpoint`, cut over ranks as `model_state` cuts the parameters.
+        """Masters and moments for `mtpkit.checkpoint`, cut over ranks as `model_state` cuts the parameters.
 
         `model_state` is the model's own `sharded_state_dict()`, of whatever nesting.
         """
@@ -98,13 +102,24 @@ class HeadOptimizer:
         for index, parameter in enumerate(self.parameters):
             for name, tensor in self._tensors(index).items():
                 tensor.copy_(state[str(index)][name])
-            self._adamw.state[self.masters[index]]["step"].fill_(step)
+            if (moments := self._adamw.state.get(self.masters[index])) is not None:
+                moments["step"].fill_(step)
             parameter.copy_(self.masters[index])
 
     def _tensors(self, index: int) -> dict[str, Tensor]:
-        moments = self._adamw.state[self.masters[index]]
-        return {
-            "fp32_param": self.masters[index].detach(),
-            "exp_avg": moments["exp_avg"],
-            "exp_avg_sq": moments["exp_avg_sq"],
-        }
+        master = self.masters[index]
+        if master in self._adamw.state:
+            moments = {name: self._adamw.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
+        else:
+            place = next(i for i, matrix in enumerate(self._muon.matrices) if matrix is master)
+            moments = {"momentum_buffer": self._muon.buffers[place]}
+        return {"fp32_param": master.detach(), **moments}
+
+
+def _flatten_grads(tensors: Sequence[Tensor]) -> Tensor:
+    """One fp32 buffer of zeros; the `grad` of each tensor becomes its part of it, in order."""
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=tensors[0].device)
+    for tensor, grad in zip(tensors, flat.split(sizes), strict=True):
+        tensor.grad = grad.view_as(tensor)
+    return flat

@@ -75,9 +75,10 @@ def test_the_checkpoint_is_the_base_with_trained_heads(settings, toy_base):
     assert (output / "tokenizer.json").exists() and load_config(output / "config.yaml").heads.attention == "serving"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype):
-    settings = [*settings, f"dtype={dtype}"]
+def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, optimizer):
+    settings = [*settings, f"dtype={dtype}", f"optimizer.kind={optimizer}", "heads.init=base"]
     whole = run(settings)
     run(settings, f"output={tmp_path / 'parts'}", "save_interval=2")
     parts = tmp_path / "parts"
@@ -168,9 +169,11 @@ def start(settings, *overrides, ranks=1, **pipes):
     return subprocess.Popen([*launcher, *script], env=environment, text=True, **pipes)
 
 
-def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimizer):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    settings = [*settings, f"optimizer.kind={optimizer}", "heads.init=base"]
     alone = run(settings, "eval_interval=3")
     together = tmp_path / "together"
     assert start(settings, f"output={together}", "eval_interval=3", ranks=2).wait() == 0

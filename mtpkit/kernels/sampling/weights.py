@@ -21,7 +21,12 @@ def scale_of(temperature):
 
 @triton.jit
 def row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS: tl.constexpr):
-    """The row's largest logit m, and each chunk's sum of weights [CHUNKS]."""
+    """The row's largest logit m, and each chunk's sum of weights [CHUNKS].
+
+    They are products. Where a multiply and the first add of a sum over threads are fused, each thread rounds its own
+    product's part alone, and the threads of a program get sums that differ in the last bits. A kernel that branches on
+    a sum is therefore compiled without fusion: its threads have to take the same way.
+    """
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < num_chunks
     each = tl.load(maxima + row * num_chunks + chunk, mask=inside, other=float("-inf"))
