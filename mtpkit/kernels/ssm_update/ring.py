@@ -2,14 +2,13 @@
 
 from torch import Tensor
 
-
 _SMALLEST_STEP = 4
 
 
 def ring_length(tokens: int) -> int:
     """Places of a ring for steps of up to `tokens` tokens: 20 for up to 4 tokens, then 40, 80, ..
 
-    Four fifths hold committed entries, see `ring_capacity`: with a power of two of them no lane of a kernel's tile is idle.
+    Four fifths hold committed entries, see `ring_capacity`: with a power of two of them no lane of a tile is idle.
     The smallest ring is that of 4 tokens, so that the state is written once in a while rather than at every step.
     """
     return 5 * (1 << (max(_SMALLEST_STEP, tokens) - 1).bit_length())
