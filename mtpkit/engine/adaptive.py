@@ -78,7 +78,7 @@ class AdaptiveSpeculation:
 
         Args:
             accepted: accepted drafts of each decode row.
-            fresh: drafts of each row that its last step made; any beyond are older than that and say nothing.
+            fresh: drafts of each row that its last step made and this one verified; deeper ones say nothing.
         """
         for depth in range(min(fresh, self.max_depth)):
             self._reached[depth] = self._reached[depth] * _DECAY + sum(a >= depth for a in accepted)

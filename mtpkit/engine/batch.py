@@ -1,12 +1,13 @@
 """Turns plans into the tensors of a step."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mtpkit.engine.request import Request
-from mtpkit.engine.sampler import SamplingTensors, SamplingUse, sampling_tensors
+from mtpkit.engine.sampler import SamplingTensors, SamplingUse, sampling_tensors, to_device
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Batch, Plan
 from mtpkit.model.inputs import LayerCache, StepInput
@@ -79,7 +80,7 @@ class BatchBuilder:
     def _prefill(self, plan: Plan, slots: Tensor, tables: Tensor) -> Batch:
         rows, depths = plan.rows, plan.num_speculative_tokens
         lengths = [row.length for row in rows]
-        ends = [sum(lengths[: index + 1]) for index in range(len(rows))]
+        ends = list(itertools.accumulate(lengths))
         positions = self.ints([p for row in rows for p in range(row.start, row.start + row.length)])
         row_of_token = self.ints([index for index, length in enumerate(lengths) for _ in range(length)])
         count = plan.num_sampling_rows
@@ -114,13 +115,12 @@ class BatchBuilder:
 
     def ints(self, values: list) -> Tensor:
         """`values` as an int64 tensor on the device, without waiting for it."""
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
+        return to_device(values, torch.int64, self.device)
 
 
-def block_tables(requests: Sequence[Request], width: int = 0, fill: int = 0) -> list[list[int]]:
-    """Blocks of each request, filled up to the widest or to `width`."""
-    width = max([width, *(len(request.block_table) for request in requests)])
+def block_tables(requests: Sequence[Request], fill: int = 0) -> list[list[int]]:
+    """Blocks of each request, filled up to the widest."""
+    width = max(len(request.block_table) for request in requests)
     return [request.block_table + [fill] * (width - len(request.block_table)) for request in requests]
 
 

@@ -16,8 +16,10 @@ from mtpkit.engine.batch import kv_slots
 from mtpkit.engine.step import Batch, Drafts, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import sampling as ops
+from mtpkit.kernels.linear import linear
+from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens, mtp_forward
-from mtpkit.model.inputs import AttentionCache, LayerCache, ReplayCache, StepInput, ring_base
+from mtpkit.model.inputs import AttentionCache, LayerCache, ReplayCache, StepInput
 
 
 class Drafter(Protocol):
@@ -99,11 +101,11 @@ class _MtpDrafter:
         """Draft `depth` of each row from `state` [S, h]: [S] tokens and, when drawn, [S, V] their distributions."""
         if not self.sample:
             return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
-        logits = compute_logits(self.model, state)
-        if self.draft_token_ids is not None:
-            pruned = torch.full_like(logits, -torch.inf)
-            pruned[:, self.draft_token_ids] = logits[:, self.draft_token_ids]
-            logits = pruned
+        if self._draft_weight is None:
+            logits = compute_logits(self.model, state)
+        else:
+            logits = state.new_full((len(state), self.model.mtpkit_config.vocab_size), -torch.inf)
+            logits[:, self.draft_token_ids] = linear(state, self._draft_weight)
         rows = torch.arange(len(state), device=state.device)
         probs = sampler.probabilities(logits, batch.sampling, rows)
         numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
@@ -135,8 +137,9 @@ class RepeatedDrafter(_MtpDrafter):
             flat, newest = batch.newest(verdict.accepted)
             state = states[flat]
             chosen.append(self._choose(state[:, 0], 1, batch, newest))
-            inputs = self._continue_at(batch, verdict)
-            for depth in range(2, batch.plan.num_speculative_tokens + 1):
+            depths = batch.plan.num_speculative_tokens
+            inputs = self._continue_at(batch, verdict) if depths > 1 else batch.inputs
+            for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + depth - 1)
                 state = mtp_forward(self.model, depth, state, chosen[-1][0][None], inputs)
                 chosen.append(self._choose(state[:, 0], depth, batch, newest))

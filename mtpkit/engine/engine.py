@@ -25,7 +25,7 @@ from mtpkit.engine.slots import Slots
 from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Batch, Plan, StepOutput, Verdict
 from mtpkit.engine.verifier import verify
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 
 _SEED_BITS = 63
 
@@ -132,9 +132,7 @@ class Engine:
         self.graphs = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
-            self.graphs = DecodeGraphs(
-                self._execute, self.builder, config.max_num_seqs, width, config.max_num_seqs, num_blocks
-            )
+            self.graphs = DecodeGraphs(self.builder, config.max_num_seqs, width, config.max_num_seqs, num_blocks)
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
         self._seconds = 0.0
@@ -207,15 +205,19 @@ class Engine:
         ahead = self._may_run_ahead()
         if not ahead:
             changed += self._take_up(0)
-        self.scheduler.num_speculative_tokens = self.speculation.choose(len(self.scheduler.running))
+        if num_decoding := self.scheduler.num_decoding:
+            self.scheduler.num_speculative_tokens = self.speculation.choose(num_decoding)
         plans = self.scheduler.plan() if self.scheduler.has_unfinished else []
+        if not plans and not self._under_way and self.scheduler.has_unfinished:
+            raise MtpkitError("no request can go on, though some are left and nothing is under way")
         if plans:
             self._under_way.append([self._launch(plan) for plan in plans])
         changed += self._take_up(1 if ahead and plans else 0)
         if not self.scheduler.has_unfinished:
             self._under_way.clear()
         self._seconds += time.perf_counter() - began
-        return [RequestOutput.of(request) for request in changed]
+        once = {request.request_id: request for request in changed}  # two steps may have been taken up
+        return [RequestOutput.of(request) for request in once.values()]
 
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
         """Measure steps of these sizes at every K, and choose K by them from now on. No request may be there."""
@@ -230,7 +232,7 @@ class Engine:
 
         def step() -> None:
             if self.graphs:
-                self.graphs.replay_free_slots(rows, depths)
+                self.graphs.replay_free_slots(self._execute, rows, depths)
             else:
                 slots = torch.arange(rows, device=self.builder.device)
                 sampling = self.slots.sampling(slots, GREEDY)
@@ -255,7 +257,7 @@ class Engine:
     def _launch(self, plan: Plan) -> _Results:
         fresh, self._drafted = self._drafted, plan.num_speculative_tokens
         if self.graphs and plan.num_decode_rows and not any(row.request.params.has_penalties for row in plan.rows):
-            return _Results(plan, self.graphs.run(plan), fresh)
+            return _Results(plan, self.graphs.run(self._execute, plan), fresh)
         return _Results(plan, self._execute(self.builder.build(plan)), fresh)
 
     def _execute(self, batch: Batch) -> Tensor:
@@ -273,7 +275,8 @@ class Engine:
             for results in self._under_way.popleft():
                 values = results.wait()
                 if results.plan.num_decode_rows:
-                    self.speculation.observe([row[0] for row in values], results.fresh_drafts)
+                    verified = results.plan.num_speculative_tokens
+                    self.speculation.observe([row[0] for row in values], min(verified, results.fresh_drafts))
                 changed += self.scheduler.commit(results.plan, values)
         return changed
 

@@ -19,6 +19,7 @@ _WARM_UPS = 2
 """Runs before a capture: kernels are compiled and libraries choose their algorithms then."""
 
 Key = tuple[int, int, SamplingUse]
+Execute = Callable[[Batch], Tensor]
 
 
 def bucket_size(rows: int) -> int:
@@ -30,23 +31,22 @@ def bucket_size(rows: int) -> int:
 class DecodeGraphs:
     """Captures decode steps and replays them.
 
+    What is captured is given to each call as `execute`: it runs a batch and returns the tensor that the host is to see,
+    [R, ...], waits for nothing, and is the same each time. It is not kept: an engine is not to hold itself in memory.
+
     Args:
-        execute: runs a batch and returns the tensor that the host is to see, [R, ...]; nothing in it may wait for the
-            device.
         table_width: blocks of the longest request.
         null_slot, null_block: what null rows own.
     """
 
     def __init__(
         self,
-        execute: Callable[[Batch], Tensor],
         builder: BatchBuilder,
         max_num_seqs: int,
         table_width: int,
         null_slot: int,
         null_block: int,
     ) -> None:
-        self.execute = execute
         self.builder = builder
         self.null_slot, self.null_block = null_slot, null_block
         rows, device = bucket_size(max_num_seqs), builder.device
@@ -55,27 +55,28 @@ class DecodeGraphs:
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, execute: Execute, plan: Plan) -> Tensor:
         """What `execute` gives for the decode rows of `plan`, [R, ...]; valid until the next run."""
         requests = [row.request for row in plan.rows]
         greedy = SamplingUse.of(requests, self.builder.vocab_size).all_greedy
         rows = bucket_size(len(requests))
-        graph, result = self.captured((rows, plan.num_speculative_tokens, GREEDY if greedy else ANY_SAMPLING))
+        key = (rows, plan.num_speculative_tokens, GREEDY if greedy else ANY_SAMPLING)
+        graph, result = self.captured(execute, key)
         self._fill([request.slot for request in requests], block_tables(requests, fill=self.null_block), rows)
         graph.replay()
         return result[: len(requests)]
 
-    def replay_free_slots(self, rows: int, depths: int) -> None:
+    def replay_free_slots(self, execute: Execute, rows: int, depths: int) -> None:
         """A greedy step on the slots 0 .. rows - 1, which nobody may hold; for timing."""
-        graph, _ = self.captured((bucket_size(rows), depths, GREEDY))
+        graph, _ = self.captured(execute, (bucket_size(rows), depths, GREEDY))
         self.builder.slots.num_computed.zero_()
         self._fill(range(rows), [[self.null_block] * self._tables.shape[1]] * rows, bucket_size(rows))
         graph.replay()
 
-    def captured(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def captured(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The graph of a key and the tensor that holds its result after a replay."""
         if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
+            self._graphs[key] = self._capture(execute, key)
         return self._graphs[key]
 
     def _fill(self, slots: Sequence[int | None], tables: list[list[int]], rows: int) -> None:
@@ -85,26 +86,25 @@ class DecodeGraphs:
         filled = tables + [[self.null_block] * width] * missing
         self._tables[:rows, :width].copy_(self.builder.ints(filled))
 
-    def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        rows = key[0]
+    def _capture(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         self._slots.fill_(self.null_slot)
         self._tables.fill_(self.null_block)
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                self._step(rows, key)
+                self._step(execute, key)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            result = self._step(rows, key)
+            result = self._step(execute, key)
         self._pool = self._pool or graph.pool()
         return graph, result
 
-    def _step(self, rows: int, key: Key) -> Tensor:
-        _, depths, use = key
+    def _step(self, execute: Execute, key: Key) -> Tensor:
+        rows, depths, use = key
         slots, tables = self._slots[:rows], self._tables[:rows]
         # The null slot's rows advance like any other; here they go back to their start.
         self.builder.slots.num_computed[self.null_slot :].zero_()
         plan = Plan((), rows, rows, depths)
-        return self.execute(self.builder.decode(plan, slots, tables, self.builder.slots.sampling(slots, use)))
+        return execute(self.builder.decode(plan, slots, tables, self.builder.slots.sampling(slots, use)))

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from mtpkit.engine.drafter import make_drafter
+from mtpkit.config import ModelConfig
+from mtpkit.engine.drafter import Drafter, make_drafter
 from mtpkit.engine.engine import Engine, EngineStats
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.params import EngineConfig, SamplingParams
@@ -23,7 +24,7 @@ from mtpkit.model import cache_specs
 from mtpkit.platform import default_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MAX_NUM_BATCHED_TOKENS = 2048
+_MAX_BATCHED = 2048
 _logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -85,15 +86,17 @@ class LLM:
         _check_choice("dtype", dtype, ["auto", *DTYPES])
         _check_choice("state_dtype", state_dtype, [*DTYPES])
         adaptive = num_speculative_tokens == "auto"
+        if not adaptive and not isinstance(num_speculative_tokens, int):
+            raise UserError(f"num_speculative_tokens is {num_speculative_tokens!r}, must be a number or 'auto'")
         if adaptive and draft_sampling:
             raise UserError("num_speculative_tokens 'auto' needs the heads' best tokens: draft_sampling must be False")
         # Settings are checked before a large model is read; what the model decides is filled in after.
         config = EngineConfig(
             max_model_len=1 if max_model_len is None else max_model_len,
-            num_speculative_tokens=0 if adaptive else int(num_speculative_tokens),
+            num_speculative_tokens=0 if isinstance(num_speculative_tokens, str) else num_speculative_tokens,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
+            max_num_batched_tokens=_MAX_BATCHED if max_num_batched_tokens is None else max_num_batched_tokens,
             state_rollback=state_rollback,
             draft_sampling=draft_sampling,
             seed=seed,
@@ -103,16 +106,17 @@ class LLM:
         depths = model_config.mtp_num_depths if adaptive else config.num_speculative_tokens
         draft_ids = _draft_token_ids(draft_vocab, model_config.vocab_size, weight.device)
         drafter = make_drafter(self.model, depths, block_size, max_num_seqs, draft_sampling, draft_ids)
-        on_gpu = weight.device.type == "cuda"
-        ahead = on_gpu if async_scheduling is None else async_scheduling
+        if adaptive and not drafter.device_only:
+            raise UserError("num_speculative_tokens 'auto' needs a repeated MTP head: set a number for distinct ones")
+        _warn_if_ignored(depths, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
+        ahead, graphs = _execution(weight.device, model_config, drafter, async_scheduling, enforce_eager)
         config = replace(
             config,
             max_model_len=max_model_len or model_config.max_position_embeddings,
             num_speculative_tokens=depths,
-            max_num_batched_tokens=max_num_batched_tokens or max(_MAX_NUM_BATCHED_TOKENS, max_num_seqs * (1 + depths)),
-            async_scheduling=ahead and drafter.device_only,
-            # megatron-core's routing of tokens to experts asks the device how many there are.
-            graphs=on_gpu and not enforce_eager and drafter.device_only and not model_config.num_moe_experts,
+            max_num_batched_tokens=max_num_batched_tokens or max(_MAX_BATCHED, max_num_seqs * (1 + depths)),
+            async_scheduling=ahead,
+            graphs=graphs,
         )
         layout = CacheLayout(cache_specs(self.model), config, weight.dtype, DTYPES[state_dtype])
         self.memory_plan = plan_memory(model_config, layout, config, weight.device, gpu_memory_utilization, num_blocks)
@@ -127,9 +131,11 @@ class LLM:
             weight.device,
             self.tokenizer,
             model_config.eos_token_ids,
-            SyntheticAcceptance(synthetic_acceptance, weight.device) if synthetic_acceptance else None,
+            SyntheticAcceptance(synthetic_acceptance, depths, weight.device) if synthetic_acceptance else None,
         )
-        # What is there now stays: a step must not wait while the collector looks through all of a model's modules.
+        # A step must not wait while the collector looks through all of a model's modules. What an earlier engine froze
+        # is looked at once more: it may be garbage by now.
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
         if adaptive and depths:
@@ -244,6 +250,37 @@ def _check_choice(name: str, value: str, choices: list[str]) -> None:
         raise UserError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
 
 
+def _warn_if_ignored(depths: int, **settings: object) -> None:
+    if not depths:
+        for name in (name for name, value in settings.items() if value is not None):
+            _logger.warning("%s has no effect: num_speculative_tokens is 0", name)
+
+
+def _execution(
+    device: torch.device, config: ModelConfig, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
+) -> tuple[bool, bool]:
+    """Whether steps run ahead of their results, and whether they are CUDA graphs.
+
+    Raises:
+        UserError: what was asked for cannot be; the GPU is not the current one, on which streams and kernels run.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu and device.index not in (None, torch.cuda.current_device()):
+        raise UserError(
+            f"device is {device}, but cuda:{torch.cuda.current_device()} is current: call "
+            f"torch.cuda.set_device({device.index}) first, or choose the GPU by CUDA_VISIBLE_DEVICES"
+        )
+    reason = "" if drafter.device_only else "distinct MTP heads read tokens that only the host knows"
+    if async_scheduling and reason:
+        raise UserError(f"async_scheduling must be False: {reason}")
+    if config.num_moe_experts:
+        reason = "megatron-core's routing of tokens to experts asks the device how many there are"
+    if on_gpu and (enforce_eager or reason):
+        _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
+    ahead = drafter.device_only and (on_gpu if async_scheduling is None else async_scheduling)
+    return ahead, on_gpu and not enforce_eager and not reason
+
+
 def _load(model: Any, dtype: str, device: torch.device | str | None, tokenizer: Any) -> tuple[Any, Any]:
     """The model and its tokenizer, loaded where directories are given."""
     if isinstance(tokenizer, str | Path):
@@ -274,6 +311,9 @@ def _draft_token_ids(
         return None
     from mtpkit.data.draft_vocab import check_draft_vocab, load_draft_vocab
 
-    ids = load_draft_vocab(draft_vocab, vocab_size) if isinstance(draft_vocab, str | Path) else list(draft_vocab)
-    check_draft_vocab(ids, vocab_size, "draft_vocab")
+    if isinstance(draft_vocab, str | Path):
+        ids = load_draft_vocab(draft_vocab, vocab_size)
+    else:
+        ids = list(draft_vocab)
+        check_draft_vocab(ids, vocab_size, "draft_vocab")
     return torch.tensor(sorted(ids), dtype=torch.int64, device=device)

@@ -1,6 +1,6 @@
 """Where the memory goes, decided before anything is allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,7 @@ _LIVE_COPIES = 3
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. Weights are measured, activations estimated, caches exact."""
+    """Bytes by purpose. Weights are measured, activations and logits estimated, caches exact."""
 
     total: int
     """Of the device; 0 on a CPU, where only caches are limited."""
@@ -28,41 +28,47 @@ class MemoryPlan:
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest decode step."""
     slot_bytes: int
-    """Recurrent state, convolution windows and rings of one request."""
-    num_slots: int
+    """Recurrent state, convolution windows and rings of one request, and the distributions of its drafts."""
+    max_num_seqs: int
     block_bytes: int
     num_blocks: int
     block_size: int
     lookahead: int
+    null_units: int
+    """Slots and blocks beyond those of requests: one each, for the null rows of CUDA graphs."""
 
     @property
     def state_bytes(self) -> int:
         """All slots."""
-        return self.slot_bytes * self.num_slots
+        return self.slot_bytes * (self.max_num_seqs + self.null_units)
 
     @property
     def kv_bytes(self) -> int:
         """All blocks."""
-        return self.block_bytes * self.num_blocks
+        return self.block_bytes * (self.num_blocks + self.null_units)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that a request of `tokens` tokens needs, the room that a step reserves ahead included."""
+        """Blocks that a request of `tokens` tokens needs, with the room that a step reserves ahead when none other is
+        under way."""
         return -(-(tokens + self.lookahead) // self.block_size)
 
     def requests_that_fit(self, tokens: int) -> int:
         """How many requests of `tokens` tokens can run at once."""
-        return min(self.num_slots, self.num_blocks // self.blocks_for(tokens)) if self.block_bytes else self.num_slots
+        if not self.block_bytes:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, self.num_blocks // self.blocks_for(tokens))
 
     def __str__(self) -> str:
         def gb(value: int) -> str:
             return f"{value / 1e9:.2f} GB"
 
         lengths = ", ".join(f"{self.requests_that_fit(n)} of {n:,} tokens" for n in (512, 2048, 8192, 32768))
+        slots = f"{self.max_num_seqs + self.null_units} x {self.slot_bytes / 1e6:.1f} MB"
         device = f"device {gb(self.total)}: weights {gb(self.in_use)}, " if self.total else ""
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)}, state "
-            f"{gb(self.state_bytes)} ({self.num_slots} x {self.slot_bytes / 1e6:.1f} MB), keys and values "
-            f"{gb(self.kv_bytes)} ({self.num_blocks} blocks of {self.block_size} tokens); requests that fit at once: "
+            f"{gb(self.state_bytes)} ({slots}), keys and values {gb(self.kv_bytes)} ("
+            f"{self.num_blocks} blocks of {self.block_size} tokens); requests that fit at once: "
             f"{lengths}"
         )
 
@@ -85,9 +91,11 @@ def plan_memory(
     """
     if not 0 < utilization <= 1:
         raise UserError(f"gpu_memory_utilization is {utilization}, must be in (0, 1]")
-    num_slots = config.max_num_seqs + config.graphs
-    activations = _activation_bytes(model, layout.dtype, config.max_num_batched_tokens, config.max_num_seqs)
+    if num_blocks is not None and num_blocks < 1:
+        raise UserError(f"num_blocks is {num_blocks}, must be at least 1")
     decode_tokens = config.max_num_seqs * config.decode_width
+    logit_rows = config.max_num_seqs if config.graphs else decode_tokens
+    activations = _activation_bytes(model, layout.dtype, config.max_num_batched_tokens, logit_rows)
     graphs = _activation_bytes(model, layout.dtype, decode_tokens, decode_tokens) if config.graphs else 0
     total = in_use = 0
     available = _CPU_CACHE_BYTES
@@ -96,17 +104,19 @@ def plan_memory(
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         in_use = total - free
         available = int(total * utilization) - in_use - activations - graphs
+    drawn = 4 * config.num_speculative_tokens * model.vocab_size if config.draft_sampling else 0
     plan = MemoryPlan(
-        total,
-        in_use,
-        activations,
-        graphs,
-        layout.slot_bytes,
-        num_slots,
-        layout.block_bytes,
-        num_blocks or 0,
-        config.block_size,
-        config.lookahead,
+        total=total,
+        in_use=in_use,
+        activations=activations,
+        graphs=graphs,
+        slot_bytes=layout.slot_bytes + drawn,
+        max_num_seqs=config.max_num_seqs,
+        block_bytes=layout.block_bytes,
+        num_blocks=num_blocks or 0,
+        block_size=config.block_size,
+        lookahead=config.lookahead,
+        null_units=int(config.graphs),
     )
     one = plan.blocks_for(config.max_model_len)
     fitting = (available - plan.state_bytes) // max(1, layout.block_bytes) - config.graphs
@@ -118,7 +128,7 @@ def plan_memory(
             "raise gpu_memory_utilization"
         )
     blocks = min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks
-    return MemoryPlan(**vars(plan) | {"num_blocks": blocks})
+    return replace(plan, num_blocks=blocks)
 
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int) -> int:

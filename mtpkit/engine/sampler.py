@@ -73,23 +73,29 @@ class SamplingTensors:
     penalties: Penalties | None
 
 
+def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` as a tensor on the device, without waiting for what is under way there."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 def sampling_tensors(requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingTensors:
     """The parameters of `requests`, in their order."""
     params = [request.params for request in requests]
 
     def floats(name: str) -> Tensor:
-        return torch.tensor([getattr(p, name) for p in params], dtype=torch.float32, device=device)
+        return to_device([getattr(p, name) for p in params], torch.float32, device)
 
     use = SamplingUse.of(requests, vocab_size)
     top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     temperature = [0.0 if p.greedy else p.temperature for p in params]
     return SamplingTensors(
         all_greedy=use.all_greedy,
-        temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-        top_k=torch.tensor(top_k, device=device) if use.top_k else None,
+        temperature=to_device(temperature, torch.float32, device),
+        top_k=to_device(top_k, torch.int64, device) if use.top_k else None,
         top_p=floats("top_p") if use.top_p else None,
         min_p=floats("min_p") if use.min_p else None,
-        seeds=torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device),
+        seeds=to_device([request.seed for request in requests], torch.int64, device),
         penalties=_penalties(requests, vocab_size, device) if any(p.has_penalties for p in params) else None,
     )
 
@@ -105,7 +111,7 @@ def _penalties(requests: Sequence[Request], vocab_size: int, device: torch.devic
                 torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=vocab_size
             )
     repetition, frequency, presence = (
-        torch.tensor([getattr(p, f"{name}_penalty") for p in params], dtype=torch.float32, device=device)
+        to_device([getattr(p, f"{name}_penalty") for p in params], torch.float32, device)
         for name in ("repetition", "frequency", "presence")
     )
     return Penalties(prompt_mask.to(device), output_counts.to(device), repetition, frequency, presence)

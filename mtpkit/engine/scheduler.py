@@ -68,14 +68,19 @@ class Scheduler:
                 f"{name}: {prompt} prompt tokens + max_tokens {output} exceed max_model_len "
                 f"{self.config.max_model_len}: shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        # The newest token is never cached, and the last decode step starts before it.
-        positions = prompt + output - 2 + self.config.lookahead
+        # The newest token is never cached, and the last decode step starts before it; a prompt is reserved whole.
+        positions = prompt + max(0, output - 2) + self.config.lookahead
         if self._blocks_for(positions) > self.blocks.size:
             raise UserError(
                 f"{name}: {prompt} prompt tokens + max_tokens {output} + lookahead {self.config.lookahead} need "
                 f"{self._blocks_for(positions)} blocks of {self.config.block_size}, the cache has {self.blocks.size}: "
                 "shorten the prompt, lower max_tokens or raise num_blocks"
             )
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that the next plan may decode."""
+        return sum(request.decoding and not request.ends_in_flight for request in self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request that `validate` let pass."""

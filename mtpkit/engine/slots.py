@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mtpkit.engine.sampler import SamplingTensors, SamplingUse
 from mtpkit.engine.step import Batch, Drafts, Verdict
-from mtpkit.model.inputs import ring_base
+from mtpkit.kernels.ssm_update import ring_base
 
 _FILTERS = ("top_k", "top_p", "min_p")
 
@@ -47,9 +47,18 @@ class Slots:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(count, *shape, dtype=torch.float32, device=device)
 
-        probs = floats(depths, vocab_size) if vocab_size and depths else None
         return cls(
-            ints(1 + depths), ints(), ints(), ints(), floats(), floats(), floats(), ints(), ints(), probs, ring_length
+            tokens=ints(1 + depths),
+            num_computed=ints(),
+            committed=ints(),
+            ring_lens=ints(),
+            temperature=floats(),
+            top_p=floats(),
+            min_p=floats(),
+            top_k=ints(),
+            seeds=ints(),
+            draft_probs=floats(depths, vocab_size) if vocab_size and depths else None,
+            ring_length=ring_length,
         )
 
     def sampling(self, slots: Tensor, use: SamplingUse) -> SamplingTensors:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mtpkit.engine.params import EngineConfig
+from mtpkit.kernels.ssm_update import ring_length
 from mtpkit.model.inputs import (
     AttentionCache,
     AttentionCacheSpec,
@@ -16,8 +17,6 @@ from mtpkit.model.inputs import (
     ReplayCache,
     SnapshotCache,
 )
-
-_MIN_RING_WIDTH = 4
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -33,11 +32,8 @@ class CacheLayout:
 
     @property
     def ring_length(self) -> int:
-        """Places of the replay ring: room for one step and, so that the state is written once in a while, committed
-        entries of four or more; see `ring_capacity`. 20 for up to 4 tokens a step, then 40, 80, ..: with a power of two
-        of committed entries no lane of a kernel's tile is idle."""
-        width = max(_MIN_RING_WIDTH, self.config.decode_width)
-        return 5 * (1 << (width - 1).bit_length())
+        """Places of the replay rings."""
+        return ring_length(self.config.decode_width)
 
     @property
     def block_bytes(self) -> int:

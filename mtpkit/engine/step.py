@@ -1,4 +1,5 @@
-"""The values that the five calls of a step hand on. All are frozen; none is kept beyond its step.
+"""The values that the five calls of a step hand on. All are frozen; only a plan is kept until its
+results are there.
 
 Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), N logits: 1 + K a decode row, one a
 chunk that samples; K drafts, V vocabulary, h hidden size.

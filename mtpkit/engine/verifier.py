@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Verdict
+from mtpkit.errors import UserError
 from mtpkit.kernels.acceptance import accept_matching, accept_rejection
 from mtpkit.kernels.sampling import uniform
 
@@ -50,9 +51,16 @@ class SyntheticAcceptance:
     """Accepts drafts by chance, at a given rate a depth; for benchmarks whose weights mean nothing.
 
     Does the work of `verify` as well. A function of a request's seed and the position, as sampling is.
+
+    Raises:
+        UserError: not one rate from 0 to 1 for each of the K drafts.
     """
 
-    def __init__(self, conditional_rates: Sequence[float], device: torch.device) -> None:
+    def __init__(self, conditional_rates: Sequence[float], depths: int, device: torch.device) -> None:
+        if len(conditional_rates) < depths or not all(0 <= rate <= 1 for rate in conditional_rates):
+            raise UserError(
+                f"synthetic_acceptance is {list(conditional_rates)}, must be {depths} rates from 0 to 1, one a draft"
+            )
         self.rates = torch.tensor(list(conditional_rates), dtype=torch.float64, device=device)
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:

@@ -22,12 +22,12 @@ def pick[**P, R](reference: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        if not first.is_cuda or _wants_grad(args) or os.environ.get(CHOICE) == "reference":
+        if not first.is_cuda or _wants_grad(*args, *kwargs.values()) or os.environ.get(CHOICE) == "reference":
             return reference(*args, **kwargs)
         return getattr(importlib.import_module(f"{package}.triton"), reference.__name__)(*args, **kwargs)
 
     return call
 
 
-def _wants_grad(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+def _wants_grad(*values: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mtpkit.kernels.ssm_update import ring_base as ring_base
-
 
 class LayerInput:
     """Base of the inputs below; answers what megatron-core's wrappers ask of an inference context."""
@@ -112,7 +110,8 @@ class StepInput(LayerInput):
     context_lens: Tensor
     """[R] int64, tokens of the request that are committed in the caches before this step; 0: a zero state."""
     block_tables: Tensor
-    """[R, B] int64, blocks of each row in order; entries past a row's last block are 0 and never read."""
+    """[R, B] int64, blocks of each row in order; entries past a row's last block may name any block and are never
+    read."""
     kv_slots: Tensor
     """[T] int64, block * block_size + offset where each token's key and value go; -1: nowhere."""
     state_slots: Tensor

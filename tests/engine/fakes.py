@@ -10,7 +10,7 @@ from mtpkit.engine.sampler import TOKEN_STREAM
 from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Drafts, StepOutput
 from mtpkit.kernels import sampling
-from mtpkit.model.inputs import ring_base
+from mtpkit.kernels.ssm_update import ring_base
 
 CPU = torch.device("cpu")
 MODULUS = 1_000_003
@@ -36,6 +36,13 @@ class HashModel:
             value = extend_hash(value, token_id)
         return int(self.logits([value]).argmax())
 
+    def _penalised(self, logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams):
+        counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocab_size)[None]
+        seen = torch.zeros(1, self.vocab_size, dtype=torch.bool)
+        seen[0, prompt] = True
+        weights = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        return sampling.apply_penalties(logits, seen, counts, *(torch.tensor([weight]) for weight in weights))
+
     def decode(self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> list[int]:
         """What decoding without an engine gives: one token at a time from the whole sequence."""
         tokens, value = list(prompt), 0
@@ -43,7 +50,8 @@ class HashModel:
             value = extend_hash(value, token_id)
         while True:
             temperature = torch.tensor([0.0 if params.greedy else params.temperature])
-            probs = sampling.probabilities(self.logits([value]), temperature)
+            logits = self._penalised(self.logits([value]), prompt, tokens[len(prompt) :], params)
+            probs = sampling.probabilities(logits, temperature)
             numbers = sampling.uniform(torch.tensor([params.seed or 0]), torch.tensor([len(tokens)]), TOKEN_STREAM)
             tokens.append(int(sampling.sample(probs, numbers)))
             value = extend_hash(value, tokens[-1])

@@ -1,5 +1,7 @@
 """K from measured times and acceptance."""
 
+import itertools
+
 import pytest
 
 from mtpkit.engine.adaptive import AdaptiveSpeculation
@@ -26,7 +28,7 @@ def feed(policy, rates, steps=600, rows=4):
                 error[count] -= 1
                 count += 1
             accepted.append(count)
-        policy.observe(accepted, fresh)
+        policy.observe(accepted, min(depths, fresh))
         chosen.append(depths)
         fresh = depths
     return chosen
@@ -54,6 +56,26 @@ def test_notices_that_drafts_became_good():
     assert feed(policy, [0.95, 0.95, 0.95], steps=3000)[-100:].count(3) > 90
 
 
+def test_notices_a_small_gain_too():
+    """Steps that verify no drafts, before and after a probe, must not count as rejections."""
+    policy = AdaptiveSpeculation({(8, 0): 1.0, (8, 1): 1.5})
+    assert feed(policy, [0.0], steps=600)[-1] == 0
+    assert feed(policy, [0.9], steps=6000)[-100:].count(1) > 90
+
+
+def test_the_engine_reports_what_was_verified(monkeypatch):
+    """A step of fewer drafts than the last one made says nothing of the deeper ones."""
+    llm = make_llm(tiny_model(), "auto")
+    order, seen = iter([2, 2, 1, 0, 2, 1] * 20), []
+    llm.engine.speculation.choose = lambda rows: next(order)
+    launched, launch = [], llm.engine._launch
+    monkeypatch.setattr(llm.engine, "_launch", lambda plan: launched.append(plan) or launch(plan))
+    llm.engine.speculation.observe = lambda accepted, fresh: seen.append(fresh)
+    generate(llm, make_prompts((4,)), greedy())
+    drafted = [plan.num_speculative_tokens for plan in launched]
+    assert seen == [min(pair) for pair in itertools.pairwise(drafted)] and 0 in seen and 2 in seen
+
+
 def test_batch_sizes_are_apart():
     policy = AdaptiveSpeculation({(1, 0): 1.0, (1, 1): 1.1, (8, 0): 1.0, (8, 1): 3.0})
     assert (policy.choose(1), policy.choose(2), policy.choose(8), policy.choose(99)) == (1, 0, 0, 0)
@@ -66,6 +88,15 @@ def test_auto_decodes_the_same_tokens_while_k_changes():
     order = iter([0, 2, 1, 0, 0, 1, 2, 2, 0, 1] * 20)
     llm.engine.speculation.choose = lambda rows: next(order)
     assert generate(llm, prompts, greedy()) == [decode(model, p, 20) for p in prompts]
+
+
+def test_auto_needs_a_repeated_head():
+    with pytest.raises(UserError, match="'auto' needs a repeated MTP head"):
+        make_llm(tiny_model("distinct"), "auto")
+    with pytest.raises(UserError, match="async_scheduling must be False: distinct"):
+        make_llm(tiny_model("distinct"), 3, async_scheduling=True)
+    with pytest.raises(UserError, match="is 'atuo', must be a number or 'auto'"):
+        make_llm(tiny_model(), "atuo")
 
 
 def test_auto_and_sampled_drafts_exclude_each_other():

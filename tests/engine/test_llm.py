@@ -1,6 +1,7 @@
 """The front door: prompts in every form, streaming, statistics, errors of a user's making."""
 
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -143,6 +144,11 @@ def test_statistics_add_up():
         ("repeated", {"state_dtype": "int8"}, "state_dtype is 'int8'"),
         ("repeated", {"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
         ("repeated", {"max_model_len": 0}, "max_model_len is 0"),
+        ("repeated", {"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ("repeated", {"num_blocks": 0}, "num_blocks is 0, must be at least 1"),
+        ("repeated", {"num_blocks": -3}, "num_blocks is -3, must be at least 1"),
+        ("repeated", {"num_speculative_tokens": 3, "synthetic_acceptance": [0.9, 0.5]}, "must be 3 rates from 0 to 1"),
+        ("repeated", {"num_speculative_tokens": 1, "synthetic_acceptance": [2.0]}, "must be 1 rates from 0 to 1"),
         ("repeated", {"max_model_len": 1 << 40}, "lower max_num_seqs, max_model_len or max_num_batched_tokens"),
     ],
 )
@@ -150,6 +156,24 @@ def test_settings_that_cannot_work(heads, settings, message):
     model = tiny_model(heads) if heads != "none" else headless()
     with pytest.raises(UserError, match=message):
         LLM(model, **settings)
+
+
+def test_settings_without_effect_are_named(caplog):
+    LLM(tiny_model(), 0, draft_vocab=[1, 2], synthetic_acceptance=[0.5], num_blocks=50)
+    assert [record.message.split()[0] for record in caplog.records if "no effect" in record.message] == [
+        "draft_vocab",
+        "synthetic_acceptance",
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_engine_goes_with_its_last_user(device):
+    """It does not hold itself in memory, and nothing waits for a garbage collection."""
+    llm = make_llm(tiny_model(device=device), 2)
+    llm.generate(make_prompts((4,)), greedy())
+    engine, cache = weakref.ref(llm.engine), weakref.ref(next(iter(llm.engine.caches.values())))
+    del llm
+    assert engine() is None and cache() is None
 
 
 def headless():

@@ -1,5 +1,7 @@
 """The memory plan's numbers are those of the engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ def test_plan_counts_what_is_allocated():
     held = sum(t.nbytes for cache in llm.engine.caches.values() for t in vars(cache).values())
     assert plan.state_bytes + plan.kv_bytes == held
     text = str(plan)
-    assert "24 blocks of 8 tokens" in text and "5 of 512" not in text
+    assert "24 blocks of 8 tokens" in text and "fit at once: 0 of 512 tokens" in text
 
 
 def test_as_many_requests_fit_as_it_says():
@@ -32,6 +34,16 @@ def test_what_cannot_fit_is_refused_with_the_numbers():
     with pytest.raises(UserError, match=r"GB are left for caches.*max_model_len 1000000000000 needs"):
         config = engine.config.__class__(**vars(engine.config) | {"max_model_len": 10**12})
         plan_memory(tiny_model().mtpkit_config, engine.layout, config, torch.device("cpu"), 0.9)
+
+
+def test_null_rows_are_memory_but_no_requests():
+    llm = make_llm(tiny_model(), 3, draft_sampling=True)
+    config = replace(llm.engine.config, graphs=True)
+    plan = plan_memory(tiny_model().mtpkit_config, llm.engine.layout, config, torch.device("cpu"), 0.9, 200)
+    assert plan.requests_that_fit(8) == config.max_num_seqs == 8
+    assert plan.kv_bytes == 201 * plan.block_bytes and plan.state_bytes == 9 * plan.slot_bytes
+    drawn = llm.engine.slots.draft_probs[0]
+    assert plan.slot_bytes == llm.engine.layout.slot_bytes + drawn.nbytes
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from mtpkit.engine import engine as engine_module
 from mtpkit.engine.drafter import DistinctDrafter, RepeatedDrafter
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Verdict
-from mtpkit.model.inputs import ring_base
+from mtpkit.kernels.ssm_update import ring_base
 from tests.engine.tiny import (
     decode,
     generate,

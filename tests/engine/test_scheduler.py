@@ -1,5 +1,7 @@
 """Scheduling over a hash model: long random histories, and the cases that broke others."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -23,6 +25,8 @@ requests = st.lists(
             seed=st.integers(0, 99),
             stop_token_ids=st.sampled_from([(), (3,), (3, 4)]),
             ignore_eos=st.booleans(),
+            repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.7]),
+            frequency_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.9]),
         ),
     ),
     min_size=1,
@@ -38,17 +42,23 @@ engines = st.fixed_dictionaries(
         "async_scheduling": st.booleans(),
     }
 )
+"""`K` of each step in turn; empty: always the same."""
+varying = st.one_of(st.just([]), st.lists(st.integers(0, 5), min_size=2, max_size=8))
 
 
 @hypothesis_settings(max_examples=150)
-@given(requests, engines, st.integers(0, 30), st.integers(-1, 30))
-def test_random_histories(arrivals, settings, spare_blocks, abort_at):
-    """Every request gets the oracle's tokens and, whatever ran beside it, the same acceptance; nothing leaks."""
+@given(requests, engines, varying, st.integers(0, 30), st.integers(-1, 30))
+def test_random_histories(arrivals, settings, depths, spare_blocks, abort_at):
+    """Every request gets the oracle's tokens, is returned once a step at most and, whatever ran beside it, has the same
+    acceptance; nothing leaks."""
     largest = max(len(prompt) + params.max_tokens for _, prompt, params in arrivals)
     lookahead = max(1, 2 * settings["num_speculative_tokens"])
     num_blocks = -(-(largest + lookahead) // settings["block_size"]) + spare_blocks
     engine = fake_engine(MODEL, num_blocks=num_blocks, eos=(0,), **settings)
     scheduler, finished, aborted = engine.scheduler, {}, None
+    if depths:
+        turns = itertools.cycle(min(k, settings["num_speculative_tokens"]) for k in depths)
+        engine.speculation.choose = lambda rows: next(turns)
     step = 0
     while engine.has_unfinished or step <= 40:
         for index, (arrival, prompt, params) in enumerate(arrivals):
@@ -58,7 +68,10 @@ def test_random_histories(arrivals, settings, spare_blocks, abort_at):
             aborted = live[-1].request_id
             engine.abort(aborted)
         if engine.has_unfinished:
-            finished |= {output.request_id: output for output in engine.step() if output.finished}
+            outputs = engine.step()
+            assert len({output.request_id for output in outputs}) == len(outputs)
+            assert not {output.request_id for output in outputs} & set(finished)
+            finished |= {output.request_id: output for output in outputs if output.finished}
         scheduler.check_integrity()
         engine.runner.forget(scheduler.blocks.free_ids, scheduler.slots.free_ids)
         step += 1
@@ -68,6 +81,8 @@ def test_random_histories(arrivals, settings, spare_blocks, abort_at):
         _, prompt, params = arrivals[int(request_id)]
         want = MODEL.decode(prompt, params, eos=() if params.ignore_eos else (0,))
         assert output.outputs[0].token_ids == want
+        if depths:
+            continue
         alone = fake_engine(MODEL, num_blocks=200, eos=(0,), **settings | {"async_scheduling": False})
         alone.add_request(prompt, params, request_id=request_id)
         stats = run(alone)[request_id].stats
@@ -76,6 +91,22 @@ def test_random_histories(arrivals, settings, spare_blocks, abort_at):
             output.stats.accepted_per_depth,
             output.stats.reached_per_depth,
         )
+
+
+@pytest.mark.parametrize("length, k", [(8, 0), (7, 1), (4, 2)])
+def test_a_prompt_that_fills_the_cache_is_served_or_refused(length, k):
+    """Also where a single token is asked for: the prompt itself must find room."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for prompt in ([1] * length, [1] * (length + 1)):
+        engine = fake_engine(MODEL, num_blocks=2, block_size=4, num_speculative_tokens=k)
+        try:
+            engine.add_request(prompt, params, "a")
+        except UserError as error:
+            assert "lower max_tokens or raise num_blocks" in str(error)
+        else:
+            for _ in range(6):
+                engine.step()
+            assert not engine.has_unfinished
 
 
 @pytest.mark.parametrize("ahead", [False, True])

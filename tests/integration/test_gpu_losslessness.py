@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import load_model
+from mtpkit.checkpoint.convert import export_checkpoint
 from mtpkit.data import load_tokenizer
 from mtpkit.engine import LLM
 from mtpkit.model import SequenceInput, base_forward, compute_logits
@@ -34,6 +35,18 @@ def many_prompts(tmp_path_factory) -> list[list[int]]:
     return prompts
 
 
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """Heads that are right often enough on any held-out text, trained there for some seconds; in the HF layout."""
+    folder = tmp_path_factory.mktemp("heads")
+    call("examples/tiny_base/corpus.py", folder / "corpus", "--limit", "100").check_returncode()
+    paths = [f"output={folder / 'run'}", f"data.train=[{folder / 'corpus' / 'train.jsonl'}]", "data.eval=[]"]
+    training = call("train/train_mtp.py", "--config", "examples/train_tiny.yaml", *paths, "steps=100")
+    assert training.returncode == 0, training.stderr
+    export_checkpoint(folder / "run", folder / "hf")
+    return folder / "hf"
+
+
 def decode(model, prompts, k):
     llm = LLM(model, k, max_num_seqs=48, max_model_len=512, max_num_batched_tokens=512)
     assert llm.engine.graphs is not None and llm.engine.config.async_scheduling
@@ -41,12 +54,12 @@ def decode(model, prompts, k):
     return tokens, llm.stats().acceptance_length
 
 
-def test_fp32_drafts_change_nothing(trained, many_prompts):
-    model = load_model(trained.hf, device="cuda")
+def test_fp32_drafts_change_nothing(heads, many_prompts):
+    model = load_model(heads, device="cuda")
     plain, _ = decode(model, many_prompts, 0)
     for k in (1, 3):
         tokens, length = decode(model, many_prompts, k)
-        assert tokens == plain and length > 1.05
+        assert tokens == plain and length > 1.2
 
 
 @torch.inference_mode()
@@ -56,9 +69,9 @@ def logits(model, tokens: list[int]) -> torch.Tensor:
     return compute_logits(model, hidden)[:, 0].float()
 
 
-def test_bf16_divergences_are_near_ties(trained, many_prompts):
-    exact = load_model(trained.hf, device="cuda")
-    model = load_model(trained.hf, dtype=torch.bfloat16, device="cuda")
+def test_bf16_divergences_are_near_ties(heads, many_prompts):
+    exact = load_model(heads, device="cuda")
+    model = load_model(heads, dtype=torch.bfloat16, device="cuda")
     plain, _ = decode(model, many_prompts, 0)
     tokens, _ = decode(model, many_prompts, 3)
     ties = []

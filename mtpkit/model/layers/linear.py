@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
-    """Whether the linear is its matrix product and nothing else: one rank, no bias, no gradient."""
+    """Whether the linear is its matrix product and nothing else: one rank, no bias, no gradient to any of `inputs`."""
     differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
     return not differentiated and module.bias is None and module.tp_group.size() == 1
 
@@ -65,7 +65,7 @@ class RowParallelLinear(MegatronRowParallelLinear):
         self, input_: Tensor, gate: Tensor | None, norm: "GatedRMSNorm | None"
     ) -> tuple[Tensor, Tensor | None]:
         residual, self._residual = self._residual, None
-        if not is_plain(self, input_, self.weight, residual):
+        if not is_plain(self, input_, self.weight, residual, gate, None if norm is None else norm.weight):
             output, bias = super().forward(input_ if norm is None else norm(input_, gate))
             return (output if residual is None else residual + output), bias
         output = linear(
