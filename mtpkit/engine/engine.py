@@ -118,7 +118,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         null = int(config.graphs)
-        self.caches = layout.allocate(num_blocks + null, config.max_num_seqs + null, device)
+        self.caches = layout.allocate(num_blocks + null, config.max_num_seqs, device)
         self.slots = Slots.allocate(
             config.max_num_seqs + null,
             config.num_speculative_tokens,
@@ -132,7 +132,7 @@ class Engine:
         self.graphs = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
-            self.graphs = DecodeGraphs(self.builder, config.max_num_seqs, width, config.max_num_seqs, num_blocks)
+            self.graphs = DecodeGraphs(self.builder, config.max_num_seqs, width, num_blocks)
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
         self._seconds = 0.0

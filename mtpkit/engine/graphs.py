@@ -2,7 +2,7 @@
 
 A graph is captured for a bucket of batch sizes, a number of drafts and what sampling asks for, the first time that it
 is needed. It reads which slots and blocks its rows own from two fixed tensors, and everything else from `Slots`; rows
-that a batch leaves over are null rows, which own a slot and a block that no request has.
+that a batch leaves over are null rows: they own no recurrent state, and a block of keys that no request has.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,9 @@ from mtpkit.engine.step import Batch, Plan
 
 _WARM_UPS = 2
 """Runs before a capture: kernels are compiled and libraries choose their algorithms then."""
+
+NULL_SLOT = -1
+"""Of null rows: no slot to the kernels of recurrent state, the last entry to `Slots`."""
 
 Key = tuple[int, int, SamplingUse]
 Execute = Callable[[Batch], Tensor]
@@ -36,7 +39,7 @@ class DecodeGraphs:
 
     Args:
         table_width: blocks of the longest request.
-        null_slot, null_block: what null rows own.
+        null_block: what null rows own; they write its keys in any order.
     """
 
     def __init__(
@@ -44,13 +47,12 @@ class DecodeGraphs:
         builder: BatchBuilder,
         max_num_seqs: int,
         table_width: int,
-        null_slot: int,
         null_block: int,
     ) -> None:
         self.builder = builder
-        self.null_slot, self.null_block = null_slot, null_block
+        self.null_block = null_block
         rows, device = bucket_size(max_num_seqs), builder.device
-        self._slots = torch.full((rows,), null_slot, dtype=torch.int64, device=device)
+        self._slots = torch.full((rows,), NULL_SLOT, dtype=torch.int64, device=device)
         self._tables = torch.full((rows, table_width), null_block, dtype=torch.int64, device=device)
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
@@ -82,12 +84,12 @@ class DecodeGraphs:
     def _fill(self, slots: Sequence[int | None], tables: list[list[int]], rows: int) -> None:
         """Set the first `rows` rows; those beyond the given ones become null rows."""
         missing, width = rows - len(slots), len(tables[0])
-        self._slots[:rows].copy_(self.builder.ints([*slots, *[self.null_slot] * missing]))
+        self._slots[:rows].copy_(self.builder.ints([*slots, *[NULL_SLOT] * missing]))
         filled = tables + [[self.null_block] * width] * missing
         self._tables[:rows, :width].copy_(self.builder.ints(filled))
 
     def _capture(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        self._slots.fill_(self.null_slot)
+        self._slots.fill_(NULL_SLOT)
         self._tables.fill_(self.null_block)
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
@@ -104,7 +106,7 @@ class DecodeGraphs:
     def _step(self, execute: Execute, key: Key) -> Tensor:
         rows, depths, use = key
         slots, tables = self._slots[:rows], self._tables[:rows]
-        # The null slot's rows advance like any other; here they go back to their start.
-        self.builder.slots.num_computed[self.null_slot :].zero_()
+        # Null rows advance like any other; here they go back to their start.
+        self.builder.slots.num_computed[NULL_SLOT:].zero_()
         plan = Plan((), rows, rows, depths)
         return execute(self.builder.decode(plan, slots, tables, self.builder.slots.sampling(slots, use)))

@@ -34,18 +34,18 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     lookahead: int
-    null_units: int
-    """Slots and blocks beyond those of requests: one each, for the null rows of CUDA graphs."""
+    null_blocks: int
+    """Beyond those of requests: one, for the null rows of CUDA graphs."""
 
     @property
     def state_bytes(self) -> int:
         """All slots."""
-        return self.slot_bytes * (self.max_num_seqs + self.null_units)
+        return self.slot_bytes * self.max_num_seqs
 
     @property
     def kv_bytes(self) -> int:
         """All blocks."""
-        return self.block_bytes * (self.num_blocks + self.null_units)
+        return self.block_bytes * (self.num_blocks + self.null_blocks)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of `tokens` tokens needs, with the room that a step reserves ahead when none other is
@@ -63,7 +63,7 @@ class MemoryPlan:
             return f"{value / 1e9:.2f} GB"
 
         lengths = ", ".join(f"{self.requests_that_fit(n)} of {n:,} tokens" for n in (512, 2048, 8192, 32768))
-        slots = f"{self.max_num_seqs + self.null_units} x {self.slot_bytes / 1e6:.1f} MB"
+        slots = f"{self.max_num_seqs} x {self.slot_bytes / 1e6:.1f} MB"
         device = f"device {gb(self.total)}: weights {gb(self.in_use)}, " if self.total else ""
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)}, state "
@@ -116,7 +116,7 @@ def plan_memory(
         num_blocks=num_blocks or 0,
         block_size=config.block_size,
         lookahead=config.lookahead,
-        null_units=int(config.graphs),
+        null_blocks=int(config.graphs),
     )
     one = plan.blocks_for(config.max_model_len)
     fitting = (available - plan.state_bytes) // max(1, layout.block_bytes) - config.graphs

@@ -8,6 +8,7 @@ import torch
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.graphs import bucket_size
 from mtpkit.engine.step import Drafts
+from mtpkit.model.inputs import AttentionCache
 from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, greedy, make_llm, make_prompts, tiny_model
 
 MAX_TOKENS = 24
@@ -28,7 +29,7 @@ class TruthOnDevice:
     def __init__(self, inner, model, prompts) -> None:
         self.inner, self.num_speculative_tokens = inner, inner.num_speculative_tokens
         width = max(map(len, prompts)) + MAX_TOKENS + 4 * self.num_speculative_tokens
-        # The null slot's row, the last, is never right.
+        # The null rows' entry, the last, is never right.
         self.truth = torch.full((len(prompts) + 9, width + 1), -1, dtype=torch.int64, device="cuda")
         for slot, prompt in enumerate(prompts):
             tokens = prompt + decode(model, prompt, width - len(prompt))
@@ -97,11 +98,29 @@ def test_many_batch_sizes_arrivals_and_null_rows():
 
 
 def poison_null(engine) -> None:
-    """What null rows own is NaN."""
+    """The block that null rows own is NaN, and so is all state that no request holds."""
     torch.cuda.synchronize()
+    free = list(engine.scheduler.slots.free_ids)
     for cache in engine.caches.values():
         for tensor in vars(cache).values():
-            tensor[-1] = math.nan
+            tensor[[-1] if isinstance(cache, AttentionCache) else free] = math.nan
+
+
+@pytest.mark.gpu
+def test_null_rows_leave_all_state_as_it_is():
+    """Five requests in a bucket of eight, then nine in one of twelve: the slots that are free stay as they are."""
+    model = tiny_model(device="cuda")
+    for count in (5, 9):
+        llm = graphed(model, 3, make_prompts(range(2, 2 + count)), max_num_seqs=16)
+        engine = llm.engine
+        states = [cache for cache in engine.caches.values() if not isinstance(cache, AttentionCache)]
+        for cache in states:
+            for tensor in vars(cache).values():
+                tensor.fill_(7.0)
+        generate(llm, make_prompts(range(2, 2 + count)), greedy(8), poison=False)
+        assert bucket_size(count) > count and engine.graphs._graphs
+        for cache in states:
+            assert all((tensor[count:] == 7).all() for tensor in vars(cache).values())
 
 
 @pytest.mark.gpu

@@ -41,7 +41,7 @@ def test_null_rows_are_memory_but_no_requests():
     config = replace(llm.engine.config, graphs=True)
     plan = plan_memory(tiny_model().mtpkit_config, llm.engine.layout, config, torch.device("cpu"), 0.9, 200)
     assert plan.requests_that_fit(8) == config.max_num_seqs == 8
-    assert plan.kv_bytes == 201 * plan.block_bytes and plan.state_bytes == 9 * plan.slot_bytes
+    assert plan.kv_bytes == 201 * plan.block_bytes and plan.state_bytes == 8 * plan.slot_bytes
     drawn = llm.engine.slots.draft_probs[0]
     assert plan.slot_bytes == llm.engine.layout.slot_bytes + drawn.nbytes
 
