@@ -1,4 +1,4 @@
-"""How fast the engine decodes once all prompts are computed, and how close that is to what the machine allows."""
+"""How fast the engine decodes once all prompts are computed, and how close that is to the machine's own rates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -82,7 +82,8 @@ class DecodeRow:
     """1 + mean accepted drafts a step and request."""
     conditional_acceptance: list[float]
     limit_tokens_per_s: float
-    """From `Roofline` and the rates measured in the same run; of "auto", the largest of any K."""
+    """From `Roofline`, the acceptance that was drawn and the copy bandwidth and matrix rate measured in the same run.
+    Of "auto": the largest of any K, at the acceptance that was asked for, if any was."""
     limit_share: float
     host_gap_share: float | None
     """See `Trace.host_gap_share`; None without a GPU."""
@@ -98,8 +99,8 @@ COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
     "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
     "ms a step": lambda row: f"{row.step_ms:.3f}",
     "acceptance length": lambda row: f"{row.acceptance_length:.2f}" if row.k else "-",
-    "limit": lambda row: f"{row.limit_tokens_per_s:.0f}",
-    "of the limit": lambda row: f"{row.limit_share:.0%}",
+    "at copy bandwidth": lambda row: f"{row.limit_tokens_per_s:.0f}",
+    "share of it": lambda row: f"{row.limit_share:.0%}",
     "kernels' ms": lambda row: "-" if row.kernel_ms is None else f"{row.kernel_ms:.3f}",
     "host gaps": lambda row: "-" if row.host_gap_share is None else f"{row.host_gap_share:.1%}",
 }
@@ -152,8 +153,10 @@ def _measure(contender: Contender, machine: Machine) -> DecodeRow:
     traced = contender.warm_up()
     window = Window.join([contender.run() for _ in range(contender.config.repeats)])
     contender.check(window)
-    acceptance, rates = window.acceptance, contender.config.rates(contender.depths)
-    limit = contender.limit(machine, acceptance.conditional_acceptance if rates is None else rates)
+    acceptance = window.acceptance
+    # Those that were drawn, as the time is of them too; but "auto" may hardly have tried the deeper ones.
+    asked = contender.config.rates(contender.depths) if contender.k == "auto" else None
+    limit = contender.limit(machine, asked or acceptance.conditional_acceptance)
     return DecodeRow(
         batch_size=contender.batch_size,
         k=contender.k,

@@ -154,7 +154,7 @@ class Contender:
         return window
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
-        """Tokens a second that no engine can exceed, at the mean context of a run."""
+        """Tokens a second at the machine's copy bandwidth and matrix rate, at the mean context of a run."""
         draft_token_ids = getattr(self.llm.engine.drafter, "draft_token_ids", None)
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
@@ -162,7 +162,7 @@ class Contender:
             next(self.llm.model.parameters()).dtype,
             DTYPES[self.config.state_dtype],
             self.config.state_rollback,
-            ring_length=ring_capacity(self.llm.engine.layout.ring_length),
+            ring_entries=ring_capacity(self.llm.engine.layout.ring_length),
             draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
         )
         costs = [

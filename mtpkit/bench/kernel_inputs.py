@@ -23,7 +23,7 @@ class Case:
     make: Callable[[], Args]
     """Fresh inputs."""
     bytes: Callable[[Args], float]
-    """What the op cannot help reading and writing."""
+    """What the op cannot help reading and writing of them and of its results."""
     flops: float = 0.0
     """On the matrix units."""
     name: str = ""
@@ -35,7 +35,11 @@ class Case:
     tolerance: float | None = None
     """Relative error that is let pass; None: by dtype."""
     note: Callable[[float], str] | None = None
-    """Says something about the bytes."""
+    """Says something about the op, given the bytes."""
+    more: Callable[[Args], Args] | None = None
+    """Fresh inputs beside others, with which they share what a model has once; None: they share nothing."""
+    scratch: tuple[int, ...] = ()
+    """Inputs that may hold anything afterwards."""
     capture: bool = True
     """Whether it is timed in a CUDA graph, as decode steps run."""
 
@@ -48,6 +52,10 @@ class Case:
     def twin(self) -> Callable[..., Any]:
         """The plain-PyTorch implementation."""
         return self.reference or inspect.unwrap(self.call)
+
+    def beside(self, args: Args) -> Args:
+        """Inputs to be used in turn with `args`."""
+        return self.more(args) if self.more else self.make()
 
 
 def size(*tensors: Tensor) -> int:

@@ -1,4 +1,8 @@
-"""Each op on its own: is it right, how long does it take, and what share of the machine's rates is that."""
+"""Each op on its own: is it right, how long does it take, and what share of the machine's rates is that.
+
+An op is timed over several inputs in turn, of which it touches more in all than a cache holds. Where an op touches so
+little that this would take too many, its note says "in cache": its time is that of data that were there already.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,9 +23,13 @@ from mtpkit.errors import MtpkitError, UserError
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
 """Relative errors that are let pass, for a glance: kernels' own tests are stricter."""
-_CACHE_BYTES = 240 << 20
-"""Inputs that are taken in turn are this much in all: four times the L2 cache of an H200."""
-_MOST_SETS = 32
+CACHE_BYTES = 240 << 20
+"""What an op touches of all its inputs, and of their results, is this much: four times the L2 cache of an H200, since
+what is changed in place counts twice."""
+MOST_SETS = 8192
+"""Inputs for one op; each is some launches in a graph."""
+MOST_BYTES = 16 << 30
+"""Of all of them, with what the op does not touch."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,9 @@ class KernelRow:
     bytes: float
     """What the op cannot help moving."""
     flops: float
+    floor_microseconds: float
+    """The longer of bytes over the copy bandwidth and FLOPs over the matrix rate; `note` says which. It is no bound: an
+    op that only reads may be faster than a copy."""
     bandwidth_share: float
     """Of the copy bandwidth measured in the same run."""
     matrix_share: float
@@ -80,8 +91,9 @@ COLUMNS: dict[str, Callable[[KernelRow], str]] = {
     "op": lambda row: row.op,
     "shape": lambda row: row.shape,
     "µs": lambda row: f"{row.microseconds:.1f}",
+    "floor µs": lambda row: f"{row.floor_microseconds:.1f}",
     "MB": lambda row: f"{row.bytes / 1e6:.2f}",
-    "of the bandwidth": lambda row: f"{row.bandwidth_share:.0%}",
+    "of the copy bandwidth": lambda row: f"{row.bandwidth_share:.0%}",
     "of the matrix rate": lambda row: f"{row.matrix_share:.0%}" if row.flops else "-",
     "error": lambda row: f"{row.error:.1e}",
     "note": lambda row: row.note,
@@ -95,7 +107,7 @@ def measure_kernels(
     name: str = "model",
     keep: Callable[[Result[KernelRow]], object] | None = None,
 ) -> Result[KernelRow]:
-    """Every op of a step, first compared with its reference twin, then timed over inputs that no cache holds.
+    """Each op that `kernel_cases` has, first compared with its reference twin, then timed.
 
     Args:
         device: on "cpu" the reference twins themselves are timed.
@@ -165,22 +177,35 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
 def _measure(case: Case, machine: Machine, device: torch.device, repeats: int) -> KernelRow:
     args = case.make()
     error = check(case, args)
-    total = size(*_tensors(args))
-    others = min(_MOST_SETS, math.ceil(_CACHE_BYTES / total)) - 1 if device.type == "cuda" else 0
-    sets = [args, *(case.make() for _ in range(max(1, others)))]
+    sets = input_sets(case, args) if device.type == "cuda" else [args, case.beside(args)]
     seconds = mean_seconds([partial(case.call, *one) for one in sets], device, case.capture, repeats)
-    moved = sum(case.bytes(one) for one in sets) / len(sets)
+    touched = sum(case.bytes(one) for one in sets)
+    moved = touched / len(sets)
+    floors = {"bytes": moved / machine.copy_bandwidth, "FLOPs": case.flops / machine.matrix_rate}
+    floor = max(floors, key=floors.__getitem__)
+    cached = "in cache" if touched < CACHE_BYTES else ""
+    notes = [case.note(moved) if case.note else "", f"floor of {floor}", cached]
     return KernelRow(
         op=case.op,
         shape=case.shape,
         microseconds=seconds * 1e6,
         bytes=moved,
         flops=case.flops,
+        floor_microseconds=floors[floor] * 1e6,
         bandwidth_share=moved / seconds / machine.copy_bandwidth,
         matrix_share=case.flops / seconds / machine.matrix_rate,
         error=error,
-        note=case.note(moved) if case.note else "",
+        note="; ".join(filter(None, notes)),
     )
+
+
+def input_sets(case: Case, args: Args) -> list[Args]:
+    """Inputs to be taken in turn, `args` first: two, or as many as the op touches CACHE_BYTES of, within the limits."""
+    second = case.beside(args)
+    shared = {id(tensor) for tensor in _tensors(args)}
+    held = size(*(tensor for tensor in _tensors(second) if id(tensor) not in shared))
+    count = min(math.ceil(CACHE_BYTES / case.bytes(args)), MOST_SETS, MOST_BYTES // held)
+    return [args, second, *(case.beside(args) for _ in range(count - 2))]
 
 
 def check(case: Case, args: Args) -> float:
@@ -193,9 +218,10 @@ def check(case: Case, args: Args) -> float:
     found, expected = case.call(*args), case.twin(*copies)
     if case.judge:
         found, expected = case.judge(args, found), case.judge(copies, expected)
+    kept = [place for place in range(len(args)) if place not in case.scratch]
     pairs = [
         *zip(_tensors(found), _tensors(expected), strict=True),
-        *zip(_tensors(args), _tensors(copies), strict=True),
+        *((args[place], copies[place]) for place in kept if isinstance(args[place], Tensor)),
     ]
     largest = 0.0
     for mine, theirs in pairs:

@@ -1,4 +1,4 @@
-"""Limits of decoding as a table: each step, and each work in it."""
+"""What decoding takes at given rates as a table: each step, and each work in it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ class StepRow:
     flops: float
     seconds: float
     limit_tokens_per_s: float
+    """At the bandwidth and the matrix rate that were given."""
 
 
 STEP_COLUMNS: dict[str, Callable[[StepRow], str]] = {
@@ -27,7 +28,7 @@ STEP_COLUMNS: dict[str, Callable[[StepRow], str]] = {
     "GB a step": lambda row: f"{row.bytes / 1e9:.2f}",
     "GFLOP a step": lambda row: f"{row.flops / 1e9:.0f}",
     "ms a step": lambda row: f"{row.seconds * 1e3:.3f}",
-    "limit, tokens/s": lambda row: f"{row.limit_tokens_per_s:.0f}",
+    "tokens/s": lambda row: f"{row.limit_tokens_per_s:.0f}",
 }
 
 
@@ -77,7 +78,8 @@ def tabulate_limits(
     costs = [(size, len(one), roofline.decode(size, one, context_len)) for size in batch_sizes for one in acceptance]
     settings = {"model": name, "context_len": context_len, "bandwidth": bandwidth, "matrix_rate": matrix_rate}
     settings["acceptance"] = [list(one) for one in acceptance]
-    settings["ring_length"], settings["state_rollback"] = roofline.ring_length, roofline.state_rollback
+    settings["state_rollback"] = roofline.state_rollback
+    settings["ring_entries"] = [roofline.entries(len(one)) for one in acceptance]
     settings["draft_vocab_size"] = roofline.draft_vocab_size
     steps = [
         StepRow(
@@ -86,7 +88,7 @@ def tabulate_limits(
         for size, k, cost in costs
     ]
     works = [row for size, k, cost in costs for row in _works(size, k, cost, rates)]
-    title = f"limits of decoding: {name}, {bandwidth / 1e12:.2f} TB/s, {matrix_rate / 1e12:.0f} TFLOP/s"
+    title = f"decoding at {bandwidth / 1e12:.2f} TB/s and {matrix_rate / 1e12:.0f} TFLOP/s: {name}"
     return (
         Result("roofline", title, STEP_COLUMNS, steps, settings=settings),
         Result("works", f"works of each step: {name}", WORK_COLUMNS, works, settings=settings),

@@ -49,19 +49,29 @@ class Machine:
     commit: str | None
     date: str
     copy_bandwidth: float
-    """Bytes a second, read and written, of a large copy."""
+    """Bytes a second, read and written, of a large copy: what shares of a bandwidth are shares of."""
+    read_bandwidth: float
+    """Bytes a second of a sum over as much: work that writes little may come close to it, past a copy."""
     matrix_rate: float
     """FLOPs a second of a large bf16 (on a CPU: fp32) product of random matrices."""
 
+    def __str__(self) -> str:
+        """In one line, for people."""
+        rates = f"copy {self.copy_bandwidth / 1e12:.3g} TB/s, reads alone {self.read_bandwidth / 1e12:.3g} TB/s"
+        where = f"{self.device}, commit {self.commit or 'unknown'}, {self.date}"
+        return f"{where}: {rates}, matrix product {self.matrix_rate / 1e12:.3g} TFLOP/s"
+
 
 def measure_machine(device: torch.device) -> Machine:
-    """Describe the device and time a copy and a product, larger than its caches on a GPU and small on a CPU."""
+    """Describe the device and time a copy, a sum and a product, larger than its caches on a GPU and small on a CPU."""
     large = device.type == "cuda"
+    size = 1 << (31 if large else 24)
     machine = Machine(
         device=describe_device(device),
         commit=commit(),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        copy_bandwidth=_copy_bandwidth(1 << (31 if large else 24), device),
+        copy_bandwidth=_copy_bandwidth(size, device),
+        read_bandwidth=_read_bandwidth(size, device),
         matrix_rate=_matrix_rate(8192, torch.bfloat16, device) if large else _matrix_rate(512, torch.float32, device),
     )
     release_memory(device)
@@ -72,6 +82,11 @@ def _copy_bandwidth(size: int, device: torch.device) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / median_seconds(lambda: target.copy_(source), device)
+
+
+def _read_bandwidth(size: int, device: torch.device) -> float:
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    return size / median_seconds(source.sum, device)
 
 
 def _matrix_rate(width: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -118,15 +133,15 @@ def mean_seconds(
 ) -> float:
     """Time of one of `calls` where they run one after another, from the median of several such runs.
 
-    Each call should work on memory of its own, more in all than a cache holds.
+    Each call should work on memory of its own, more in all than a cache holds. What the calls return is kept until the
+    last of them has run, so that outputs do not share memory either.
 
     Args:
         capture: run them as one CUDA graph, so that the host's part is not seen; on a CPU that means nothing.
     """
 
-    def run() -> None:
-        for call in calls:
-            call()
+    def run() -> list[object]:
+        return [call() for call in calls]
 
     if device.type != "cuda" or not capture:
         return median_seconds(run, device, repeats) / len(calls)

@@ -67,7 +67,7 @@ class PrefillRow:
     matrix_share: float
     """Of the matrix rate measured in the same run."""
     limit_share: float
-    """Of the tokens a second that `Roofline` allows."""
+    """Of the tokens a second that `Roofline` gives for the copy bandwidth and the matrix rate."""
 
 
 COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
@@ -78,7 +78,7 @@ COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
     "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
     "TFLOP/s": lambda row: f"{row.flops_per_s / 1e12:.1f}",
     "of the matrix rate": lambda row: f"{row.matrix_share:.1%}",
-    "of the limit": lambda row: f"{row.limit_share:.1%}",
+    "of the roofline": lambda row: f"{row.limit_share:.1%}",
 }
 
 

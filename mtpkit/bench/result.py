@@ -14,7 +14,7 @@ from rich.table import Table
 from mtpkit.bench.machine import Machine
 from mtpkit.checkpoint.atomic import storage_errors, write_file
 
-_WIDTH = 140
+_WIDTH = 180
 """Columns of text that goes to a file."""
 
 
@@ -56,11 +56,13 @@ class Result[Row]:
         print(json.dumps(self.to_dict()))
 
     def show_table(self) -> None:
-        """Print the table."""
+        """Print the table, and the machine in a line."""
         console = Console()
         if not console.is_terminal:  # no reason to squeeze what goes to a file
             console.width = _WIDTH
         console.print(self.table())
+        if self.machine:
+            print(self.machine)
 
     def save(self, directory: Path) -> None:
         """Write NAME.json and NAME.md, each whole or not at all.
@@ -74,4 +76,7 @@ class Result[Row]:
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
         write_file(directory / f"{self.name}.json", json.dumps(self.to_dict(whole=True), indent=2) + "\n")
-        write_file(directory / f"{self.name}.md", "\n".join(line.strip() for line in text.splitlines()) + "\n")
+        lines = [line.strip() for line in text.rstrip().splitlines()]
+        if self.machine:
+            lines += ["", str(self.machine)]
+        write_file(directory / f"{self.name}.md", "\n".join(lines) + "\n")

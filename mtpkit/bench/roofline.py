@@ -1,14 +1,18 @@
-"""What decoding and prefill must move and compute at the least, and how fast a machine could be at that.
+"""What decoding and prefill must move and compute, and how long that takes at a given bandwidth and matrix rate.
 
 A phase (the verification of a step, each draft after it) is a list of works. What a work needs follows what came before
-it, so that each takes at least the longer of its bytes over the bandwidth and its FLOPs over the matrix rate, and the
-times of all add up. Counted is what no engine can avoid: weights once a phase, the committed recurrent state, keys and
-values of the context. Activations, the convolution's window and the replay ring are left out: they are small, and how
-small is up to the engine.
+it, so that each takes the longer of its bytes over the bandwidth and its FLOPs over the matrix rate, and the times of
+all add up. Counted are weights once a phase, the committed recurrent state, keys and values of the context.
+Activations, the convolution's window and the replay ring are left out: they are small, and how small is up to the
+engine.
 
-Shape legend: R rows (requests), T = 1 + K tokens a row, E = accepted drafts + 1, L length of the replay ring.
+The bandwidth is by custom that of a copy, half of whose bytes are written. Nearly all bytes of decoding are read, which
+some machines do faster: the limits made from it are a yardstick, not a law.
+
+Shape legend: R rows (requests), T = 1 + K tokens a row, E = accepted drafts + 1, L committed entries of a replay ring.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +20,7 @@ from typing import Literal
 import torch
 
 from mtpkit.config import ModelConfig
+from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 
 StateRollback = Literal["replay", "snapshot"]
 
@@ -23,8 +28,6 @@ H200_BANDWIDTH = 4.3e12
 """Bytes a second that a copy reaches on an H200."""
 H200_MATRIX_RATE = 790e12
 """bf16 FLOPs a second that an 8192^3 product reaches there."""
-RING_LENGTH = 8
-"""Entries of a replay ring, with which the limits beside other engines' figures were computed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Work:
     flops: float
 
     def seconds(self, bandwidth: float, matrix_rate: float) -> float:
-        """Shortest time, whichever bound holds."""
+        """Time at these rates, whichever of the two takes longer."""
         return max(self.bytes / bandwidth, self.flops / matrix_rate)
 
 
@@ -71,11 +74,11 @@ class Cost:
         return sum(work.flops for work in self.works)
 
     def seconds(self, bandwidth: float, matrix_rate: float) -> float:
-        """Shortest time at so many bytes and FLOPs a second."""
+        """Time at so many bytes and FLOPs a second."""
         return sum(work.seconds(bandwidth, matrix_rate) for work in self.works)
 
     def limit_tokens_per_s(self, bandwidth: float, matrix_rate: float) -> float:
-        """What no engine can exceed."""
+        """Tokens a second at so many bytes and FLOPs a second."""
         return self.tokens / self.seconds(bandwidth, matrix_rate)
 
 
@@ -102,9 +105,14 @@ class Roofline:
     state_dtype: torch.dtype = torch.float32
     state_rollback: StateRollback = "replay"
     """Replay reads the state and writes it once in L tokens; snapshot writes it after each of the T tokens."""
-    ring_length: int = RING_LENGTH
+    ring_entries: int | None = None
+    """L; None: what the engine's ring for T tokens holds."""
     draft_vocab_size: int | None = None
     """Rows of the lm_head that drafts read; None: all."""
+
+    def entries(self, k: int) -> int:
+        """L of steps with K drafts."""
+        return self.ring_entries or ring_capacity(ring_length(1 + k))
 
     def decode(self, batch_size: int, acceptance: Sequence[float] = (), context_len: float = 512) -> Cost:
         """One decode step: K drafts of every row are verified, then K new ones made.
@@ -114,7 +122,7 @@ class Roofline:
             context_len: mean tokens that a row attends to.
         """
         tokens, length, config = 1 + len(acceptance), expected_length(acceptance), self.config
-        written = length / self.ring_length if self.state_rollback == "replay" else tokens
+        written = length / self.entries(len(acceptance)) if self.state_rollback == "replay" else tokens
         cached = batch_size * context_len
 
         def draft(depth: int) -> Phase:
@@ -209,8 +217,8 @@ class Roofline:
         return Work("matrices", passes * count * self.dtype.itemsize, 2 * count * fed)
 
     def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
-        """`rows` rows of the lm_head."""
-        return self._matrices(rows * self.config.hidden_size, fed, passes)
+        """`rows` rows of the lm_head over `fed` tokens; a pass that none of them falls to reads nothing."""
+        return self._matrices(rows * self.config.hidden_size, fed, min(passes, math.ceil(fed)))
 
 
 def layer_matrices(config: ModelConfig, letter: str) -> int:

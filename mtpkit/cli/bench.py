@@ -1,4 +1,4 @@
-"""`mtpkit bench`: how fast decoding, prefill and each kernel are, beside what the machine allows."""
+"""`mtpkit bench`: how fast decoding, prefill and each kernel are, beside a copy and a matrix product."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -57,7 +57,7 @@ def decode(
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
-    """Time decoding once all prompts are computed, beside the limit of the machine.
+    """Time decoding once all prompts are computed, beside what it takes at the copy bandwidth measured in the same run.
 
     Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Before anything is
     timed, outputs must have their length and synthetic acceptance must come out as asked for.
@@ -162,14 +162,20 @@ def roofline(
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
     state_rollback: options.StateRollback = "replay",
-    ring_length: Annotated[int, typer.Option(min=1, help="Entries of the replay ring.")] = 8,
+    ring_entries: Annotated[
+        int | None,
+        typer.Option(min=1, help="Committed entries that a replay ring holds; by default as the engine's for K."),
+    ] = None,
     draft_vocab_size: DraftVocabSize = None,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = 4.3,
     matrix_rate: Annotated[float, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = 790,
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
     out: Out = None,
 ) -> None:
-    """The tokens/s that no engine can exceed: bytes over bandwidth, FLOPs over rate. Measures nothing."""
+    """The tokens/s at a bandwidth and a matrix rate: bytes over the one, FLOPs over the other. Measures nothing.
+
+    The bandwidth is that of a copy, as `bench decode` has it. Reads alone may be faster: what comes out is a yardstick.
+    """
     import torch
 
     from mtpkit.bench.limits import tabulate_limits
@@ -181,7 +187,7 @@ def roofline(
         getattr(torch, dtype),
         getattr(torch, state_dtype),
         state_rollback,
-        ring_length,
+        ring_entries,
         draft_vocab_size,
     )
     rates = [depth_rates(_synthetic(acceptance), depths) for depths in k]

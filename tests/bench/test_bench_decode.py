@@ -10,6 +10,7 @@ from mtpkit.bench import decode_run
 from mtpkit.bench.decode import COLUMNS, DecodeConfig, DecodeRow, kernel_shares, measure_decode
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.result import Result
+from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
@@ -42,7 +43,7 @@ def test_every_batch_size_and_k_is_measured(model, device):
         assert (row.host_gap_share is None) == (device == "cpu")
     text = json.loads(json.dumps(result.to_dict()))
     assert text["settings"]["synthetic"] and text["settings"]["model"] == "tiny"
-    assert {"device", "commit", "date", "copy_bandwidth", "matrix_rate"} <= set(text)
+    assert {"device", "commit", "date", "copy_bandwidth", "read_bandwidth", "matrix_rate"} <= set(text)
     assert "synthetic acceptance 0.9 0.5" in result.title
 
 
@@ -56,13 +57,19 @@ def test_drafts_are_verified_where_no_acceptance_is_given(model):
 
 def test_k_as_the_engine_chooses(model):
     config = DecodeConfig(batch_sizes=(2,), ks=("auto",), prompt_len=8, max_tokens=40, repeats=1)
-    (row,) = measure_decode(model, config).rows
+    result = measure_decode(model, config)
+    (row,) = result.rows
     assert row.k == "auto" and len(row.conditional_acceptance) == model.mtpkit_config.mtp_num_depths
     assert 0 < row.limit_share < 1
+    # The depths that were hardly tried have the rates that were asked for.
+    line = Roofline(NEMOTRON_H_TINY, next(model.parameters()).dtype)
+    rates = (result.machine.copy_bandwidth, result.machine.matrix_rate)
+    limits = [line.decode(2, [0.85] * k, context_len=8 + 20).limit_tokens_per_s(*rates) for k in range(4)]
+    assert row.limit_tokens_per_s == pytest.approx(max(limits))
 
 
 def test_a_pruned_vocabulary_raises_the_limit(model):
-    machine = Machine("fake", None, "today", 1e9, 1e12)
+    machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e12)
     limits = {}
     for size in (None, 64):
         config = DecodeConfig(prompt_len=4, max_tokens=12, draft_vocab=size)
@@ -138,7 +145,8 @@ def fake(monkeypatch):
         monkeypatch.setattr(decode_run.time, "perf_counter", lambda: engines[-1].clock)
         return engines
 
-    monkeypatch.setattr("mtpkit.bench.decode.measure_machine", lambda device: Machine("fake", None, "today", 1e9, 1e12))
+    machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e12)
+    monkeypatch.setattr("mtpkit.bench.decode.measure_machine", lambda device: machine)
     return use
 
 
@@ -159,6 +167,17 @@ def test_synthetic_acceptance_must_come_out_as_asked_for(fake):
     config = DecodeConfig(batch_sizes=(64,), ks=(2,), prompt_len=3, max_tokens=400, acceptance=(0.85,))
     with pytest.raises(MtpkitError, match=r"batch 64, K = 2: acceptance length 2\.000 over \d+ steps.*make 2\.57"):
         measure_decode(MODEL, config)
+
+
+@pytest.mark.parametrize("asked", [(0.9,), None])
+def test_the_limit_is_at_the_acceptance_that_was_drawn(fake, asked):
+    fake(accepts=1)
+    config = DecodeConfig(batch_sizes=(1,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=asked, repeats=1)
+    (row,) = measure_decode(MODEL, config).rows
+    drawn = Roofline(NEMOTRON_H_TINY, torch.float32).decode(1, [1.0], context_len=3 + 32)
+    assert row.conditional_acceptance == [1]
+    assert row.limit_tokens_per_s == pytest.approx(drawn.limit_tokens_per_s(1e9, 1e12))
+    assert row.limit_share == pytest.approx(row.tokens_per_s / row.limit_tokens_per_s)
 
 
 def test_outputs_must_have_their_length(fake):

@@ -6,16 +6,19 @@ import pytest
 import torch
 
 from mtpkit.bench import kernels
-from mtpkit.bench.kernel_cases import decode_cases, prefill_cases, ring_lens
-from mtpkit.bench.kernel_inputs import Case, Shapes
-from mtpkit.bench.kernels import KernelConfig, check, measure_kernels
-from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
+from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases
+from mtpkit.bench.kernel_cases.mamba import ring_lens
+from mtpkit.bench.kernel_inputs import Case, Shapes, size
+from mtpkit.bench.kernels import KernelConfig, check, input_sets, measure_kernels
+from mtpkit.bench.machine import Machine
+from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
+from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from tests.toy_config import toy_config
 
 OPS = {
     *("ssm_replay_update", "ssm_snapshot_update", "causal_conv1d_update", "gated_rms_norm"),
-    *("paged_attention", "store_kv", "rms_norm", "add_rms_norm", "relu2", "mtp_input"),
+    *("paged_attention", "store_kv", "rms_norm", "relu2", "mtp_input"),
     *("linear_argmax", "argmax", "probabilities", "sample_logits", "accept_matching", "accept_rejection"),
     *("prefill_attention", "causal_conv1d_varlen", "ssd_varlen"),
     *(f"linear {name}" for name in ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")),
@@ -28,7 +31,18 @@ def shapes(config=NEMOTRON_H_TINY, rows=3, k=3, context_len=21, **more) -> Shape
 
 
 def case(name: str, **sizes) -> Case:
-    return next(case for case in decode_cases(shapes(**sizes)) if case.op == name)
+    made = shapes(**sizes)
+    return next(case for case in [*decode_cases(made), *prefill_cases(made)] if case.op == name)
+
+
+def on_gpu(rows: int, config=NEMOTRON_H_8B, dtype=torch.bfloat16) -> dict[str, Case]:
+    """Cases of a GPU by name, of which none is run."""
+    made = Shapes(config, rows, 3, 512, torch.device("cuda"), dtype)
+    return {case.op: case for case in decode_cases(made)}
+
+
+def note(case: Case) -> str:
+    return case.note(1.0) if case.note else ""
 
 
 def broken(right: Case, call) -> Case:
@@ -36,8 +50,10 @@ def broken(right: Case, call) -> Case:
     return replace(right, call=call, name=right.op, reference=right.twin)
 
 
-def test_every_op_is_checked_and_timed(device):
-    config = KernelConfig(rows=(1, 3), context_len=21, repeats=2)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_every_op_is_checked_and_timed(device, state_dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_SETS", 4)
+    config = KernelConfig(rows=(1, 3), context_len=21, repeats=2, state_dtype=state_dtype)
     kept = []
     result = measure_kernels(NEMOTRON_H_TINY, config, device, "tiny", kept.append)
     assert {row.op for row in result.rows} == OPS and len(kept) == len(result.rows)
@@ -74,18 +90,31 @@ def test_a_wrong_result_is_refused(name):
         check(broken(right, wrong), right.make())
 
 
-@pytest.mark.parametrize(("name", "place"), [("ssm_replay_update", 1), ("causal_conv1d_update", 1), ("store_kv", 2)])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("ssm_replay_update", 1), ("causal_conv1d_update", 1), ("store_kv", 2), ("linear out_proj", 3)],
+)
 def test_what_is_changed_in_place_is_compared_too(name, place):
     right = case(name)
 
     def forgets(*args):
         before = args[place].clone()
         found = right.twin(*args)
-        args[place].copy_(before)
+        args[place].copy_(before if name != "linear out_proj" else before + 1)
         return found
 
     with pytest.raises(MtpkitError, match=f"{name}, "):
         check(broken(right, forgets), right.make())
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_residual_may_be_overwritten(overwrites):
+    right = case("linear linear_fc2")
+
+    def call(x, weight, norm_weight, gate, residual):
+        return right.twin(x, weight, norm_weight, gate, residual if overwrites else residual.clone())
+
+    assert check(broken(right, call), right.make()) == 0
 
 
 def test_not_a_number_is_refused():
@@ -132,6 +161,118 @@ def test_bytes_and_flops_of_attention_and_linears():
     assert sizes["linear linear_qkv"] == "[8, 4096] x [6144, 4096]"
     assert sizes["linear linear_fc1"] == "[8, 4096] x [21504, 4096]"
     assert sizes["linear eh_proj"] == "[8, 8192] x [4096, 8192]"
+
+
+def test_linears_are_what_a_models_layers_call(monkeypatch):
+    plain = linears.linear
+
+    def recorder(calls: set):
+        def record(x, weight, **more):
+            around = sorted(
+                name for name, value in more.items() if value is not None and name not in ("eps", "group_size")
+            )
+            calls.add((*weight.shape, *around))
+            return plain(x, weight, **more)
+
+        return record
+
+    called, timed = set(), set()
+    for module in ("layers.linear", "layers.norm", "mtp"):
+        monkeypatch.setattr(f"mtpkit.model.{module}.linear", recorder(called))
+    monkeypatch.setattr(linears, "linear", recorder(timed))
+    llm = LLM(open_model("nemotron-h-tiny", torch.device("cpu")), num_speculative_tokens=2, max_model_len=32)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    for made in linears.linears(shapes()):
+        made.call(*made.make())
+    assert timed == called and len(timed) == 8
+
+
+def test_what_is_fused_is_not_timed_on_its_own():
+    few, many = on_gpu(4), on_gpu(5)  # 16 and 20 tokens
+    assert "relu2" not in few and "relu2" in many
+    assert note(few["linear linear_fc1"]) == "norm + relu2 fused"
+    assert note(many["linear linear_fc1"]) == "norm + relu2 apart"
+    assert (note(few["linear in_proj"]), note(many["linear in_proj"])) == ("norm fused", "norm apart")
+    assert (note(few["rms_norm"]), note(many["rms_norm"])) == ("final norm, others fused", "")
+    for made in (few, many):
+        assert note(made["linear out_proj"]) == "residual fused, gated norm apart"
+        assert note(made["linear linear_fc2"]) == "residual fused"
+        assert note(made["linear eh_proj"]) == note(made["linear lm_head"]) == ""
+    gated = on_gpu(4, NEMOTRON_H_8B.replace(activation="swiglu"))
+    assert "swiglu" in gated and note(gated["linear linear_fc1"]) == "norm fused"
+    assert "relu2" in on_gpu(4, dtype=torch.float32)
+    assert "relu2" in on_gpu(4, NEMOTRON_H_TINY)  # no tile fits its width
+
+
+@pytest.mark.parametrize(("name", "place"), [("ssm_replay_update", 0), ("ssm_snapshot_update", 0), ("ssd_varlen", 8)])
+def test_the_state_is_of_the_type_asked_for(name, place):
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        config = KernelConfig((2,), state_dtype=dtype, context_len=9, ops=(name,))
+        (made,) = kernels._cases(NEMOTRON_H_TINY, config, torch.device("cpu"))
+        args = made.make()
+        assert args[place].dtype == getattr(torch, dtype)
+        sizes[dtype] = made.bytes(args)
+        assert check(made, args) == 0
+    assert sizes["bfloat16"] < sizes["float32"]
+
+
+def test_a_rejection_reads_what_was_drafted_and_an_acceptance_does_not():
+    made = case("accept_rejection", rows=2, k=2)
+    args = made.make()
+    uniforms = args[3]
+    row = 4 * NEMOTRON_H_TINY.vocab_size
+    for rejected, numbers in (
+        (0, [[0.0, 0.0], [0.0, 0.0]]),
+        (1, [[0.0, 1e9], [0.0, 0.0]]),
+        (2, [[0.0, 1e9], [1e9, 0.0]]),
+    ):
+        uniforms.copy_(torch.tensor(numbers))
+        assert made.bytes(args) == (2 + rejected) * row
+
+
+def test_inputs_are_more_than_a_cache_holds(monkeypatch):
+    made = case("rms_norm")
+    args = made.make()
+    held = size(args[0], args[1])
+
+    def count(cache: float, sets: int = 100, memory: int = 1 << 30) -> int:
+        for name, value in (("CACHE_BYTES", cache), ("MOST_SETS", sets), ("MOST_BYTES", memory)):
+            monkeypatch.setattr(kernels, name, value)
+        found = input_sets(made, args)
+        assert found[0] is args and len({one[0].data_ptr() for one in found}) == len(found)
+        return len(found)
+
+    assert count(9.5 * made.bytes(args)) == 10 and count(1) == 2
+    assert count(9.5 * made.bytes(args), sets=4) == 4
+    assert count(9.5 * made.bytes(args), memory=6 * held) == 6
+
+
+def test_what_a_step_hardly_touches_is_there_once(monkeypatch):
+    made = case("mtp_input", config=NEMOTRON_H_TINY.replace(vocab_size=50_000))
+    args = made.make()
+    monkeypatch.setattr(kernels, "CACHE_BYTES", 7 * made.bytes(args))
+    monkeypatch.setattr(kernels, "MOST_BYTES", size(args[2]))
+    sets = input_sets(made, args)
+    assert len(sets) == 7 and all(one[2] is args[2] for one in sets)
+    assert len({one[1].data_ptr() for one in sets}) == 7
+    assert made.bytes(args) == 12 * 8 + 4 * (4 * 12 * 64 + 2 * 64)
+    assert len(case("store_kv", rows=3, k=3, context_len=5000).make()[2]) == 3
+
+
+def test_a_row_says_what_it_is_compared_with(monkeypatch):
+    def row(name: str, matrix_rate: float):
+        machine = Machine("fake", None, "today", 1e9, 2e9, matrix_rate)
+        return kernels._measure(case(name, rows=2), machine, torch.device("cpu"), 1)
+
+    found = row("linear linear_fc2", 1e12)
+    assert found.note == "residual fused; floor of bytes; in cache"
+    assert found.floor_microseconds == pytest.approx(found.bytes / 1e9 * 1e6)
+    found = row("linear linear_fc2", 1e6)
+    assert found.note == "residual fused; floor of FLOPs; in cache"
+    assert found.floor_microseconds == pytest.approx(found.flops)
+    monkeypatch.setattr(kernels, "CACHE_BYTES", 2 * found.bytes)
+    assert row("linear linear_fc2", 1e12).note == "residual fused; floor of bytes"
 
 
 def test_a_gpu_is_asked_for_in_one_line(monkeypatch):

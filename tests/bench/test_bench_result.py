@@ -1,7 +1,8 @@
 """Results: the table, the object, the files; and the machine that they were measured on."""
 
 import json
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ class Row:
     speed: float
 
 
-MACHINE = Machine("fake", "abc", "2026-01-02 03:04 UTC", 4e12, 8e14)
+MACHINE = Machine("fake", "abc", "2026-01-02 03:04 UTC", 4e12, 4.5e12, 8e14)
 
 
 def result(*rows: Row) -> Result[Row]:
@@ -34,10 +35,22 @@ def test_the_object_is_the_last_line(capsys):
         "commit": "abc",
         "date": "2026-01-02 03:04 UTC",
         "copy_bandwidth": 4e12,
+        "read_bandwidth": 4.5e12,
         "matrix_rate": 8e14,
         "settings": {"k": 3},
     }
     assert ["4", "8.0"] in [line.split() for line in lines]
+    assert lines[-2] == (
+        "fake, commit abc, 2026-01-02 03:04 UTC: copy 4 TB/s, reads alone 4.5 TB/s, matrix product 800 TFLOP/s"
+    )
+
+
+def test_nothing_is_said_of_a_machine_where_nothing_was_timed(capsys, tmp_path):
+    untimed = replace(result(Row(1, 2.5)), machine=None)
+    untimed.show()
+    untimed.save(tmp_path)
+    printed = capsys.readouterr().out.rpartition("{")[0] + (tmp_path / "speed.md").read_text()
+    assert "how fast" in printed and "commit" not in printed and "None" not in printed
 
 
 def test_files_are_replaced_whole(tmp_path):
@@ -45,13 +58,21 @@ def test_files_are_replaced_whole(tmp_path):
         result(*rows).save(tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["speed.json", "speed.md"]
     assert len(json.loads((tmp_path / "out" / "speed.json").read_text())["rows"]) == 2
-    assert "| 4 | 8.0 |" in " ".join((tmp_path / "out" / "speed.md").read_text().split())
+    text = (tmp_path / "out" / "speed.md").read_text()
+    assert "| 4 | 8.0 |" in " ".join(text.split())
+    assert text.endswith(f"|\n\n{MACHINE}\n")  # a line right behind the table would be a row of it
 
 
 def test_a_machine_has_rates(device):
     machine = measure_machine(torch.device(device))
     assert machine.device and machine.date.endswith("UTC")
-    assert machine.copy_bandwidth > 1e8 and machine.matrix_rate > 1e8
+    assert machine.copy_bandwidth > 1e8 and machine.read_bandwidth > 1e8 and machine.matrix_rate > 1e8
+
+
+def test_a_copy_counts_twice_and_a_sum_once(monkeypatch):
+    monkeypatch.setattr("mtpkit.bench.machine.median_seconds", lambda function, device: 1.0)
+    machine = measure_machine(torch.device("cpu"))
+    assert (machine.copy_bandwidth, machine.read_bandwidth) == (2 << 24, 1 << 24)
 
 
 def test_each_of_several_calls_counts_alike(device):
@@ -69,7 +90,22 @@ def test_each_of_several_calls_counts_alike(device):
     assert median_seconds(lambda: x.add_(1), place) < 1
 
 
+def test_outputs_are_kept_until_the_last_call():
+    made, alive = [], []
+
+    def call() -> torch.Tensor:
+        alive.append(sum(output() is not None for output in made))
+        output = torch.empty(1)
+        made.append(weakref.ref(output))
+        return output
+
+    mean_seconds([call] * 3, torch.device("cpu"), capture=True, repeats=2)
+    assert alive == [0, 1, 2] * (len(alive) // 3)
+
+
 @pytest.mark.gpu
-def test_a_copy_and_a_product_reach_what_a_gpu_can():
+def test_a_copy_a_sum_and_a_product_reach_what_a_gpu_can():
     machine = measure_machine(torch.device("cuda"))
+    # A sum that a copy outran would measure the sum, not the memory.
+    assert 0.9 * machine.copy_bandwidth < machine.read_bandwidth < 2 * machine.copy_bandwidth
     assert machine.copy_bandwidth > 1e11 and machine.matrix_rate > 1e13

@@ -16,6 +16,9 @@ from mtpkit.bench.roofline import (
     moe_matrices,
 )
 from mtpkit.bench.shapes import NEMOTRON_H_8B
+from mtpkit.engine.params import EngineConfig
+from mtpkit.engine.states import CacheLayout
+from mtpkit.kernels.ssm_update import ring_capacity
 from mtpkit.model import build_model
 from tests.toy_config import toy_config
 
@@ -31,7 +34,7 @@ def works(cost: Cost, phase: str) -> dict[str, Work]:
     ("batch_size", "limit"), [(1, 723), (4, 2828), (16, 10371), (32, 18676), (64, 25711), (128, 27175)]
 )
 def test_the_limits_beside_the_figures_of_the_field(batch_size, limit):
-    cost = Roofline(NEMOTRON_H_8B).decode(batch_size, RATES)
+    cost = Roofline(NEMOTRON_H_8B, ring_entries=8).decode(batch_size, RATES)  # as those figures were computed with
     assert cost.limit_tokens_per_s(*H200) == pytest.approx(limit, rel=0.02)
 
 
@@ -91,13 +94,22 @@ def test_state_is_read_once_and_written_as_the_rollback_does():
     config = toy_config(pattern="M", mtp_pattern="M*")
     state = 4 * 4 * 8 * 8
     for rollback, moved in (("replay", 1 + expected_length(RATES) / 16), ("snapshot", 1 + 4)):
-        cost = Roofline(config, state_rollback=rollback, ring_length=16).decode(3, RATES)
+        cost = Roofline(config, state_rollback=rollback, ring_entries=16).decode(3, RATES)
         assert works(cost, "verify")["state"].bytes == pytest.approx(3 * state * moved)
         assert works(cost, "draft 1")["state"].bytes == pytest.approx(3 * state * moved)
         assert works(cost, "draft 2")["state"].bytes == pytest.approx(3 * state)  # a copy, which is forgotten
-    half = Roofline(config, state_dtype=torch.bfloat16, ring_length=16).decode(3, RATES)
-    whole = Roofline(config, ring_length=16).decode(3, RATES)
+    half = Roofline(config, state_dtype=torch.bfloat16, ring_entries=16).decode(3, RATES)
+    whole = Roofline(config, ring_entries=16).decode(3, RATES)
     assert 2 * works(half, "verify")["state"].bytes == works(whole, "verify")["state"].bytes
+
+
+@pytest.mark.parametrize("k", [0, 3, 4, 8, 20])
+def test_the_ring_is_the_engines(k):
+    config = EngineConfig(max_model_len=64, num_speculative_tokens=k)
+    held = ring_capacity(CacheLayout({}, config, torch.float32).ring_length)
+    assert Roofline(toy_config()).entries(k) == held and Roofline(toy_config(), ring_entries=8).entries(k) == 8
+    state = works(Roofline(toy_config(pattern="M")).decode(1, [1.0] * k), "verify")["state"].bytes
+    assert state == pytest.approx(4 * 4 * 8 * 8 * (1 + (1 + k) / held))
 
 
 def test_keys_and_values_grow_with_the_context():
@@ -152,8 +164,19 @@ def test_prefill_counts_each_token_once_and_the_weights_once_a_step():
     assert works(drafted, "draft 2")["matrices"].flops == 2 * (4 * head + 4 * output)
 
 
+def test_a_prefill_pass_that_ends_no_prompt_reads_no_output_layer():
+    config = toy_config(pattern="-", mtp_pattern="-")
+    output = config.vocab_size * config.hidden_size
+    layer, eh_proj = layer_matrices(config, "-"), 2 * config.hidden_size**2
+    cost = Roofline(config, draft_vocab_size=8).prefill(2, 64, k=1, max_num_batched_tokens=16)
+    assert works(cost, "base")["matrices"].bytes == 2 * (8 * layer + 2 * output)
+    draft = works(cost, "draft 1")["matrices"].bytes
+    assert draft == 2 * (8 * (layer + eh_proj) + 2 * 8 * config.hidden_size)
+
+
 def test_tables_hold_every_step_and_its_works():
-    steps, pieces = tabulate_limits(Roofline(NEMOTRON_H_8B), [1, 128], [[], RATES], 512, *H200, "8b")
+    line = Roofline(NEMOTRON_H_8B, ring_entries=8)
+    steps, pieces = tabulate_limits(line, [1, 128], [[], RATES], 512, *H200, "8b")
     assert [(row.batch_size, row.k) for row in steps.rows] == [(1, 0), (1, 3), (128, 0), (128, 3)]
     assert steps.rows[1].limit_tokens_per_s == pytest.approx(723, rel=0.02)
     own = [row for row in pieces.rows if (row.batch_size, row.k) == (128, 3)]
@@ -165,4 +188,6 @@ def test_tables_hold_every_step_and_its_works():
     ]
     assert [row.bound for row in own][:2] == ["matrix rate", "bandwidth"]
     assert sum(row.seconds for row in own) == pytest.approx(steps.rows[3].seconds)
-    assert len(steps.table().columns) == 7 and steps.to_dict()["settings"]["ring_length"] == 8
+    assert len(steps.table().columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
+    engines, _ = tabulate_limits(Roofline(NEMOTRON_H_8B), [1], [RATES, [1.0] * 4], 512, *H200)
+    assert engines.settings["ring_entries"] == [16, 32]

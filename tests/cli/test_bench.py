@@ -13,7 +13,7 @@ def last_line(capsys) -> dict:
 
 
 def test_roofline(call, capsys, tmp_path):
-    options = "--batch-size 1 128 --k 3 --works"
+    options = "--batch-size 1 128 --k 3 --works --ring-entries 8"
     assert call(app, "roofline", *options.split(), "--out", tmp_path) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
@@ -24,6 +24,27 @@ def test_roofline(call, capsys, tmp_path):
     assert call(app, "roofline", *options.split()) == 0
     (row,) = last_line(capsys)["rows"]
     assert row["acceptance_length"] == pytest.approx(1 + 0.9 + 0.45 + 0.225)
+
+
+def test_roofline_has_the_engines_ring(call, capsys):
+    assert call(app, "roofline", "--batch-size", 128, "--k", 3, 7) == 0
+    assert last_line(capsys)["settings"]["ring_entries"] == [16, 32]
+
+
+@pytest.mark.parametrize("more", ["--k 0", "--k 2", "--k 5 --state-rollback snapshot", "--k 5 --state-dtype bfloat16"])
+def test_decode_and_roofline_have_the_same_limit(more, call, capsys):
+    shared = f"--model nemotron-h-tiny --batch-size 3 --draft-vocab-size 100 {more}"
+    options = "--prompt-len 9 --max-tokens 40 --repeats 1 --acceptance 0.6 0.3 --dtype float32 --enforce-eager"
+    assert call(app, "decode", *shared.split(), *options.split()) == 0
+    found = last_line(capsys)
+    (row,) = found["rows"]
+    acceptance = ["--acceptance", *row["conditional_acceptance"]] if row["conditional_acceptance"] else []
+    rates = ["--bandwidth", found["copy_bandwidth"] / 1e12, "--matrix-rate", found["matrix_rate"] / 1e12]
+    context = ["--context-len", 9 + 40 / 2]
+    assert call(app, "roofline", *shared.split(), "--dtype", "float32", *context, *acceptance, *rates) == 0
+    (limit,) = last_line(capsys)["rows"]
+    assert limit["limit_tokens_per_s"] == pytest.approx(row["limit_tokens_per_s"], rel=1e-9)
+    assert limit["acceptance_length"] == pytest.approx(row["acceptance_length"])
 
 
 def test_roofline_of_a_directory(model_dir, call, capsys):

@@ -1,0 +1,46 @@
+"""The ops of a decode or a prefill step, with inputs as a model's layers give them.
+
+A step feeds T tokens of each row to the base, and again to the first depth of the heads, whose layers have the base's
+sizes: one case stands for both. The deeper depths take one token a row, as a step with K = 0 does. Experts are
+megatron-core's, and are not here.
+
+Shape legend: R rows (requests), T = 1 + K tokens a row, N = R * T tokens, h hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mtpkit.bench.kernel_cases import attention, linears, mamba, tokens
+from mtpkit.bench.kernel_inputs import Case, Shapes
+
+_PREFILL_ROWS = 16
+
+
+def decode_cases(shapes: Shapes) -> Iterator[Case]:
+    """The ops of a step of `rows` decoding requests."""
+    pattern = shapes.config.pattern + shapes.config.mtp_pattern
+    if "M" in pattern:
+        yield from (mamba.ssm_replay(shapes), mamba.ssm_snapshot(shapes), mamba.conv_update(shapes))
+        yield linears.gated_norm(shapes)
+    if "*" in pattern:
+        yield from (attention.paged_attention(shapes), attention.store_kv(shapes))
+    yield linears.rms_norm(shapes)
+    if "-" in pattern:
+        yield from linears.activation(shapes)
+    if shapes.config.mtp_num_depths:
+        yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes))
+    yield from (tokens.argmax(shapes), tokens.probabilities(shapes), tokens.sample_logits(shapes))
+    if shapes.k:
+        yield from (tokens.accept_matching(shapes), tokens.accept_rejection(shapes))
+    yield from linears.linears(shapes)
+
+
+def prefill_cases(shapes: Shapes) -> Iterator[Case]:
+    """The ops of a step of prompts, 16 of `context_len` tokens; whatever `rows` is. Such steps are not captured."""
+    pattern = shapes.config.pattern + shapes.config.mtp_pattern
+    lens = (shapes.context_len,) * _PREFILL_ROWS
+    if "*" in pattern:
+        yield replace(attention.prefill_attention(shapes, lens), capture=False)
+    if "M" in pattern:
+        cases = mamba.conv_varlen(shapes, lens), mamba.ssd_varlen(shapes, lens)
+        yield from (replace(case, capture=False) for case in cases)

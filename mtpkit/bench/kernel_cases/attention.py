@@ -1,0 +1,78 @@
+"""Attention through the paged cache of keys and values.
+
+Shape legend: R rows (requests), T = 1 + K tokens a row, B blocks a row.
+"""
+
+import torch
+from torch import Tensor
+
+from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.kernels import attention as ops
+from mtpkit.kernels import kv_store
+
+_BLOCK = 16
+
+
+def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values, and the block tables [R, B] of rows with so many tokens each, the blocks lying anywhere."""
+    config, blocks = shapes.config, -(-tokens // _BLOCK)
+    page = (_BLOCK, config.num_query_groups, config.kv_channels)
+    key, value = (shapes.normal(rows * blocks, *page) for _ in range(2))
+    return key, value, shapes.permutation(rows * blocks).view(rows, blocks)
+
+
+def _cached_bytes(shapes: Shapes, tokens: float) -> float:
+    """Keys and values of so many tokens in one layer."""
+    return 2 * tokens * shapes.config.num_query_groups * shapes.config.kv_channels * shapes.dtype.itemsize
+
+
+def paged_attention(shapes: Shapes) -> Case:
+    """Attention of a step."""
+    rows, tokens, config, context = shapes.rows, shapes.tokens, shapes.config, shapes.context_len
+    heads, width = config.num_attention_heads, config.kv_channels
+
+    def make() -> Args:
+        cache = _cache(shapes, rows, context + tokens)
+        return shapes.normal(rows, tokens, heads, width), *cache, shapes.full(context, rows)
+
+    return Case(
+        ops.paged_attention,
+        f"{shapes.step}, {context} before",
+        make,
+        lambda args: _cached_bytes(shapes, rows * (context + tokens)) + size(args[0], args[0]),
+        flops=4.0 * rows * tokens * heads * width * (context + tokens / 2),
+    )
+
+
+def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
+    """Attention of prompts of one length."""
+    config, length, rows = shapes.config, lens[0], len(lens)
+    heads, width = config.num_attention_heads, config.kv_channels
+
+    def make() -> Args:
+        cache = _cache(shapes, rows, length)
+        query_start = torch.arange(0, rows * length + 1, length, device=shapes.device)
+        q = shapes.normal(rows * length, heads, width)
+        return q, *cache, shapes.full(0, rows), query_start, lens
+
+    return Case(
+        ops.prefill_attention,
+        f"{rows} x {length}",
+        make,
+        lambda args: _cached_bytes(shapes, rows * length) + size(args[0], args[0]),
+        flops=4.0 * rows * length * heads * width * length / 2,
+    )
+
+
+def store_kv(shapes: Shapes) -> Case:
+    """Writing the step's keys and values, each token's to any place."""
+    rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
+    count = rows * tokens
+
+    def make() -> Args:
+        key, value, _ = _cache(shapes, rows, tokens)  # what lies before them is not touched
+        fused = shapes.normal(count, config.num_query_groups, 2 * config.kv_channels)
+        slots = shapes.permutation(len(key) * _BLOCK)[:count]
+        return fused[..., : config.kv_channels], fused[..., config.kv_channels :], key, value, slots
+
+    return Case(kv_store.store_kv, shapes.step, make, lambda args: 2 * _cached_bytes(shapes, count))

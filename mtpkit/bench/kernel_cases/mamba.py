@@ -1,0 +1,148 @@
+"""Mamba's convolution, state update and scan.
+
+Shape legend: R rows (requests), T = 1 + K tokens a row.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.bench.roofline import depth_rates
+from mtpkit.config import ModelConfig
+from mtpkit.kernels import causal_conv1d, ssd, ssm_update
+
+_ACCEPTANCE = (0.85,)
+"""Conditional rates from which the fill of the replay rings follows."""
+
+
+def ring_lens(shapes: Shapes, length: int) -> Tensor:
+    """[R] int64 entries of replay rings of `length` places after many steps, each row's drawn for itself."""
+    rates = torch.tensor(depth_rates(_ACCEPTANCE, shapes.k), dtype=torch.float64, device=shapes.device)
+    lens = shapes.full(0, shapes.rows)
+    for _ in range(4 * length):
+        accepted = (shapes.uniform(shapes.rows, shapes.k) < rates).long().cumprod(-1).sum(-1)
+        lens = ssm_update.ring_base(lens, shapes.tokens, length) + accepted + 1
+    return lens.clamp_max(shapes.context_len)
+
+
+def _inputs(shapes: Shapes, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, dt, B and C [*lead, ...], as views of the projection and of the convolution's output."""
+    config = shapes.config
+    heads, groups = config.mamba_num_heads, config.mamba_num_groups
+    inner, bc_width = heads * config.mamba_head_dim, groups * config.mamba_state_dim
+    dt = shapes.normal(*lead, 2 * inner + 2 * bc_width + heads)[..., -heads:]
+    x, B, C = shapes.normal(*lead, inner + 2 * bc_width).split([inner, bc_width, bc_width], -1)
+    by_group = (groups, config.mamba_state_dim)
+    return x.unflatten(-1, (heads, config.mamba_head_dim)), dt, B.unflatten(-1, by_group), C.unflatten(-1, by_group)
+
+
+def _parameters(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor]:
+    """A_log, D, dt_bias."""
+    heads = shapes.config.mamba_num_heads
+    A_log = (1 + 15 * shapes.uniform(heads, dtype=torch.float32)).log()
+    return A_log, torch.ones(heads, device=shapes.device), shapes.normal(heads) - 4
+
+
+def _state_shape(config: ModelConfig) -> tuple[int, int, int]:
+    return config.mamba_num_heads, config.mamba_head_dim, config.mamba_state_dim
+
+
+def _state(shapes: Shapes, *lead: int) -> Tensor:
+    return shapes.normal(*lead, *_state_shape(shapes.config), dtype=shapes.state_dtype)
+
+
+def ssm_replay(shapes: Shapes) -> Case:
+    """The state update that replays the entries of a ring."""
+    rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
+    length = ssm_update.ring_length(tokens)
+
+    def make() -> Args:
+        x, dt, B, C = _inputs(shapes, rows, tokens)
+        A_log, D, dt_bias = _parameters(shapes)
+        ring_dt = 0.1 * shapes.uniform(rows, length, config.mamba_num_heads, dtype=torch.float32)
+        rings = (shapes.normal(rows, length, *x.shape[2:]), shapes.normal(rows, length, *B.shape[2:]), ring_dt)
+        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
+        return _state(shapes, rows), *rings, *places, x, dt, A_log, B, C, D, dt_bias, config.mamba_dt_limit
+
+    def count(args: Args) -> float:
+        state, ring_x, ring_B, ring_dt, _, _, lens, x, dt, _, B, C, *_ = args
+        folded = int((ssm_update.ring_base(lens, tokens, length) == 0).sum() - (lens == 0).sum())
+        entry = size(ring_x[0, 0], ring_B[0, 0], ring_dt[0, 0])
+        return size(state) + folded * size(state[0]) + (int(lens.sum()) + rows * tokens) * entry + size(x, x, dt, B, C)
+
+    whole = rows * math.prod(_state_shape(config)) * shapes.state_dtype.itemsize
+    return Case(
+        ssm_update.ssm_replay_update, shapes.step, make, count, note=lambda moved: f"{moved / whole:.2f} x the state"
+    )
+
+
+def ssm_snapshot(shapes: Shapes) -> Case:
+    """The state update that keeps the state after every token."""
+    rows, tokens = shapes.rows, shapes.tokens
+
+    def make() -> Args:
+        x, dt, B, C = _inputs(shapes, rows, tokens)
+        A_log, D, dt_bias = _parameters(shapes)
+        places = (shapes.permutation(rows), shapes.ints(tokens, rows))
+        return _state(shapes, rows, tokens), *places, x, dt, A_log, B, C, D, dt_bias, shapes.config.mamba_dt_limit
+
+    def count(args: Args) -> float:
+        state, _, _, x, dt, _, B, C, *_ = args
+        return size(state) * (1 + 1 / tokens) + size(x, x, dt, B, C)
+
+    return Case(ssm_update.ssm_snapshot_update, shapes.step, make, count)
+
+
+def _conv_dim(config: ModelConfig) -> int:
+    return config.mamba_num_heads * config.mamba_head_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
+
+
+def conv_update(shapes: Shapes) -> Case:
+    """The convolution of a step."""
+    rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
+    width, channels = config.mamba_conv_kernel, _conv_dim(config)
+
+    def make() -> Args:
+        x = shapes.normal(rows, tokens, channels + 64)[..., 32 : 32 + channels]  # between z and dt of the projection
+        state = shapes.normal(rows, width - 2 + tokens, channels)
+        weight, bias = shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels)
+        return x, state, weight, bias, shapes.permutation(rows), shapes.ints(tokens, rows)
+
+    def count(args: Args) -> float:
+        x, state, weight, bias, *_ = args
+        return size(x, x, state, state[:, : width - 1], weight, bias)
+
+    return Case(causal_conv1d.causal_conv1d_update, shapes.step, make, count)
+
+
+def conv_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
+    """The convolution of prompts."""
+    width, channels = shapes.config.mamba_conv_kernel, _conv_dim(shapes.config)
+
+    def make() -> Args:
+        x = shapes.normal(sum(lens), channels + 64)[:, 32 : 32 + channels]
+        weights = (shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels))
+        return x, *weights, shapes.normal(len(lens), width - 1, channels), lens
+
+    shape = f"{len(lens)} x {lens[0]}"
+    return Case(causal_conv1d.causal_conv1d_varlen, shape, make, lambda args: size(args[0], args[0]))
+
+
+def ssd_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
+    """The scan over prompts."""
+    config = shapes.config
+
+    def make() -> Args:
+        x, dt, B, C = _inputs(shapes, sum(lens))
+        A_log, D, dt_bias = _parameters(shapes)
+        initial = _state(shapes, len(lens))
+        return x, dt, A_log, B, C, D, dt_bias, config.mamba_dt_limit, initial, lens, config.mamba_chunk_size
+
+    def count(args: Args) -> float:
+        final = 4 * args[8].numel()  # in fp32, whatever the state is kept in
+        return size(args[0], args[0], args[1], args[3], args[4], args[8]) + final
+
+    flops = 4.0 * sum(lens) * math.prod(_state_shape(config))
+    return Case(ssd.ssd_varlen, f"{len(lens)} x {lens[0]}", make, count, flops=flops)
