@@ -115,7 +115,7 @@ def test_a_row_of_nan_gives_some_token(twin, rows):
     assert have.tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 100])
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
 def test_streaming_at_every_height(twin, rows):
     if twin.name == "reference":
         pytest.skip("has no tiles")

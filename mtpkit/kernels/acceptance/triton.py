@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import with_rows
 from mtpkit.kernels.sampling.draw import chunk_size, first_above, pick_chunk
 
 MATCHING_ROWS = 32
@@ -184,7 +185,7 @@ def accept_rejection(
     sample_uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
-    draft_probs, target_probs = (p if p.stride(2) == 1 else p.contiguous() for p in (draft_probs, target_probs))
+    draft_probs, target_probs = with_rows(draft_probs), with_rows(target_probs)
     rows, depths = draft_token_ids.shape
     vocab_size = target_probs.shape[2]
     accepted, token_ids = _results(rows, depths, target_probs.device)

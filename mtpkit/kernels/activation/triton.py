@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import as_rows
+
 BLOCK, NUM_WARPS = 1024, 4
 """Eight elements a thread: one 16-byte access each way in bf16."""
 
@@ -39,9 +41,7 @@ def relu2(x: Tensor) -> Tensor:
 
 def swiglu(x: Tensor) -> Tensor:
     """See the reference."""
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    width = x.shape[-1] // 2
+    rows, width = as_rows(x), x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(width, BLOCK)
     _swiglu_kernel[(len(rows) * blocks,)](rows, out, width, rows.stride(0), blocks, BLOCK=BLOCK, num_warps=NUM_WARPS)

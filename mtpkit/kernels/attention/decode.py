@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.attention.tile import (
-    PROGRAMS,
     UNALIGNED,
     UNSPECIALIZED,
     Tiles,
@@ -20,7 +19,9 @@ from mtpkit.kernels.attention.tile import (
     load_queries,
     padded,
     score_scale,
+    sizes,
 )
+from mtpkit.kernels.device import PROGRAMS
 
 _MAX_PROGRAMS = 1024
 """No more than that to shorten the longest split: empty programs are not free."""
@@ -197,6 +198,7 @@ def paged_attention(
     fill, longest = splits or 1, span + tiles.n
     if splits is None:
         splits, fill, longest = split_plan(rows * across, span, tiles.n)
+    plan = tokens, span, fill, longest
     lines = tokens * groups * rep
     out = q.new_empty(rows, tokens, groups * rep, width)
     joined = rows * splits * lines if splits > 1 else 0
@@ -213,21 +215,10 @@ def paged_attention(
         part,
         lse,
         score_scale(width),
-        tokens,
-        span,
-        fill,
-        longest,
+        *plan,
         block_tables.stride(0),
         *q.stride()[:4],
-        GROUPS=groups,
-        REP=rep,
-        WIDTH=width,
-        BLOCK_SIZE=key_cache.shape[1],
-        M=tiles.m,
-        N=tiles.n,
-        D=padded(width),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **sizes(q, key_cache, tiles),
     )
     if splits > 1:
         at_once = 1 if rows * lines <= _FEW_LINES else 8
@@ -236,10 +227,7 @@ def paged_attention(
             out,
             part,
             lse,
-            tokens,
-            span,
-            fill,
-            longest,
+            *plan,
             splits,
             lines,
             WIDTH=width,

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mtpkit.kernels.attention.decode import paged_attention
 from mtpkit.kernels.attention.tile import (
-    PROGRAMS,
     UNALIGNED,
     UNSPECIALIZED,
     Tiles,
@@ -16,9 +15,10 @@ from mtpkit.kernels.attention.tile import (
     empty_state,
     grouped,
     load_queries,
-    padded,
     score_scale,
+    sizes,
 )
+from mtpkit.kernels.device import PROGRAMS
 
 
 def prefill_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
@@ -128,14 +128,6 @@ def prefill_attention(
         len(lens),
         block_tables.stride(0),
         *q.stride()[:3],
-        GROUPS=groups,
-        REP=rep,
-        WIDTH=width,
-        BLOCK_SIZE=key_cache.shape[1],
-        M=chosen.m,
-        N=chosen.n,
-        D=padded(width),
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
+        **sizes(q, key_cache, chosen),
     )
     return out

@@ -67,7 +67,9 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of the newest T tokens of R rows over their paged keys and values, which include their own.
 
-    Query t of row r stands at position context_lens[r] + t and sees the positions up to its own.
+    Query t of row r stands at position context_lens[r] + t and sees the positions up to its own. A kernel splits the
+    contexts by how many rows there are and how long a block table is, so that the last bits of a row's output depend on
+    the batch.
 
     Args:
         q: [R, T, heads, d], or [R, T, kv_heads, heads / kv_heads, d] where a view of a fused projection cannot have its
@@ -108,7 +110,8 @@ def prefill_attention(
     query_start: Tensor,
     lens: tuple[int, ...],
 ) -> Tensor:
-    """`paged_attention` of R rows with `lens` new tokens each, one row after another in q.
+    """`paged_attention` of R rows with `lens` new tokens each, one row after another in q. A kernel may split
+    their contexts likewise.
 
     Example, lens (2, 3), query_start [4, 6, 9]: q has 5 tokens, of which the first 2 are row 0's.
 

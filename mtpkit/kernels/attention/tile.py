@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 2 * 132
-"""Programs that keep an H200's 132 multiprocessors busy with loads."""
+from mtpkit.kernels.device import SMALLEST_DOT
+
 UNSPECIALIZED = ["tokens", "span", "fill", "longest", "width", "rows"]
 """Numbers that change from step to step and must not compile a kernel anew."""
 UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr"]
@@ -39,13 +39,29 @@ def grouped(q: Tensor, dims: int, key_cache: Tensor, value_cache: Tensor) -> Ten
 
 
 def padded(width: int) -> int:
-    """Channels of a tile: tensor cores take powers of two from 16 on."""
-    return max(16, triton.next_power_of_2(width))
+    """Channels of a tile: tensor cores take powers of two."""
+    return max(SMALLEST_DOT, triton.next_power_of_2(width))
 
 
 def score_scale(width: int) -> float:
     """What turns dot products into exponents of two."""
     return math.log2(math.e) / math.sqrt(width)
+
+
+def sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
+    """What a kernel is compiled for, given q as `grouped` returns it."""
+    groups, rep, width = q.shape[-3:]
+    return dict(
+        GROUPS=groups,
+        REP=rep,
+        WIDTH=width,
+        BLOCK_SIZE=key_cache.shape[1],
+        M=tiles.m,
+        N=tiles.n,
+        D=padded(width),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
 
 
 @triton.jit

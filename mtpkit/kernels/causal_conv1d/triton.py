@@ -7,9 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.chunks import chunks
-
-_PROGRAMS = 2 * 132
-"""Programs that keep an H200's 132 multiprocessors busy with loads."""
+from mtpkit.kernels.device import PROGRAMS
 
 
 @triton.jit
@@ -106,7 +104,7 @@ def causal_conv1d_update(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if block is None:
         block = 1024
-        while block > 128 and rows * triton.cdiv(channels, block) < 2 * _PROGRAMS:
+        while block > 128 and rows * triton.cdiv(channels, block) < 2 * PROGRAMS:
             block //= 2
     _update_kernel[(triton.cdiv(channels, block), rows)](
         x,

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import MULTIPROCESSORS, SMALLEST_DOT, with_rows
+
 BLOCK = 4096
 """Logits that a program of `argmax` reads at a time."""
-PROGRAMS = 1056
-"""Programs of `argmax` that fill the chip: eight for each of 132 multiprocessors."""
+PROGRAMS = 8 * MULTIPROCESSORS
+"""Programs of `argmax` that fill the chip."""
 STREAM_ROWS = 64
 """Up to so many rows of hidden states the weight is streamed once and no logits are written."""
 CHUNK_ROWS = 1024
@@ -31,9 +33,9 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
-"""By padded rows of hidden states: two programs a multiprocessor (one at 128) with three tiles in flight each. With
-more rows the tile of the weight grows, since every program reads all of the hidden states from the cache."""
+TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4)}
+"""By padded rows of hidden states: two programs a multiprocessor with three tiles in flight each. With more rows
+the tile of the weight grows, since every program reads all of the hidden states from the cache."""
 WIDE_TILE = Tile(64, 16, 2, 4)
 """For fp32, which has no matrix unit at full precision: small, so that operands stay in registers."""
 
@@ -140,7 +142,7 @@ def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Ten
 
 def argmax(logits: Tensor) -> Tensor:
     """See the reference."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = with_rows(logits)
     rows, width = logits.shape
     blocks = triton.cdiv(width, BLOCK)
     span = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(rows, 1))))
@@ -161,15 +163,15 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
     return flat if token_ids is None else token_ids[flat]
 
 
-def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """`linear_argmax` of at most 128 rows without writing logits; `tile` replaces the table's choice."""
-    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """`linear_argmax` of up to STREAM_ROWS rows without writing logits."""
+    hidden = with_rows(hidden)
     rows, width = hidden.shape
     if not rows:
         return torch.empty(0, dtype=torch.int64, device=hidden.device)
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(SMALLEST_DOT, triton.next_power_of_2(rows))
     wide = hidden.dtype == torch.float32
-    tile = tile or (WIDE_TILE if wide else TILES[padded])
+    tile = WIDE_TILE if wide else TILES[padded]
     parts = triton.cdiv(len(weight), tile.block_n)
     values, indices = _part_buffers(rows, parts, hidden.device)
     _linear_part_kernel[(parts,)](

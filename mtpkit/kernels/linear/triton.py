@@ -13,23 +13,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm as norms
+from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, with_rows
 from mtpkit.kernels.linear.reference import compose
 
 MAX_ROWS = 16
 """With more rows the matrix units matter, and a library's kernel is better."""
-_SMALLEST_DOT = 16
-_NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-"""What tensor cores multiply. The interpreter would multiply the bits of bf16 numbers."""
-_MULTIPROCESSORS = 132
-"""Of an H200."""
 _MAX_SPLITS = 8
 """More would leave a program too few tiles to overlap."""
-_LINES = 8
-"""Cache lines of each row of its weight that a program asks for before the kernel ahead of it has ended."""
 
 
 class Tile(NamedTuple):
@@ -46,22 +39,6 @@ class Tile(NamedTuple):
         return width % (self.splits * self.block_k) == 0
 
 
-_SHAPES = [
-    (64, 128, 3, 4, 3),
-    (64, 128, 4, 4, 2),
-    (64, 64, 6, 4, 3),
-    (64, 64, 9, 4, 2),
-    (64, 64, 5, 4, 4),
-    (64, 256, 4, 4, 1),
-    (128, 128, 3, 8, 2),
-    (128, 64, 6, 8, 2),
-    (128, 128, 5, 8, 1),
-    (32, 256, 3, 4, 3),
-    (32, 128, 5, 4, 4),
-]
-"""block_n, block_k, num_stages, num_warps of a tile, and how many such programs a multiprocessor holds at once. 64
-outputs are the fewest that Hopper's matrix units take from shared memory as their
-left operand; 32 go through registers."""
 TILES: dict[tuple[int, int], Tile] = {
     (18560, 4096): Tile(64, 128, 1, 3, 4),
     (21504, 4096): Tile(64, 128, 1, 3, 4),
@@ -72,41 +49,49 @@ TILES: dict[tuple[int, int], Tile] = {
     (4096, 21504): Tile(64, 128, 4, 4, 4),
 }
 """By (N, K) of the weight. All programs, but not those of the vocabulary, are resident at once, so that they share the
-bandwidth evenly and end together."""
+bandwidth evenly and end together. 64 outputs are the fewest that Hopper's matrix units take from shared memory as their
+left operand."""
+_OTHER = Tile(64, 128, 1, 3, 4)
+"""Of weights that the table has not."""
+_RESIDENT = 3
+"""Such programs that a multiprocessor holds at once."""
 
 
-def configs(outputs: int, width: int) -> list[Tile]:
-    """Tiles worth timing for a weight [outputs, width], at most 12, the default first."""
-    found = [_tile(outputs, width)]
-    found += [_filling(shape, outputs, width) for shape in _SHAPES]
-    return list(dict.fromkeys(tile for tile in found if tile))
+def _tile(outputs: int, width: int) -> Tile | None:
+    """The table's tile or, for other weights, one that fills the GPU with programs that are resident at once.
 
-
-def _filling(shape: tuple[int, ...], outputs: int, width: int) -> Tile | None:
-    """The tile of a shape with the most programs that are resident at once; None where K is not whole tiles."""
-    block_n, block_k, stages, warps, resident = shape
-    most = resident * _MULTIPROCESSORS // triton.cdiv(outputs, block_n)
+    None where `width` channels are not whole tiles.
+    """
+    if (outputs, width) in TILES:
+        return TILES[outputs, width]
+    most = _RESIDENT * MULTIPROCESSORS // triton.cdiv(outputs, _OTHER.block_n)
     for splits in range(max(1, min(_MAX_SPLITS, most)), 0, -1):
-        tile = Tile(block_n, block_k, splits, stages, warps)
+        tile = _OTHER._replace(splits=splits)
         if tile.fits(width):
             return tile
     return None
 
 
-def _tile(outputs: int, width: int) -> Tile | None:
-    """The table's tile or, for other weights, one that fills the GPU."""
-    tile = TILES.get((outputs, width))
-    return tile if tile and tile.fits(width) else _filling(_SHAPES[0], outputs, width)
+@triton.jit
+def _store_part(products, squares, product, square, live, NORMED: tl.constexpr):
+    """Leave one program's sums to the last one of its tile."""
+    tl.store(products, product, mask=live)
+    if NORMED:
+        tl.store(squares, square)
+    tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
 
 
 @triton.jit
-def _prefetch(weights, SPAN: tl.constexpr, LINES: tl.constexpr):
-    """Ask for the first lines of each row of the weight, to be in the L2 cache when the loop comes to them."""
-    ahead = tl.minimum(tl.arange(0, LINES) * 64, SPAN - 1)
-    address = (weights[:, None] + ahead[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _sum_parts(products, squares, live, PART: tl.constexpr, SPLITS: tl.constexpr, NORMED: tl.constexpr):
+    """The sums of all parts of a tile, which lie PART apart from the pointers to the first on."""
+    product = tl.zeros(products.shape, tl.float32)
+    square = tl.zeros(squares.shape, tl.float32)
+    for part in tl.static_range(SPLITS):
+        # From the L2 cache, where the other multiprocessors wrote them.
+        product += tl.load(products + part * PART, mask=live, other=0.0, cache_modifier=".cg")
+        if NORMED:
+            square += tl.load(squares + part * PART, cache_modifier=".cg")
+    return product, square
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -131,34 +116,29 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NARROW: tl.constexpr,
-    PDL: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     """BLOCK_N outputs of all rows, summed over SPAN of the WIDTH input channels. The weight is the left operand of the
     product, whose other side may be as narrow as 16."""
     SPLITS: tl.constexpr = WIDTH // SPAN
+    NORMED: tl.constexpr = norm_ptr is not None
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     k = split * SPAN + tl.arange(0, BLOCK_K)
     live = (m < rows)[None, :]
     # Outputs past the end repeat the last one: loads without a mask.
     weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
-    if PDL:
-        gdc_launch_dependents()
-        _prefetch(weights + split * SPAN, SPAN, LINES)
-        gdc_wait()
     weight_ptrs = weights[:, None] + k[None, :]
     x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
-    if norm_ptr is not None:
+    if NORMED:
         # Laid out like x, whose threads then hold it without an exchange, and a tile ahead; the L1 cache repeats it.
         scale_ptrs = norm_ptr + k[:, None] + tl.zeros([1, ROWS], tl.int32)
         scale = tl.load(scale_ptrs)
     for start in range(0, SPAN, BLOCK_K):
         w = tl.load(weight_ptrs + start)
         x = tl.load(x_ptrs + start, mask=live, other=0.0)
-        if norm_ptr is not None:
+        if NORMED:
             value = x.to(tl.float32)
             squares += value * value
             x = (value * scale.to(tl.float32)).to(x_ptr.dtype.element_ty)
@@ -171,21 +151,12 @@ def _linear_kernel(
         PART: tl.constexpr = ROWS * (BLOCK_N + 1)
         places = parts_ptr + tile * (SPLITS * PART) + m[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         last = parts_ptr + tile * (SPLITS * PART) + ROWS * BLOCK_N + m
-        tl.store(places + split * PART, product, mask=live)
-        if norm_ptr is not None:
-            tl.store(last + split * PART, square)
-        tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
+        _store_part(places + split * PART, last + split * PART, product, square, live, NORMED)
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
             return
         tl.store(counters_ptr + tile, 0)
-        product = tl.zeros([BLOCK_N, ROWS], tl.float32)
-        square = tl.zeros([ROWS], tl.float32)
-        for part in tl.static_range(SPLITS):
-            # From the L2 cache, where the other multiprocessors wrote them.
-            product += tl.load(places + part * PART, mask=live, other=0.0, cache_modifier=".cg")
-            if norm_ptr is not None:
-                square += tl.load(last + part * PART, cache_modifier=".cg")
-    if norm_ptr is not None:
+        product, square = _sum_parts(places, last, live, PART, SPLITS, NORMED)
+    if NORMED:
         product *= tl.rsqrt(square / WIDTH + eps)[None, :]
     if RELU2:
         product = tl.where(product < 0, 0.0, product * product)  # not tl.maximum, which would turn a NaN into 0
@@ -215,10 +186,6 @@ def _counters_of(device: torch.device, tiles: int) -> Tensor:
     return counters
 
 
-def _with_rows(t: Tensor) -> Tensor:
-    return t if t.stride(1) == 1 else t.contiguous()
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -230,13 +197,9 @@ def linear(
     activation: Literal["relu2"] | None = None,
     residual: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> Tensor:
     """See the reference. Up to MAX_ROWS rows in bf16 are one kernel that rounds once, and a gated norm one before it;
-    others are one op after another.
-
-    `tile` replaces the table's choice. With `pdl` the kernel may start before the one ahead of it has ended
-    (programmatic dependent launch), and fetches weights into the cache until it has; they must not be its result.
+    others are one op after another. `tile` replaces the table's choice.
     """
     assert activation in (None, "relu2") and (gate is None) == (group_size is None)
     (rows, width), outputs = x.shape, len(weight)
@@ -248,10 +211,10 @@ def linear(
     if gate is not None:
         assert norm_weight is not None and group_size is not None
         x, norm_weight = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps), None
-    x = _with_rows(x)
-    residual = None if residual is None else _with_rows(residual)
+    x = with_rows(x)
+    residual = None if residual is None else with_rows(residual)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    padded = max(_SMALLEST_DOT, triton.next_power_of_2(rows))
+    padded = max(SMALLEST_DOT, triton.next_power_of_2(rows))
     tiles, parts, counters = triton.cdiv(outputs, chosen.block_n), None, None
     if chosen.splits > 1:
         parts = torch.empty(tiles, chosen.splits, padded, chosen.block_n + 1, device=x.device)
@@ -276,11 +239,8 @@ def linear(
         ROWS=padded,
         BLOCK_N=chosen.block_n,
         BLOCK_K=chosen.block_k,
-        NARROW=_NARROW,
-        PDL=pdl,
-        LINES=_LINES,
+        NARROW=NARROW,
         num_stages=chosen.num_stages,
         num_warps=chosen.num_warps,
-        launch_pdl=pdl,
     )
     return out

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.norm.triton import as_rows, normalise
+from mtpkit.kernels.device import as_rows
+from mtpkit.kernels.norm.triton import normalise
 
 
 @triton.jit

@@ -9,12 +9,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum, both [..., h] in the dtype of x; the sum is rounded before the norm."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
     """Norm of x * silu(z) over groups of `group_size` channels, as Mamba2 has it before its output projection.
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import as_rows
+
 TILE = 2048
 """Elements of a program that holds several narrow rows."""
 
@@ -28,21 +30,6 @@ def _rms_norm_kernel(x, weight, out, eps, rows, width, stride, ROWS: tl.constexp
 
 
 @triton.jit
-def _add_rms_norm_kernel(
-    x, residual, weight, out, total, eps, rows, width, x_stride, r_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = (row < rows) & (column < width)
-    left = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(residual + row * r_stride + column, mask=mask, other=0.0).to(tl.float32)
-    rounded = (left + right).to(total.dtype.element_ty)
-    tl.store(total + row * width + column, rounded, mask=mask)
-    normed = normalise(rounded.to(tl.float32), weight, column, width, eps)
-    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _gated_rms_norm_kernel(x, z, weight, out, eps, groups, width, x_stride, z_stride, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
@@ -53,12 +40,6 @@ def _gated_rms_norm_kernel(x, z, weight, out, eps, groups, width, x_stride, z_st
     gate = tl.load(z + row * z_stride + start + column, mask=mask, other=0.0).to(tl.float32)
     normed = normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps)
     tl.store(out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """x [..., h] as [rows, h] with contiguous channels; a copy only where no view has a single row stride."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def tile(width: int) -> dict[str, int]:
@@ -74,17 +55,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     grid = (triton.cdiv(len(rows), settings["ROWS"]),)
     _rms_norm_kernel[grid](rows, weight, out, eps, *rows.shape, rows.stride(0), **settings)
     return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See the reference."""
-    left, right, settings = as_rows(x), as_rows(residual), tile(x.shape[-1])
-    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    grid = (triton.cdiv(len(left), settings["ROWS"]),)
-    _add_rms_norm_kernel[grid](
-        left, right, weight, out, total, eps, *left.shape, left.stride(0), right.stride(0), **settings
-    )
-    return out, total
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:

@@ -41,7 +41,6 @@ class Tuning(NamedTuple):
     max_registers: int = 128
 
 
-MULTIPROCESSORS = 132
 FEW, MANY = Tuning(), Tuning(tile=2048, pivot_tile=1024, num_warps=8)
 """For up to a row a multiprocessor, and for more: two programs share one."""
 
@@ -64,6 +63,22 @@ def _bound(row, heads, inside, k, p, floor, total, num_groups):
             lightest = tl.maximum(0.99 * (1 - p) * total / vocab_size, 1e-37)
             low = key_of(m + tl.log2(lightest) / scale)
     return value_of(low)
+
+
+@triton.jit
+def _filters(
+    top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr
+):
+    """(k, p, floor) of a row, tokens below the floor being too light for min-p; V, 1 and -inf where one is off."""
+    floor = tl.full([], float("-inf"), tl.float32)
+    k, p = tl.zeros([], tl.int32) + vocab_size, tl.full([], 1.0, tl.float32)
+    if TOP_K:
+        k = tl.load(top_k + place).to(tl.int32)
+    if TOP_P:
+        p = tl.load(top_p + place).to(tl.float32)
+    if MIN_P:
+        floor = m + tl.log2(tl.load(min_p + place).to(tl.float32)) / scale
+    return k, p, floor
 
 
 @triton.jit
@@ -188,14 +203,7 @@ def cut_kernel(
     m, parts = row_statistics(maxima, sums, place, scale, num_chunks, CHUNKS)
     kept = tl.sum(parts, 0)
     last = tl.zeros([], tl.int32) + vocab_size
-    t = tl.full([], float("-inf"), tl.float32)
-    k, p = last, tl.full([], 1.0, tl.float32)
-    if TOP_K:
-        k = tl.load(top_k + place).to(tl.int32)
-    if TOP_P:
-        p = tl.load(top_p + place).to(tl.float32)
-    if MIN_P:
-        t = m + tl.log2(tl.load(min_p + place).to(tl.float32)) / scale
+    k, p, t = _filters(top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K, TOP_P, MIN_P)
     if (k < vocab_size) | (p < 1) | (t > float("-inf")):
         row = (logits + place * row_stride, vocab_size, m, scale)
         buffer = buffers + place * ROOM

@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Sampling in Triton. N rows of V logits are read two or three times, and nothing is sorted; see `cut` and `softmax`.
+"""Sampling in Triton, without a sort; see `cut` and `softmax`.
+
+A row of logits is read once for its statistics, and once more where probabilities are written. Of a row that is cut few
+groups of tokens are read besides as a rule; a flat one takes several passes for each of top-k and top-p (`_cut_row` in
+`cut`), and a draw from it one more.
 
 All functions can be captured in a CUDA graph. Rows that pad a batch may hold NaN; a token is one of the vocabulary
 whatever they hold.
@@ -12,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import MULTIPROCESSORS, with_rows
 from mtpkit.kernels.sampling import cut, draw, softmax
 
 BLOCK = 1024
@@ -85,7 +90,7 @@ def apply_penalties(
     logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
     """See the reference. Of a row without penalties only the logits are read."""
-    logits, prompt_mask, output_counts = map(_rows, (logits, prompt_mask, output_counts))
+    logits, prompt_mask, output_counts = map(with_rows, (logits, prompt_mask, output_counts))
     repetition, frequency, presence = (values.contiguous() for values in (repetition, frequency, presence))
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
@@ -141,7 +146,7 @@ def probabilities(
 
 def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
     """See the reference."""
-    weights = _rows(weights)
+    weights = with_rows(weights)
     count, vocab_size = weights.shape
     tokens = torch.empty(count, dtype=torch.int64, device=weights.device)
     if count:
@@ -235,7 +240,7 @@ class _Rows:
 
     @classmethod
     def of(cls, logits: Tensor, temperature: Tensor, filtered: bool) -> "_Rows":
-        logits, temperature = _rows(logits), temperature.contiguous()
+        logits, temperature = with_rows(logits), temperature.contiguous()
         count, vocab_size = logits.shape
         chunk = draw.chunk_size(vocab_size)
         num_chunks = triton.cdiv(vocab_size, chunk)
@@ -291,11 +296,10 @@ class _Rows:
         min_p: Tensor | None,
         uniforms: Tensor | None = None,
         tokens: Tensor | None = None,
-        tuning: cut.Tuning | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """t [N] float32, last [N] int32 and weight [N] float32, see `cut.cut_kernel`; fills `tokens` where it can."""
         assert self.heads is not None
-        tuning = tuning or (cut.FEW if self.count <= cut.MULTIPROCESSORS else cut.MANY)
+        tuning = cut.FEW if self.count <= MULTIPROCESSORS else cut.MANY
         device = self.logits.device
         t, weight = (torch.empty(self.count, dtype=torch.float32, device=device) for _ in range(2))
         last = torch.empty(self.count, dtype=torch.int32, device=device)
@@ -330,8 +334,3 @@ class _Rows:
             enable_fp_fusion=False,  # the program's threads branch on sums, see `row_statistics`
         )
         return t, last, weight
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """`tensor` [N, V] with each row in one piece."""
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()

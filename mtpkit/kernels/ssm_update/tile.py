@@ -1,13 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What both updates compute on a tile."""
+"""What the kernels of both updates compute on a tile, and where they find a row."""
 
 import triton
 import triton.language as tl
-
-SMALLEST_DOT = 16
-"""Rows and columns that a product of tiles has at least."""
-NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-"""What tensor cores multiply. The interpreter would multiply the bits of bf16 numbers."""
 
 
 @triton.jit
@@ -52,3 +47,19 @@ def load(ptrs, mask, WHOLE: tl.constexpr):
         return tl.load(ptrs)
     else:
         return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def places(slots_ptr, contexts_ptr, lens_ptr, row, e, t, LENGTH: tl.constexpr):
+    """Slot of a row, its committed entries, and where in the rings its old entries and new tokens are."""
+    slot = tl.load(slots_ptr + row)
+    context, count = tl.load(contexts_ptr + row), tl.load(lens_ptr + row)
+    # Null rows may have fewer positions than entries: a place is never negative.
+    old = slot * LENGTH + (((context - count) % LENGTH).to(tl.int32) + LENGTH + e) % LENGTH
+    new = slot * LENGTH + ((context % LENGTH).to(tl.int32) + t) % LENGTH
+    return slot, count, old, new
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest power of two that divides `number` and is at most `limit`."""
+    return min(number & -number, limit)

@@ -6,13 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT
 from mtpkit.kernels.ssm_update.replay import ssm_replay_update
-from mtpkit.kernels.ssm_update.tile import SMALLEST_DOT, step_size
+from mtpkit.kernels.ssm_update.tile import step_size
 
 __all__ = ["ssm_replay_update", "ssm_snapshot_update"]
-
-_PROGRAMS = 2 * 132
-"""Programs that keep an H200's 132 multiprocessors busy with loads."""
 
 
 @triton.jit
@@ -134,6 +132,6 @@ def ssm_snapshot_update(
 def _block_p(programs: int, width: int, largest: int) -> int:
     """Channels a program takes when one for all of them makes `programs`: few enough to fill the GPU."""
     block = min(largest, max(SMALLEST_DOT, triton.next_power_of_2(width)))
-    while block > SMALLEST_DOT and programs * triton.cdiv(width, block) < _PROGRAMS:
+    while block > SMALLEST_DOT and programs * triton.cdiv(width, block) < PROGRAMS:
         block //= 2
     return block
