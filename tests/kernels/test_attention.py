@@ -14,6 +14,8 @@ from tests.kernels.recurrence import relative
 WIDTH = 6
 HEADS = [(4, 4), (4, 2), (6, 1)]
 TOLERANCE = 1e-5
+ROUNDING = 1e-6
+"""Of sums in fp32 over a few hundred positions, in another order."""
 
 
 def dense(q, k, v, mask):
@@ -206,13 +208,39 @@ def test_null_rows_are_finite_and_change_nothing(twin):
     assert error(out[:1], q[:1], histories) < TOLERANCE
 
 
-def test_a_row_depends_on_nothing_else_in_the_batch(twin):
-    caches, tables, _ = make_paged([5, 9, 2], [3, 3, 3], 4)
-    q, contexts = torch.randn(3, 3, 4, WIDTH), torch.tensor([5, 9, 2])
+def split_of(rows: int, tables: torch.Tensor, block_size: int) -> tuple[int, int, int]:
+    """The plan of the Triton twin for fp32 rows of two groups and few queries."""
+    decode = importlib.import_module("mtpkit.kernels.attention.decode")
+    tiles = decode.decode_tiles(6, WIDTH, torch.float32)
+    return decode.split_plan(2 * rows, tables.shape[1] * block_size, tiles.n)
+
+
+def test_a_row_has_the_same_bits_in_batches_that_are_split_alike(twin):
+    """Contexts of part of a tile and of many."""
+    contexts = [5, 300, 9, 170]
+    caches, tables, _ = make_paged(contexts, [3] * 4, 4)
+    q, contexts = torch.randn(4, 3, 4, WIDTH), torch.tensor(contexts)
     together = paged(twin, q, caches, tables, contexts.tolist())
-    for row in ([0], [2, 1]):
+    for row in ([0], [1], [2, 1], [3, 0, 1]):
+        assert split_of(len(row), tables, 4) == split_of(4, tables, 4)
         alone = paged(twin, q[row], caches, tables[row], contexts[row].tolist())
         assert torch.equal(alone, together[row])
+
+
+def test_a_row_is_the_same_but_for_rounding_in_batches_that_are_split_otherwise(twin):
+    """A batch that fills the GPU splits its rows less."""
+    contexts = [300, 170, *(row % 10 for row in range(38))]
+    caches, tables, _ = make_paged(contexts, [3] * 40, 4)
+    q = torch.randn(40, 3, 4, WIDTH)
+    together = paged(twin, q, caches, tables, contexts)
+    for row in (0, 1):
+        assert split_of(1, tables, 4) != split_of(40, tables, 4)
+        arguments = q[[row]], caches, tables[[row]], contexts[row : row + 1]
+        alone = [paged(twin, *arguments)]
+        if twin.name != "reference":
+            alone += [paged(twin, *arguments, splits=splits) for splits in (1, 2, 7)]
+        for out in alone:
+            assert relative(out[0], together[row].double()) < ROUNDING
 
 
 def test_a_wrong_length_or_block_would_be_seen(twin):

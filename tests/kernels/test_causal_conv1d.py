@@ -84,18 +84,23 @@ def strided(x: torch.Tensor, device: str) -> torch.Tensor:
     return whole[..., 2:-1]
 
 
-def run_updates(twin, width: int, tokens: int, spare: int = 0, shift: int = 0) -> float:
+def placed(twin, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors on the twin's device; a bias may be None."""
+    return [tensor if tensor is None else tensor.to(twin.device) for tensor in tensors]
+
+
+def run_updates(twin, width: int, tokens: int, spare: int = 0, shift: int = 0, bias: bool = True) -> float:
     """Worst relative error over steps of rows in non-contiguous slots with random accepts, against the convolution of
     the accepted tokens; `shift` is added to the committed index where there is room."""
     generator = torch.Generator().manual_seed(tokens)
-    weight, bias = parameters(width)
+    weight, bias = parameters(width, bias)
     slots, slot_of = 6, torch.tensor([4, 1, 3])
     state = torch.full((slots, width - 2 + tokens + spare, CHANNELS), torch.nan, device=twin.device)
     accepted = [torch.randn(width - 1, CHANNELS, generator=generator) for _ in slot_of]
     for row, slot in enumerate(slot_of):
         state[slot, : width - 1] = accepted[row].to(state)
     committed, worst = torch.zeros(len(slot_of), dtype=torch.int64), 0.0
-    update, device_parameters = twin("causal_conv1d").causal_conv1d_update, [p.to(twin.device) for p in (weight, bias)]
+    update, device_parameters = twin("causal_conv1d").causal_conv1d_update, placed(twin, weight, bias)
     for _ in range(10):
         rows = torch.randperm(len(slot_of), generator=generator)[: int(torch.randint(1, 4, (), generator=generator))]
         x = torch.randn(len(rows), tokens, CHANNELS, generator=generator)
@@ -114,11 +119,12 @@ def run_updates(twin, width: int, tokens: int, spare: int = 0, shift: int = 0) -
     return worst
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("tokens", [1, 3, 6])
-def test_update(twin, width, tokens):
-    assert run_updates(twin, width, tokens) < TOLERANCE
-    assert run_updates(twin, width, tokens, spare=2) < TOLERANCE
+def test_update(twin, width, tokens, bias):
+    assert run_updates(twin, width, tokens, bias=bias) < TOLERANCE
+    assert run_updates(twin, width, tokens, spare=2, bias=bias) < TOLERANCE
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -146,13 +152,14 @@ def test_padding_rows_touch_nothing(twin):
     assert (y[0] == 0).all() and torch.equal(state[[0, 2]], before[[0, 2]])
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("lens", [(1,), (2, 1, 3), (16, 17, 1, 40)], ids=str)
-def test_rows_of_different_lengths(twin, lens, width):
+def test_rows_of_different_lengths(twin, lens, width, bias):
     """Windows of short rows reach back into the initial ones."""
-    weight, bias = parameters(width)
+    weight, bias = parameters(width, bias)
     x, initial = torch.randn(sum(lens), CHANNELS), torch.randn(len(lens), width - 1, CHANNELS)
-    arguments = (t.to(twin.device) for t in (weight, bias, initial))
+    arguments = placed(twin, weight, bias, initial)
     y, windows = twin("causal_conv1d").causal_conv1d_varlen(strided(x, twin.device), *arguments, lens)
     for row, part in enumerate(x.split(lens)):
         want = slow(part[None], weight, bias, initial=initial[row : row + 1].transpose(1, 2))[0]
@@ -160,15 +167,17 @@ def test_rows_of_different_lengths(twin, lens, width):
         assert torch.equal(windows[row].cpu(), torch.cat([initial[row], part])[1 - width :])
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("width", [3, 4])
 @pytest.mark.parametrize("channels", [5, 300])
-def test_bf16(twin, channels, width):
+def test_bf16(twin, channels, width, with_bias):
     """At most twice the error of torch's own convolution in bf16."""
     torch.manual_seed(1)
     weight, bias = torch.randn(channels, 1, width).bfloat16(), torch.randn(channels).bfloat16()
+    bias = bias if with_bias else None
     lens, taps = (3, 2), width - 1
     x, initial = torch.randn(5, channels).bfloat16(), torch.randn(2, taps, channels).bfloat16()
-    on_device = [t.to(twin.device) for t in (weight, bias)]
+    on_device = placed(twin, weight, bias)
     y, windows = twin("causal_conv1d").causal_conv1d_varlen(
         strided(x, twin.device), *on_device, initial.to(twin.device), lens
     )
@@ -178,7 +187,8 @@ def test_bf16(twin, channels, width):
     new = strided(x[:3].expand(2, 3, channels), twin.device)
     updated = twin("causal_conv1d").causal_conv1d_update(new, state, *on_device, slots, torch.zeros_like(slots))
     padded = torch.cat([initial[0], x[:3]]).t()[None]
-    want = F.silu(F.conv1d(padded.double(), weight.double(), bias.double(), groups=channels))[0].t()
+    exact = (t if t is None else t.double() for t in (padded, weight, bias))
+    want = F.silu(F.conv1d(*exact, groups=channels))[0].t()
     bound = 2 * relative(F.silu(F.conv1d(padded, weight, bias, groups=channels))[0].t(), want)
     assert y.dtype == updated.dtype == windows.dtype == torch.bfloat16
     assert relative(y[:3].cpu(), want) <= bound and relative(updated[0].cpu(), want) <= bound

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpkit.kernels.ssm_update import reference, ring_base, ring_capacity
+from mtpkit.kernels.ssm_update import reference, ring_base, ring_capacity, ring_length
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative, scan
 
@@ -165,6 +165,12 @@ def test_rare_large_steps_among_small_ones(twin):
 
 def test_step_sizes_are_clamped(twin):
     assert run_replay(twin, 2, 10, limits=(0.1, 0.3)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(1, 20), (4, 20), (5, 40), (8, 40), (9, 80), (16, 80), (17, 160)])
+def test_a_ring_holds_a_step_beside_a_power_of_two_of_entries(tokens, length):
+    capacity = ring_capacity(length)
+    assert ring_length(tokens) == length and length - capacity >= tokens and capacity & (capacity - 1) == 0
 
 
 class Step:

@@ -1,0 +1,68 @@
+"""Which twin `pick` calls, shown with an op whose twins only say their names."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from mtpkit.kernels.dispatch import CHOICE, pick
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def on_gpu(requires_grad: bool = False) -> torch.Tensor:
+    return torch.ones(2).as_subclass(OnGpu).requires_grad_(requires_grad)
+
+
+@pytest.fixture
+def op(monkeypatch):
+    """A picked op of two tensors, positional or keyword, that returns its twin's name and what it was given."""
+    monkeypatch.delenv(CHOICE, raising=False)
+
+    def scale(x, *others, **named):
+        return "reference", (x, *others), named
+
+    triton = ModuleType("an_op.triton")
+    triton.scale = lambda x, *others, **named: ("triton", (x, *others), named)
+    monkeypatch.setitem(sys.modules, "an_op.triton", triton)
+    scale.__module__ = "an_op.reference"
+    return pick(scale)
+
+
+def test_a_gpu_takes_the_kernel_and_a_cpu_the_reference(op):
+    x, other = on_gpu(), torch.ones(2)
+    assert op(x, other, factor=other) == ("triton", (x, other), {"factor": other})
+    assert op(other, x, factor=x) == ("reference", (other, x), {"factor": x})
+
+
+def test_what_asks_for_a_gradient_takes_the_reference(op):
+    """Wherever it stands among the arguments."""
+    plain, wanting = on_gpu(), on_gpu(requires_grad=True)
+    for arguments, named in (
+        ((wanting,), {}),
+        ((plain, wanting), {}),
+        ((plain, None, 0.5), {"weight": wanting}),
+        ((plain,), {"residual": None, "weight": wanting}),
+    ):
+        assert op(*arguments, **named)[0] == "reference"
+    assert op(plain, 0.5, None, weight=plain)[0] == "triton"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_where_none_is_recorded_the_kernel_runs(op, mode):
+    wanting = on_gpu(requires_grad=True)
+    with mode():
+        assert op(wanting, weight=wanting)[0] == "triton"
+    assert op(wanting, weight=wanting)[0] == "reference"
+
+
+def test_the_environment_may_choose_the_reference(op, monkeypatch):
+    monkeypatch.setenv(CHOICE, "reference")
+    assert op(on_gpu())[0] == "reference"
+    monkeypatch.setenv(CHOICE, "triton")
+    assert op(on_gpu())[0] == "triton"
