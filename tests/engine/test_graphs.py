@@ -8,6 +8,7 @@ import torch
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.graphs import bucket_size
 from mtpkit.engine.step import Drafts
+from mtpkit.model import build_model
 from mtpkit.model.inputs import AttentionCache
 from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, greedy, make_llm, make_prompts, tiny_model
 
@@ -141,3 +142,16 @@ def test_preemption_under_graphs():
     llm = make_llm(model, 3, block_size=2, num_blocks=30)
     assert generate(llm, prompts) == [decode(model, p, 20) for p in prompts]
     assert llm.stats().preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_bf16_models_decode_with_state_in_either_dtype(state_dtype):
+    """Prompts in chunks, which hand the state on; the first tokens are those of fp32 up to near ties."""
+    exact = tiny_model(device="cuda")
+    model = build_model(exact.mtpkit_config, dtype=torch.bfloat16, device="cuda", seed=1)
+    prompts = make_prompts()
+    llm = make_llm(model, 3, state_dtype=state_dtype, max_num_batched_tokens=16, max_num_seqs=4)
+    tokens = generate(llm, prompts, greedy(4))
+    same = [a[0] == decode(exact, p, 1)[0] for a, p in zip(tokens, prompts, strict=True)]
+    assert all(len(t) == 4 for t in tokens) and sum(same) >= len(prompts) - 1

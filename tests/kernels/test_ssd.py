@@ -174,10 +174,12 @@ def test_rows_of_different_lengths(twin, lens):
 
 
 @pytest.mark.parametrize("name", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rows_in_bf16(name):
-    """At most twice the error of the recurrence in bf16."""
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_bf16(name, state_dtype):
+    """At most twice the error of the recurrence in bf16, with states that were kept in either dtype."""
     twin = Twin(name, "cuda" if name == "cuda" else "cpu")
     inputs = make_rows((1, 70, 300, 5), twin.device, torch.bfloat16, (4, 64, 2, 128))
+    inputs["initial_states"] = inputs["initial_states"].to(state_dtype)
     y, states = twin("ssd").ssd_varlen(**inputs, chunk_size=64)
     assert (y.dtype, states.dtype) == (torch.bfloat16, torch.float32)
     rows = zip(y.split(inputs["lens"]), states, scan_rows(inputs), scan_rows(inputs, torch.bfloat16), strict=True)

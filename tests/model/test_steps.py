@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
+from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model import SequenceInput, StepInput, base_forward, cache_specs, mtp_forward
 from mtpkit.model.inputs import (
     AttentionCache,
@@ -14,7 +15,6 @@ from mtpkit.model.inputs import (
     MambaCacheSpec,
     ReplayCache,
     SnapshotCache,
-    ring_base,
 )
 from tests.kernels.recurrence import relative
 from tests.model.toy import VOCAB, toy_model

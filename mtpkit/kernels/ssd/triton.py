@@ -47,7 +47,7 @@ def ssd_varlen(
         out=y,
         D=D,
         dt_bias=dt_bias,
-        initial_states=initial_states,
+        initial_states=initial_states.float(),  # the kernels want all states in one dtype
         dt_softplus=True,
         dt_limit=dt_limit,
         state_dtype=torch.float32,
