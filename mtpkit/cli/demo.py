@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False)
 
 ROOT = Path(mtpkit.__file__).parent.parent
 CONFIG = Path("examples/train_tiny.yaml")
-TRAINING_MODULES = 400
+TRAINING_MODULES = 200
 """Of the library's 1,400: more than the demo's training gets to read."""
 MARK = ".mtpkit-demo"
 """File that says that a directory is a demo's own, to be removed by the next one."""
@@ -39,8 +39,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory for everything; an earlier demo in it is removed.")] = (
         ROOT / "outputs" / "demo"
     ),
-    num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 48,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 32,
 ) -> None:
     """Train MTP heads on the tiny base, convert them there and back, measure the speedup on held-out prompts."""
     out = out.resolve()
