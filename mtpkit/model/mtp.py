@@ -3,7 +3,7 @@
 Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -134,6 +134,14 @@ def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:
     return F.pad(token_ids[:, depth:], (0, min(depth, token_ids.shape[1])))
 
 
+def shift_states(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
+    """hidden [s, b, h] (s / tp under sequence parallelism) moved to the front by `depth`, 0 where there is none."""
+    parallel = model.config.sequence_parallel
+    whole = gather_from_sequence_parallel_region(hidden) if parallel else hidden
+    moved = F.pad(whole[depth:], (0, 0, 0, 0, 0, min(depth, len(whole))))
+    return scatter_to_sequence_parallel_region(moved) if parallel else moved
+
+
 def unroll_depths(
     model: HybridModel,
     hidden: Tensor,
@@ -142,6 +150,7 @@ def unroll_depths(
     attention: DepthAttention | None = None,
     documents: Tensor | None = None,
     positions: Tensor | None = None,
+    mix: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
     """Yield g^1 .. g^K over whole sequences.
 
@@ -154,14 +163,19 @@ def unroll_depths(
             depth over its own stream: what Megatron trains, and what decoding distinct heads produces. None: what
             decoding this model produces.
         documents, positions: [b, s], see `SequenceInput`.
+        mix: for training, what depth k + 1 reads in place of g^k: a function of g^k and of the base's hidden states
+            that it stands in for, both [s, b, h]; element i of these is h_{i+k}, or 0 past the end.
     """
     repeated = model.mtpkit_config.mtp_use_repeated_layer
     serving = repeated if attention is None else attention == "serving"
     assert repeated or not serving, "distinct heads have a cache a depth: per_depth"
     streams: dict = {}
+    base = hidden
     for depth in range(1, num_depths + 1):
         inputs: LayerInput = SequenceInput(documents, positions)
         if serving:
             inputs = DepthInput(documents, positions, depth, streams)
         hidden = mtp_forward(model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         yield hidden
+        if mix is not None and depth < num_depths:
+            hidden = mix(hidden, shift_states(model, base, depth))

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 from mtpkit.errors import UserError
 from mtpkit.training.loss import LossKind
+from mtpkit.training.mixing import MixKind
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,16 @@ class LossConfig:
     """Weight of each depth, normalised to sum to 1; empty: beta^(k-1)."""
     beta: float = 0.6
     """Decay of the default depth weights."""
-    chunk_size: int = 1024
-    """Tokens whose logits are held at once."""
+    top_k: int = 0
+    """Of `kl`: learn only the base's so many most likely tokens, its distribution over them made to sum to 1; what it
+    gives the others is left out. 0: all tokens."""
+    hidden_mix: float = 0.0
+    """Share of the base's own hidden states in what each depth after the first reads in training, see `HiddenMix`; 0:
+    the head's own alone, as in decoding."""
+    hidden_mix_kind: MixKind = "sample"
+    """`sample`: each position reads one or the other, at random. `blend`: each reads the weighted sum."""
+    chunk_size: int = 0
+    """Tokens whose logits are held at once; 0: as many as 512 MiB hold on a GPU, 16 MiB on a CPU, at least 64."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +154,11 @@ class TrainConfig:
         least = {
             "data.sequence_length": heads.num_depths + 2,
             **dict.fromkeys(("data.micro_batch_size", "data.global_batch_size", "data.eval_sequences"), 1),
-            **dict.fromkeys(("heads.num_depths", "loss.chunk_size", "steps", "keep_checkpoints"), 1),
+            **dict.fromkeys(("heads.num_depths", "steps", "keep_checkpoints"), 1),
             **dict.fromkeys(("log_interval", "eval_interval", "save_interval"), 1),
             **dict.fromkeys(("optimizer.warmup_steps", "optimizer.clip_grad", "optimizer.min_lr"), 0),
             **dict.fromkeys(("optimizer.weight_decay", "loss.beta", "heads.fit_tokens"), 0),
+            **dict.fromkeys(("loss.chunk_size", "loss.top_k"), 0),
         }
         for key, smallest in least.items():
             value = self._get(key)
@@ -165,6 +175,12 @@ class TrainConfig:
             yield f"loss.temperature must be positive, not {loss.temperature}"
         if loss.temperature != 1 and loss.kind != "kl":
             yield f"loss.temperature has no effect on loss.kind={loss.kind}: set loss.temperature=1 or loss.kind=kl"
+        if loss.top_k and loss.kind != "kl":
+            yield f"loss.top_k has no effect on loss.kind={loss.kind}: set loss.top_k=0 or loss.kind=kl"
+        if not 0 <= loss.hidden_mix <= 1:
+            yield f"loss.hidden_mix must be between 0 and 1, not {loss.hidden_mix}"
+        if loss.hidden_mix and heads.num_depths == 1:
+            yield "loss.hidden_mix has no effect on one depth: set loss.hidden_mix=0 or heads.num_depths=2 or more"
         if loss.depth_weights and len(loss.depth_weights) != heads.num_depths:
             yield f"loss.depth_weights has {len(loss.depth_weights)} entries for heads.num_depths={heads.num_depths}"
         if loss.depth_weights and (min(loss.depth_weights) < 0 or sum(loss.depth_weights) <= 0):

@@ -20,6 +20,7 @@ from mtpkit.data import PackedBatch
 from mtpkit.model import SequenceInput, base_forward, output_weight, unroll_depths
 from mtpkit.training.config import HeadAttention
 from mtpkit.training.loss import LossOptions, head_losses
+from mtpkit.training.mixing import HiddenMix
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,12 @@ def count_accepted(matches: Tensor, selected: Tensor) -> Tensor:
 
 
 def run_depths(
-    model: HybridModel, batch: PackedBatch, num_depths: int, attention: HeadAttention, options: LossOptions
+    model: HybridModel,
+    batch: PackedBatch,
+    num_depths: int,
+    attention: HeadAttention,
+    options: LossOptions,
+    mix: HiddenMix | None = None,
 ) -> tuple[Tensor, DepthSums]:
     """Sum of each depth's loss over its selected tokens, [K] with its gradient, and the batch's sums.
 
@@ -106,7 +112,9 @@ def run_depths(
     batch_size = batch.token_ids.shape[0]
     selected = select_targets(batch.loss_mask, batch.documents, num_depths)
     rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
-    drafted = unroll_depths(model, hidden, batch.token_ids, num_depths, attention, batch.documents, batch.positions)
+    drafted = unroll_depths(
+        model, hidden, batch.token_ids, num_depths, attention, batch.documents, batch.positions, mix
+    )
     students = [
         states.flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)] for depth, states in enumerate(drafted, start=1)
     ]

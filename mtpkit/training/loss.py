@@ -1,25 +1,37 @@
 """Losses of all MTP depths through the frozen lm_head, without ever holding the [tokens, vocabulary] logits.
 
-The work goes chunk by chunk over tokens. Inside a chunk the teacher's distribution is made once and serves every depth,
-each depth's loss and its gradient with respect to the hidden states are finished in the same pass, and the logits are
-dropped. What is kept for the backward is that gradient, [N, h] a depth; the backward only scales it. The lm_head's
+The work goes chunk by chunk over tokens. One product gives a chunk's logits of the base and of every depth, in a buffer
+that all chunks share; `kernels.head_loss` makes of them the losses and, in their place, their gradient; a second
+product takes that to the hidden states. Tokens that a depth's mask leaves out have no row in any of this. The lm_head's
 own gradient is never computed.
 
-Under tensor parallelism each rank holds a slice of the vocabulary; sums, maxima and the hidden states' gradient are
-reduced over the group, and everything that leaves this module is the same on all of its ranks.
+What is kept for the backward is the hidden states' gradient, [N, h] a depth in the model's dtype, and the backward only
+scales it: a depth's losses are summed here, so what comes from above is one number a depth. Making logits and
+statistics again in the backward would keep as much, the hidden states, and take 1 + K products more than the 1 + 2 K
+that there are: 1 + K for logits, K for the gradient.
 
-Shape legend: N tokens, h hidden size, V vocabulary (of one rank: V/tp), K depths, C tokens of a chunk.
+Under tensor parallelism each rank holds a slice of the vocabulary. The ranks exchange seven numbers a row and chunk,
+two more for `tv`, and add up the hidden states' gradient; what leaves this module is the same on all of them.
+
+Shape legend: N tokens, h hidden size, V vocabulary (of one rank: V/tp), K depths, C tokens of a chunk, S rows of
+logits of a chunk's depths, at most K * C.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LossKind = Literal["kl", "tv", "ce"]
+from mtpkit.kernels.head_loss import HeadLoss, LossKind, fold, matches, number_tokens, row_losses
+
+CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 16 << 20}
+"""What the logits of a chunk take, base and depths together: on a GPU enough rows for products at full rate, on a CPU
+what stays in its cache."""
+LEAST_TOKENS = 64
+"""A chunk has at least so many, and a multiple of them, however large the vocabulary: each reads the whole lm_head."""
+_ALIGNMENT = 64  # elements between rows of logits are a multiple of this, for loads of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -31,49 +43,39 @@ class LossOptions:
     variation distance to it, one minus the expected acceptance rate. `ce`: cross-entropy against the tokens."""
     temperature: float = 1.0
     """Of `kl`; the other kinds are at 1."""
-    chunk_size: int = 1024
-    """C: memory for logits is C * V, whatever N is."""
+    chunk_size: int = 0
+    """C; 0: as many tokens as CHUNK_BYTES hold the logits of, whatever N and V are."""
+    top_k: int = 0
+    """Of `kl`: the base's distribution is cut to its `top_k` largest logits, and to those that equal the smallest of
+    them, and made to sum to 1 again. Left out is what the base gives all other tokens: the loss is that of a base that
+    never says them, and is least where the head never does either. 0: all tokens."""
 
 
 class VocabShard:
-    """Reductions over the vocabulary, which the ranks of `group` hold slice by slice (all of it when None)."""
+    """The slice of the vocabulary that this rank of `group` holds; all of it when that is None."""
 
     def __init__(self, size: int, group: dist.ProcessGroup | None = None):
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.first = size * dist.get_rank(self.group) if self.group else 0
-        self.last = self.first + size
 
-    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Combine every rank's `values` in place."""
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up every rank's `values` in place."""
         if self.group is not None:
-            dist.all_reduce(values, op=op, group=self.group)
+            dist.all_reduce(values, group=self.group)
         return values
 
-    def max(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest logit [C] and its index [C] in the whole vocabulary; the lowest index wins a tie between ranks."""
-        local, index = logits.max(dim=-1)
-        best = self.reduce(local.clone(), dist.ReduceOp.MAX)
-        index = torch.where(local == best, index + self.first, torch.iinfo(index.dtype).max)
-        return best, self.reduce(index, dist.ReduceOp.MIN)
+    def gather(self, values: Tensor) -> Tensor:
+        """[tp, ...], every rank's `values`."""
+        if self.group is None:
+            return values[None]
+        every = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(every, values.contiguous(), group=self.group)
+        return torch.stack(every)
 
-    def log_sum_exp(self, shifted: Tensor) -> Tensor:
-        """[C], of logits [C, V/tp] whose largest value is 0."""
-        return self.reduce(shifted.exp().sum(dim=-1)).log_()
-
-    def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n] whose token is in this slice and the columns [n] where it is."""
-        rows = ((tokens >= self.first) & (tokens < self.last)).nonzero().squeeze(-1)
-        return rows, tokens[rows] - self.first
-
-
-@dataclass(frozen=True)
-class _Teacher:
-    """The base's view of one chunk: its greedy choice [C], its distribution at the temperature [C, V/tp] (not for
-    `ce`), and that distribution's negative entropy [C] (for `kl`)."""
-
-    choice: Tensor
-    probs: Tensor
-    neg_entropy: Tensor
+    def kth_largest(self, logits: Tensor, k: int) -> Tensor:
+        """[C] the k-th largest logit of each row [C, V/tp] over all slices; the smallest where there are fewer."""
+        best = self.gather(logits.topk(min(k, logits.shape[1])).values).transpose(0, 1).flatten(1)
+        return best.topk(min(k, best.shape[1])).values[:, -1]
 
 
 def head_losses(
@@ -99,93 +101,111 @@ def head_losses(
         group: the tensor-parallel group, or None when `weight` is whole.
 
     Returns:
-        losses [K] in at least fp32, and matches [K, N] bool (True where student and base have the same argmax,
-        whatever the mask). On ranks of `group` the gradient is that of one loss, computed by all together.
+        losses [K] in at least fp32, and matches [K, N] bool, True where the mask is and student and base have the same
+        argmax of the logits in the model's dtype, the smallest token of equals. On ranks of `group` the gradient is
+        that of one loss, computed by all together.
     """
-    return _HeadLosses.apply(teacher, weight, targets, mask, options, group, *students)
+    wants_grad = torch.is_grad_enabled() and any(student.requires_grad for student in students)
+    return _HeadLosses.apply(teacher, weight, targets, mask, options, group, wants_grad, *students)
 
 
 class _HeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, teacher, weight, targets, mask, options, group, *students):
+    def forward(ctx, teacher, weight, targets, mask, options, group, wants_grad, *students):
         shard = VocabShard(weight.shape[0], group)
-        wants_grad = any(ctx.needs_input_grad[6:])
-        accumulate = torch.promote_types(teacher.dtype, torch.float32)
-        losses = torch.zeros(len(students), dtype=accumulate, device=teacher.device)
-        matches = torch.empty_like(mask)
-        grads = [torch.empty_like(student) for student in students] if wants_grad else []
-        for start in range(0, teacher.shape[0], options.chunk_size):
-            rows = slice(start, start + options.chunk_size)
-            base = _teach(_logits(teacher[rows], weight), options, shard)
-            for depth, student in enumerate(students):
-                logits = _logits(student[rows], weight)
-                peak, choice = shard.max(logits)
-                matches[depth, rows] = choice == base.choice
-                loss, grad = _LOSSES[options.kind](logits.sub_(peak[:, None]), base, targets[rows], options, shard)
-                losses[depth] += (loss * mask[depth, rows]).sum()
-                if wants_grad:
-                    grad.mul_(mask[depth, rows, None])
-                    torch.mm(grad.to(weight.dtype), weight, out=grads[depth][rows])
-        ctx.save_for_backward(*[shard.reduce(grad) for grad in grads])
-        ctx.mark_non_differentiable(matches)
-        return losses, matches
+        losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
+        same = torch.zeros_like(mask)
+        grads = [torch.zeros_like(student) for student in students] if wants_grad else []
+        logits = _Logits(teacher, weight, len(students), options.chunk_size)
+        for rows, parts in _chunks(mask, logits.chunk_size):
+            base, drafts = logits.of(teacher[rows], [students[part.depth][part.rows] for part in parts])
+            values, row_same = _finish(base, drafts, mask[:, rows], targets[rows], options, shard, wants_grad)
+            grad = drafts @ weight if wants_grad else None
+            for part in parts:
+                losses[part.depth] += values[part.span].sum()
+                same[part.depth][part.rows] = row_same[part.span]
+                if grad is not None:
+                    grads[part.depth][part.rows] = grad[part.span]
+        ctx.save_for_backward(*[shard.sum(grad) for grad in grads])
+        ctx.mark_non_differentiable(same)
+        return losses, same
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_losses, _):
-        scaled = (grad * scale.to(grad.dtype) for grad, scale in zip(ctx.saved_tensors, grad_losses, strict=True))
-        return (None,) * 6 + tuple(scaled)
+        scaled = [
+            (grad * scale.to(_wide(grad))).to(grad.dtype)
+            for grad, scale in zip(ctx.saved_tensors, grad_losses.unsqueeze(-1), strict=True)
+        ]
+        return (None,) * 7 + tuple(scaled)
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[C, V/tp] in at least fp32."""
-    return (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
+def _finish(
+    base: Tensor,
+    drafts: Tensor,
+    mask: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    shard: VocabShard,
+    wants_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Losses [S] and matches [S] of a chunk's logits; drafts [S, V/tp] become their gradient where that is wanted."""
+    kind, temperature = options.kind, options.temperature if options.kind == "kl" else 1.0
+    floor = shard.kth_largest(base, options.top_k) if options.top_k and kind == "kl" else None
+    loss = HeadLoss(base, drafts, mask, targets - shard.first, kind, temperature, floor)
+    own = fold(loss.statistics(), kind, temperature)
+    whole = fold(shard.gather(number_tokens(own, shard.first)), kind, temperature)
+    pull = None
+    if kind == "tv":
+        losses, pull = shard.sum(loss.overlap(whole).sum(0))
+    else:
+        losses = row_losses(whole, kind, temperature)
+    if wants_grad:
+        loss.gradient_(whole, pull)
+    return losses, matches(whole)
 
 
-def _teach(logits: Tensor, options: LossOptions, shard: VocabShard) -> _Teacher:
-    peak, choice = shard.max(logits)
-    none = logits.new_empty(0)
-    if options.kind == "ce":
-        return _Teacher(choice, none, none)
-    scaled = logits.sub_(peak[:, None]).div_(options.temperature if options.kind == "kl" else 1.0)
-    log_sum = shard.log_sum_exp(scaled)
-    probs = (scaled - log_sum[:, None]).exp_()
-    if options.kind == "tv":
-        return _Teacher(choice, probs, none)
-    return _Teacher(choice, probs, shard.reduce(scaled.mul_(probs).sum(dim=-1)) - log_sum)
+class _Logits:
+    """Room for the logits of one chunk."""
+
+    def __init__(self, teacher: Tensor, weight: Tensor, num_depths: int, chunk_size: int):
+        width = -(-len(weight) // _ALIGNMENT) * _ALIGNMENT
+        in_bytes = CHUNK_BYTES[teacher.device.type] // ((num_depths + 1) * width * teacher.element_size())
+        self.chunk_size = chunk_size or max(LEAST_TOKENS, in_bytes // LEAST_TOKENS * LEAST_TOKENS)
+        self._weight = weight
+        self._buffer = teacher.new_empty((num_depths + 1) * min(self.chunk_size, len(teacher)), width)
+
+    def of(self, base: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits [C, V/tp] of base [C, h] and [S, V/tp] of all drafts [.., h], until the next call."""
+        hidden = torch.cat([base, *drafts])
+        logits = self._buffer[: len(hidden), : len(self._weight)]
+        torch.mm(hidden, self._weight.t(), out=logits)
+        return logits[: len(base)], logits[len(base) :]
 
 
-# Each loss takes logits [C, V/tp] shifted so that their largest is 0, owns that buffer, and returns the loss [C] and
-# its gradient [C, V/tp] with respect to the logits.
-LossAndGrad = tuple[Tensor, Tensor]
+@dataclass(frozen=True)
+class _Part:
+    """What a depth has in a chunk: `rows` of the N tokens, which are `span` of the chunk's S rows."""
+
+    depth: int
+    rows: slice | Tensor
+    span: slice
 
 
-def _kl(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard) -> LossAndGrad:
-    temperature = options.temperature
-    scaled = logits.div_(temperature)
-    log_sum = shard.log_sum_exp(scaled)
-    cross_entropy = log_sum - shard.reduce(torch.linalg.vecdot(base.probs, scaled))
-    loss = (base.neg_entropy + cross_entropy) * temperature**2
-    return loss, scaled.sub_(log_sum[:, None]).exp_().sub_(base.probs).mul_(temperature)
+def _chunks(mask: Tensor, chunk_size: int) -> Iterator[tuple[slice, list[_Part]]]:
+    """Chunks of mask [K, N] with anything in them. The mask is read on the host, once."""
+    on_host = mask.cpu()
+    for start in range(0, mask.shape[1], chunk_size):
+        rows = slice(start, min(start + chunk_size, mask.shape[1]))
+        parts, end = [], 0
+        for depth, chosen in enumerate(on_host[:, rows]):
+            span = slice(end, end := end + int(chosen.sum()))
+            full = span.stop - span.start == len(chosen)
+            parts.append(_Part(depth, rows if full else (start + chosen.nonzero()[:, 0]).to(mask.device), span))
+        if end:
+            yield rows, parts
 
 
-def _tv(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard) -> LossAndGrad:
-    probs = logits.sub_(shard.log_sum_exp(logits)[:, None]).exp_()
-    excess = probs - base.probs
-    loss = shard.reduce(excess.abs().sum(dim=-1)) / 2
-    sign = excess.sign_().div_(2)
-    mean = shard.reduce(torch.linalg.vecdot(probs, sign))
-    return loss, probs.mul_(sign.sub_(mean[:, None]))
-
-
-def _ce(logits: Tensor, base: _Teacher, targets: Tensor, options: LossOptions, shard: VocabShard) -> LossAndGrad:
-    log_probs = logits.sub_(shard.log_sum_exp(logits)[:, None])
-    rows, columns = shard.locate(targets)
-    loss = torch.zeros_like(log_probs[:, 0])
-    loss[rows] = -log_probs[rows, columns]
-    grad = log_probs.exp_()
-    grad[rows, columns] -= 1
-    return shard.reduce(loss), grad
-
-
-_LOSSES = {"kl": _kl, "tv": _tv, "ce": _ce}
+def _wide(tensor: Tensor) -> torch.dtype:
+    """What sums are in."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -10,12 +10,14 @@ from mtpkit.data import PackedBatch
 from mtpkit.training.config import TrainConfig
 from mtpkit.training.depths import DepthSums, run_depths, select_targets
 from mtpkit.training.loss import LossOptions
+from mtpkit.training.mixing import HiddenMix
 from mtpkit.training.optimizer import HeadOptimizer
 
 
 def loss_options(config: TrainConfig) -> LossOptions:
     """What `head_losses` needs of the settings."""
-    return LossOptions(config.loss.kind, config.loss.temperature, config.loss.chunk_size)
+    loss = config.loss
+    return LossOptions(loss.kind, loss.temperature, loss.chunk_size, loss.top_k)
 
 
 def train_step(
@@ -41,8 +43,9 @@ def train_step(
     weights = torch.tensor(config.depth_weights(), dtype=torch.float32, device=tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
+    mix = HiddenMix(config.loss.hidden_mix, config.loss.hidden_mix_kind) if config.loss.hidden_mix else None
     for batch in batches:
-        losses, batch_sums = run_depths(model, batch, num_depths, config.heads.attention, loss_options(config))
+        losses, batch_sums = run_depths(model, batch, num_depths, config.heads.attention, loss_options(config), mix)
         (losses * scale).sum().backward()
         optimizer.accumulate()
         sums += batch_sums

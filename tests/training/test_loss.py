@@ -6,6 +6,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtpkit.kernels.head_loss import HeadLoss, reference
+from mtpkit.training import loss
 from mtpkit.training.loss import LossOptions, head_losses
 
 KINDS = ["kl", "tv", "ce"]
@@ -23,7 +25,10 @@ def make_inputs(num_tokens, vocab, hidden=6, num_depths=3, dtype=torch.float64, 
 def dense_losses(students, teacher, weight, targets, mask, options):
     """The definition, with every logit held."""
     temperature = options.temperature if options.kind == "kl" else 1.0
-    base = (teacher @ weight.t() / temperature).log_softmax(-1)
+    base = teacher @ weight.t()
+    if options.top_k:
+        base = base.where(base >= base.topk(options.top_k).values[:, -1:], torch.finfo(base.dtype).min)
+    base = (base / temperature).log_softmax(-1)
     losses = []
     for student in students:
         log_probs = (student @ weight.t() / temperature).log_softmax(-1)
@@ -53,7 +58,58 @@ def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
     for got, want in zip(weighted_grads(losses, students), weighted_grads(expected, students), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     choice = (teacher @ weight.t()).argmax(-1)
-    assert torch.equal(matches, torch.stack([(student @ weight.t()).argmax(-1) == choice for student in students]))
+    same = torch.stack([(student @ weight.t()).argmax(-1) == choice for student in students])
+    assert torch.equal(matches, same & mask)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 500])
+def test_top_k_equals_dense_autograd(top_k):
+    inputs = make_inputs(63, 500)
+    options = LossOptions("kl", temperature=2.0, chunk_size=16, top_k=top_k)
+    losses, expected = head_losses(*inputs, options)[0], dense_losses(*inputs, options)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    for got, want in zip(weighted_grads(losses, inputs[0]), weighted_grads(expected, inputs[0]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_top_k_beyond_the_vocabulary_is_all_of_it():
+    inputs = make_inputs(9, 13)
+    whole, cut = (head_losses(*inputs, LossOptions(top_k=top_k))[0] for top_k in (0, 99))
+    assert torch.equal(whole, cut)
+
+
+def test_logits_are_those_of_selected_rows(monkeypatch):
+    """No row of a depth that its mask leaves out, no chunk without any."""
+    students, *rest, mask = make_inputs(63, 500)
+    mask[:, 16:40] = False
+    calls = []
+
+    def noted(base, drafts, *args):
+        calls.append((len(base), len(drafts)))
+        return HeadLoss(base, drafts, *args)
+
+    monkeypatch.setattr(loss, "HeadLoss", noted)
+    head_losses(students, *rest, mask, LossOptions(chunk_size=16))
+    assert calls == [(16, mask[:, :16].sum()), (16, mask[:, 32:48].sum()), (15, mask[:, 48:].sum())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_masked_out_are_not_read(kind):
+    """Neither their hidden states, nor the base's where no depth is selected; and their gradient is 0."""
+    students, teacher, weight, targets, mask = make_inputs(63, 500)
+    mask[:, 16:40] = False  # a chunk of nothing, and one with some
+    options = LossOptions(kind, chunk_size=16)
+    losses, matches = head_losses(students, teacher, weight, targets, mask, options)
+    grads = weighted_grads(losses, students)
+    spoilt = [student.detach().clone() for student in students]
+    for student, row in zip(spoilt, mask, strict=True):
+        student[~row] = torch.nan
+        student.requires_grad_()
+    teacher[16:32] = torch.nan
+    again, same = head_losses(spoilt, teacher, weight, targets, mask, options)
+    assert torch.equal(again, losses) and torch.equal(same, matches)
+    for got, want, row in zip(weighted_grads(again, spoilt), grads, mask, strict=True):
+        assert torch.equal(got, want) and not got[~row].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,8 +151,8 @@ def test_bfloat16_error_is_near_that_of_dense_bfloat16(kind):
     low_students = [tensor.requires_grad_() for tensor in low[:3]]
     dense = weighted_grads(dense_losses(low_students, low[3], low[4], targets, mask, options), low_students)
     ours = weighted_grads(head_losses(low_students, low[3], low[4], targets, mask, options)[0], low_students)
-    for want, reference, got in zip(exact, dense, ours, strict=True):
-        assert (got - want).norm() <= 2 * (reference - want).norm()
+    for want, plain, got in zip(exact, dense, ours, strict=True):
+        assert (got - want).norm() <= 2 * (plain - want).norm()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -114,19 +170,43 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+def largest_tensor(kind, num_tokens, vocab, chunk_size=0):
+    inputs = make_inputs(num_tokens, vocab, hidden=4)
+    with LargestTensor() as largest:
+        losses, _ = head_losses(*inputs, LossOptions(kind, chunk_size=chunk_size))
+        losses.sum().backward()
+    return largest.numel
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_all_tokens_are_never_held(kind):
-    students, teacher, weight, targets, mask = make_inputs(256, 512, hidden=4)
-    with LargestTensor() as largest:
-        losses, _ = head_losses(students, teacher, weight, targets, mask, LossOptions(kind, chunk_size=8))
-        losses.sum().backward()
-    assert largest.numel == 8 * 512
+    assert largest_tensor(kind, 256, 512, chunk_size=8) == 8 * 512 * 4
 
 
-def split_losses(kind, rank=None):
+def test_chunks_are_chosen_by_their_bytes(monkeypatch):
+    """However many tokens or words there are, as long as 64 tokens fit."""
+    monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", 1 << 20)
+    sizes = [largest_tensor("kl", tokens, vocab) * 8 for tokens, vocab in ((1500, 64), (300, 256), (600, 256))]
+    assert sizes == [512 * 64 * 4 * 8, 128 * 256 * 4 * 8, 128 * 256 * 4 * 8]
+    assert largest_tensor("kl", 200, 1000) == 64 * 1024 * 4
+
+
+def test_without_a_gradient_none_is_made(monkeypatch):
+    students, *rest = make_inputs(63, 500)
+    want = head_losses(students, *rest, LossOptions())
+    monkeypatch.setattr(reference.HeadLoss, "gradient_", None)
+    with torch.no_grad():
+        have = head_losses(students, *rest, LossOptions())
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True)) and not have[0].requires_grad
+
+
+CASES = [LossOptions(kind, temperature=2.0, chunk_size=16, top_k=top_k) for kind in KINDS for top_k in (0, 7)]
+
+
+def split_losses(options, rank=None):
     """Losses, matches and gradients; with this rank's half of the vocabulary, or with all of it."""
     students, teacher, weight, targets, mask = make_inputs(63, 500)
-    options, group = LossOptions(kind, temperature=2.0, chunk_size=16), None
+    group = None
     if rank is not None:
         weight, group = weight.chunk(2)[rank], dist.group.WORLD
     losses, matches = head_losses(students, teacher, weight, targets, mask, options, group)
@@ -135,7 +215,7 @@ def split_losses(kind, rank=None):
 
 def split_rank(rank, port, folder):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.save({kind: split_losses(kind, rank) for kind in KINDS}, folder / f"{rank}.pt")
+    torch.save([split_losses(options, rank) for options in CASES], folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -143,6 +223,6 @@ def test_vocabulary_split_over_two_ranks(free_port, tmp_path):
     mp.spawn(split_rank, args=(free_port, tmp_path), nprocs=2)
     for rank in (0, 1):
         results = torch.load(tmp_path / f"{rank}.pt")
-        for kind in KINDS:
-            for got, want in zip(results[kind], split_losses(kind), strict=True):
+        for options, result in zip(CASES, results, strict=True):
+            for got, want in zip(result, split_losses(options), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)

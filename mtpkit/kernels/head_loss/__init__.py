@@ -1,0 +1,9 @@
+"""Losses of draft heads from a chunk of logits, and the gradient of the logits in their place."""
+
+from mtpkit.kernels.dispatch import pick
+from mtpkit.kernels.head_loss import reference
+from mtpkit.kernels.head_loss.slices import LossKind, fold, matches, number_tokens, row_losses
+
+HeadLoss = pick(reference.HeadLoss)
+
+__all__ = ["HeadLoss", "LossKind", "fold", "matches", "number_tokens", "row_losses"]

@@ -1,0 +1,226 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Losses of draft heads in Triton: each logit is read twice (for `tv` thrice), and its gradient written once.
+
+A program holds one block of a teacher row in registers and goes through the students' rows of that position: the
+teacher's numbers are made once for all depths, and rows that the mask leaves out are not there. Exponentials are taken
+anew in each pass, which costs less than to write them down.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import with_rows
+from mtpkit.kernels.head_loss.slices import NUM_STATISTICS, LossKind
+
+BLOCK = 4096
+"""Logits of a row that a program takes."""
+NUM_WARPS = 8
+
+_LOG2_E = 1.4426950408889634
+_FIELDS = tl.constexpr(NUM_STATISTICS)
+_BASE = tl.constexpr(3)  # the teacher's statistics come after so many of the student's
+
+
+@triton.jit
+def _place(width, BLOCK: tl.constexpr):
+    """Of a program: its position, its slice of the vocabulary, its columns, and which of these exist."""
+    parts = tl.cdiv(width, BLOCK)
+    part = tl.program_id(0) % parts
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    return (tl.program_id(0) // parts).to(tl.int64), part.to(tl.int64), column, column < width
+
+
+@triton.jit
+def _load(logits, row, stride, column, inside):
+    return tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _first(x, peak, column):
+    """The first column that holds the peak."""
+    return tl.min(tl.where(x == peak, column, 2147483647), axis=0).to(tl.float32)
+
+
+@triton.jit
+def _slot(slots, depth, positions, row):
+    return tl.load(slots + depth * positions + row).to(tl.int64)
+
+
+@triton.jit
+def _probabilities(x, whole, rows, slot, scale):
+    """By the student's statistics in `whole`, or the teacher's where that is moved by _BASE rows."""
+    peak, total = tl.load(whole + slot), tl.load(whole + 2 * rows + slot)
+    return tl.exp2((x - peak) * scale) * (1 / total)
+
+
+@triton.jit
+def _half_sign(x):
+    return tl.where(x > 0, 0.5, tl.where(x < 0, -0.5, 0.0))
+
+
+@triton.jit
+def _statistics_kernel(
+    teacher,
+    teacher_stride,
+    students,
+    student_stride,
+    slots,
+    targets,
+    floor,
+    out,
+    positions,
+    depths,
+    rows,
+    width,
+    temperature,
+    scale,
+    KIND: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [P, 7, S], see `slices`."""
+    row, part, column, inside = _place(width, BLOCK)
+    t = _load(teacher, row, teacher_stride, column, inside)
+    base_peak = tl.max(t, axis=0)
+    base_token = _first(t, base_peak, column)
+    base_total = 0.0
+    if KIND != "ce":
+        weight = tl.exp2((t - base_peak) * scale)
+        if TOP_K:
+            weight = tl.where(t >= tl.load(floor + row).to(tl.float32), weight, 0.0)
+        base_total = tl.sum(weight, axis=0)
+    for depth in range(depths):
+        slot = _slot(slots, depth, positions, row)
+        if slot >= 0:
+            s = _load(students, slot, student_stride, column, inside)
+            peak = tl.max(s, axis=0)
+            if KIND == "kl":
+                lead = tl.where(inside, (t - base_peak) - (s - peak), 0.0)
+                cross = tl.sum(weight * lead, axis=0) / temperature
+            elif KIND == "ce":
+                cross = tl.sum(tl.where(inside & (column == tl.load(targets + row).to(tl.int32)), s, 0.0), axis=0)
+            else:
+                cross = 0.0
+            place = out + part * _FIELDS * rows + slot
+            tl.store(place, peak)
+            tl.store(place + rows, _first(s, peak, column))
+            tl.store(place + 2 * rows, tl.sum(tl.exp2((s - peak) * scale), axis=0))
+            tl.store(place + _BASE * rows, base_peak)
+            tl.store(place + (_BASE + 1) * rows, base_token)
+            tl.store(place + (_BASE + 2) * rows, base_total)
+            tl.store(place + 2 * _BASE * rows, cross)
+
+
+@triton.jit
+def _second_pass_kernel(
+    teacher,
+    teacher_stride,
+    students,
+    student_stride,
+    slots,
+    targets,
+    floor,
+    whole,
+    pulls,
+    out,
+    positions,
+    depths,
+    rows,
+    width,
+    temperature,
+    scale,
+    GRADIENT: tl.constexpr,
+    KIND: tl.constexpr,
+    TOP_K: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient in place of the students' logits, or out [P, 2, S]: loss and pull of `tv`."""
+    row, part, column, inside = _place(width, BLOCK)
+    each = tl.arange(0, DEPTHS)
+    any_slot = tl.max(tl.load(slots + each * positions + row, mask=each < depths, other=-1), axis=0).to(tl.int64)
+    if any_slot >= 0:
+        if KIND != "ce":
+            t = _load(teacher, row, teacher_stride, column, inside)
+            p = _probabilities(t, whole + _BASE * rows, rows, any_slot, scale)
+            if TOP_K:
+                p = tl.where(t >= tl.load(floor + row).to(tl.float32), p, 0.0)
+        for depth in range(depths):
+            slot = _slot(slots, depth, positions, row)
+            if slot >= 0:
+                s = _load(students, slot, student_stride, column, inside)
+                q = _probabilities(s, whole, rows, slot, scale)
+                if GRADIENT:
+                    if KIND == "kl":
+                        gradient = (q - p) * temperature
+                    elif KIND == "tv":
+                        gradient = q * (_half_sign(q - p) - tl.load(pulls + slot))
+                    else:
+                        gradient = q - tl.where(column == tl.load(targets + row).to(tl.int32), 1.0, 0.0)
+                    place = students + slot * student_stride + column
+                    tl.store(place, gradient.to(students.dtype.element_ty), mask=inside)
+                else:
+                    half = _half_sign(q - p)
+                    place = out + part * 2 * rows + slot
+                    tl.store(place, tl.sum(half * (q - p), axis=0))
+                    tl.store(place + rows, tl.sum(half * q, axis=0))
+
+
+class HeadLoss:
+    """See the reference. Logits of any row stride; those of 16 bytes load fastest."""
+
+    def __init__(
+        self,
+        teacher: Tensor,
+        students: Tensor,
+        mask: Tensor,
+        targets: Tensor,
+        kind: LossKind,
+        temperature: float = 1.0,
+        floor: Tensor | None = None,
+    ):
+        assert students.stride(-1) == 1, "the gradient takes the students' place"
+        chosen, teacher = mask.flatten(), with_rows(teacher)
+        slots = (chosen.cumsum(0, dtype=torch.int32) - 1).masked_fill_(~chosen, -1)
+        self.students, self.depths = students, len(mask)
+        self.parts = triton.cdiv(students.shape[1], BLOCK)
+        self.grid = (mask.shape[1] * self.parts,)
+        self.logits = (teacher, teacher.stride(0), students, students.stride(0), slots, targets.contiguous())
+        self.floor = slots if floor is None else floor.contiguous()
+        self.sizes = (mask.shape[1], self.depths, *students.shape, temperature, _LOG2_E / temperature)
+        self.settings = dict(KIND=kind, TOP_K=floor is not None, BLOCK=BLOCK, num_warps=NUM_WARPS)
+
+    def statistics(self) -> Tensor:
+        """See the reference."""
+        out = self._empty(NUM_STATISTICS)
+        _statistics_kernel[self.grid](*self.logits, self.floor, out, *self.sizes, **self.settings)
+        return out
+
+    def overlap(self, whole: Tensor) -> Tensor:
+        """See the reference."""
+        out = self._empty(2)
+        self._second_pass(whole, whole, out, gradient=False)
+        return out
+
+    def gradient_(self, whole: Tensor, pull: Tensor | None = None) -> None:
+        """See the reference."""
+        self._second_pass(whole, whole if pull is None else pull, whole, gradient=True)
+
+    def _second_pass(self, whole: Tensor, pulls: Tensor, out: Tensor, gradient: bool) -> None:
+        _second_pass_kernel[self.grid](
+            *self.logits,
+            self.floor,
+            whole.contiguous(),
+            pulls.contiguous(),
+            out,
+            *self.sizes,
+            GRADIENT=gradient,
+            DEPTHS=triton.next_power_of_2(self.depths),
+            **self.settings,
+        )
+
+    def _empty(self, numbers: int) -> Tensor:
+        shape = (self.parts, numbers, len(self.students))
+        return torch.empty(shape, dtype=torch.float32, device=self.students.device)

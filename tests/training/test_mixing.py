@@ -1,0 +1,141 @@
+"""The base's hidden states among those that depths hand on."""
+
+import os
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
+from mtpkit.model.mtp import shift_states
+from mtpkit.training import step
+from mtpkit.training.config import OptimizerConfig, load_config
+from mtpkit.training.depths import run_depths
+from mtpkit.training.freeze import freeze_base
+from mtpkit.training.loss import LossOptions
+from mtpkit.training.mixing import HiddenMix
+from mtpkit.training.optimizer import HeadOptimizer
+from tests.training.toy import CONFIG, cut, toy_batch, toy_model
+
+NEEDED = ["model=base", "output=run", "data.train=[a.txt]", "heads.attention=serving"]
+
+
+def test_sample_takes_whole_states_at_the_share():
+    own, base = torch.randn(50, 40, 3), torch.randn(50, 40, 3)
+    torch.manual_seed(0)
+    mixed = HiddenMix(0.25)(own, base)
+    from_base = (mixed == base).all(-1)
+    assert torch.equal(from_base, ~(mixed == own).any(-1))
+    assert 0.2 < from_base.float().mean() < 0.3
+    torch.manual_seed(0)
+    assert torch.equal(HiddenMix(0.25)(own, base), mixed)
+
+
+def test_ends_of_the_share():
+    own, base = torch.randn(5, 4, 3).bfloat16(), torch.randn(5, 4, 3).bfloat16()
+    for kind in ("sample", "blend"):
+        assert torch.equal(HiddenMix(1.0, kind)(own, base), base)
+    torch.testing.assert_close(HiddenMix(0.25, "blend")(own, base), 0.75 * own + 0.25 * base, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("attention", ["serving", "per_depth"])
+def test_each_depth_gets_the_state_that_its_own_stands_for(attention):
+    model, batch, calls = toy_model(), toy_batch([[9], [9]]), []
+
+    def mix(own, base):
+        calls.append((own, base))
+        return base
+
+    with torch.no_grad():
+        hidden = base_forward(model, batch.token_ids, SequenceInput())
+        states = list(unroll_depths(model, hidden, batch.token_ids, 3, attention, mix=mix))
+    assert len(calls) == 2
+    for depth, (own, base) in enumerate(calls, start=1):
+        assert torch.equal(own, states[depth - 1])
+        assert torch.equal(base[:-depth], hidden[depth:]) and not base[-depth:].any()
+
+
+def test_a_depth_that_reads_the_base_alone_does_what_the_first_does_one_token_later():
+    """A repeated head of one MLP layer: nothing of it depends on the depth."""
+    model, batch = toy_model(mtp_pattern="-"), toy_batch([[12]])
+    with torch.no_grad():
+        hidden = base_forward(model, batch.token_ids, SequenceInput())
+        states = list(unroll_depths(model, hidden, batch.token_ids, 3, "per_depth", mix=HiddenMix(1.0)))
+    for depth in (1, 2):
+        torch.testing.assert_close(states[depth][: -depth - 1], states[0][depth:-1])
+
+
+def sequence_parallel_rank(rank, port):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    experts = CONFIG.replace(pattern="M*E", num_moe_experts=4, moe_ffn_hidden_size=16)
+    model = build_model(experts, device="cpu", tensor_parallel=2)
+    assert model.config.sequence_parallel
+    whole = torch.randn(12, 2, 32, generator=torch.Generator().manual_seed(0))
+    for depth in (1, 7, 12, 13):
+        moved = torch.cat([whole[depth:], torch.zeros(min(depth, 12), 2, 32)])
+        assert torch.equal(shift_states(model, whole.chunk(2)[rank], depth), moved.chunk(2)[rank])
+
+
+def test_states_move_across_the_ranks_of_a_sequence(free_port):
+    mp.spawn(sequence_parallel_rank, args=(free_port,), nprocs=2)
+
+
+@pytest.mark.parametrize("attention", ["serving", "per_depth"])
+def test_a_document_among_others_is_trained_as_alone(attention):
+    model, batch = toy_model(), toy_batch([[7, 10, 3]])
+    mix = HiddenMix(0.5, "blend")
+    packed = run_depths(model, batch, 3, attention, LossOptions(), mix)[0]
+    alone = sum(
+        run_depths(model, cut(batch, 0, start, end), 3, attention, LossOptions(), mix)[0]
+        for start, end in ((0, 7), (7, 17), (17, 20))
+    )
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+
+
+def gradients(*overrides):
+    model = toy_model()
+    optimizer = HeadOptimizer(freeze_base(model).values(), OptimizerConfig())
+    found = []
+    optimizer.step = lambda lr, group: found.extend(master.grad.clone() for master in optimizer.masters) or 0.0
+    step.train_step(model, [toy_batch([[20]])], optimizer, load_config(None, [*NEEDED, *overrides]), 0.0)
+    return torch.cat([grad.flatten() for grad in found])
+
+
+def test_the_settings_reach_the_depths():
+    plain, sampled, blended, cut_off = (
+        [gradients(*overrides) for _ in range(2)]
+        for overrides in (
+            [],
+            ["loss.hidden_mix=0.5"],
+            ["loss.hidden_mix=0.5", "loss.hidden_mix_kind=blend"],
+            ["loss.top_k=2"],
+        )
+    )
+    assert all(torch.equal(*pair) for pair in (plain, blended, cut_off)) and not torch.equal(*sampled)
+    assert len({tuple(pair[0].tolist()) for pair in (plain, sampled, blended, cut_off)}) == 4
+
+
+def test_evaluation_reads_what_decoding_does():
+    model, batch = toy_model(), toy_batch([[20]])
+    sums = [
+        step.evaluate(model, [batch], load_config(None, [*NEEDED, f"loss.hidden_mix={share}"])).values
+        for share in (0, 1)
+    ]
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.hidden_mix=1.5"], r"loss\.hidden_mix must be between 0 and 1"),
+        (["loss.hidden_mix=0.5", "heads.num_depths=1"], r"loss\.hidden_mix has no effect on one depth"),
+        (["loss.top_k=5", "loss.kind=ce"], r"loss\.top_k has no effect on loss\.kind=ce"),
+        (["loss.top_k=-1"], r"loss\.top_k must be at least 0"),
+        (["loss.hidden_mix_kind=often"], r"hidden_mix_kind"),
+    ],
+)
+def test_settings_that_clash(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_config(None, [*NEEDED, *overrides])
