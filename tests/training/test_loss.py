@@ -155,6 +155,24 @@ def test_bfloat16_error_is_near_that_of_dense_bfloat16(kind):
         assert (got - want).norm() <= 2 * (plain - want).norm()
 
 
+@pytest.mark.parametrize(
+    "options", [LossOptions(), LossOptions("kl", 2.0, 32, 9), LossOptions("tv"), LossOptions("ce")]
+)
+def test_in_fp32_on_each_device(options, device):
+    """With rows that are not in whole blocks, nor whole vectors."""
+    inputs = make_inputs(63, 5003, hidden=32)
+    want_losses = dense_losses(*inputs, options)
+    want = weighted_grads(want_losses, inputs[0])
+    students = [student.detach().float().to(device).requires_grad_() for student in inputs[0]]
+    teacher, weight = (tensor.float().to(device) for tensor in inputs[1:3])
+    losses, _ = head_losses(students, teacher, weight, *(tensor.to(device) for tensor in inputs[3:]), options)
+    scale = torch.arange(1, 4, device=device) / 7
+    grads = torch.autograd.grad((losses * scale).sum(), students)
+    torch.testing.assert_close(losses.cpu().double(), want_losses, rtol=1e-5, atol=1e-5)
+    for got, exact in zip(grads, want, strict=True):
+        assert (got.cpu() - exact).norm() < 1e-4 * exact.norm()
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the number of elements of the largest tensor that any operation returned."""
 
