@@ -1,21 +1,31 @@
-"""Text to packed sequences of tokens: sources -> documents -> packing -> dataset -> loader."""
+"""Text to packed sequences of tokens: sources -> documents -> packing -> dataset -> loader; and the base's own answers.
 
-from mtpkit.data.dataset import PackedBatch, PackedDataset, build_dataset
+`prepare` does the part up to packing once, into a directory that `build_dataset` maps.
+"""
+
+from mtpkit.data.dataset import PackedBatch, PackedDataset, SourceCounts, build_dataset
 from mtpkit.data.documents import Document, tokenize
 from mtpkit.data.loader import PackedLoader
-from mtpkit.data.sources import Columns, Sample, find_files, read_samples
+from mtpkit.data.prepare import prepare
+from mtpkit.data.prepared import Manifest, read_manifest
+from mtpkit.data.sources import Columns, Sample, find_files, find_sources, read_samples
 from mtpkit.data.tokenizer import load_tokenizer
 
 __all__ = [
     "Columns",
     "Document",
+    "Manifest",
     "PackedBatch",
     "PackedDataset",
     "PackedLoader",
     "Sample",
+    "SourceCounts",
     "build_dataset",
     "find_files",
+    "find_sources",
     "load_tokenizer",
+    "prepare",
+    "read_manifest",
     "read_samples",
     "tokenize",
 ]

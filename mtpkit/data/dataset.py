@@ -1,8 +1,9 @@
-"""Packed sequences in memory, and batches of them."""
+"""Packed sequences, in memory or mapped from files, and batches of them."""
 
-import logging
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpkit.data.documents import Document, tokenize
-from mtpkit.data.packing import pack
-from mtpkit.data.sources import Columns, find_files, read_samples
+from mtpkit.data.documents import Document, describe, tokenize, warn_of_left_out
+from mtpkit.data.packing import fingerprint, pack
+from mtpkit.data.sources import Columns, find_sources, read_samples
 from mtpkit.errors import UserError
 
 if TYPE_CHECKING:
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,73 +43,184 @@ class PackedBatch:
         return PackedBatch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
 
 
-class PackedDataset:
-    """Sequences of one length, packed from documents, held in memory (9 bytes a token)."""
+@dataclass(frozen=True)
+class SourceCounts:
+    """What a source has become."""
 
-    def __init__(self, documents: Iterable[Document], sequence_length: int, pad_id: int) -> None:
-        """Split the documents that are too long and pack all parts that have something to learn.
+    name: str
+    num_documents: int
+    num_left_out: int
+    """Documents without anything to learn."""
+    num_sequences: int
+    num_tokens: int
+    """Tokens in the sequences, padding not counted."""
+    num_target_tokens: int
+    """Tokens that are wanted as predictions."""
+    fingerprint: str
+    """Of the sequences."""
+
+    @classmethod
+    def of(cls, name: str, table: "pyarrow.Table", num_documents: int, num_left_out: int) -> "SourceCounts":
+        """Count what is in a table of `packing`."""
+        import pyarrow.compute as pc
+
+        tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
+        targets = sum(chunk.flatten().true_count for chunk in table["loss_mask"].chunks)
+        return cls(name, num_documents, num_left_out, len(table), tokens, targets, fingerprint(table))
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """The sequences of one source: a table of `packing`, in memory or mapped from files, and its counts."""
+
+    counts: SourceCounts
+    table: "pyarrow.Table"
+
+
+class PackedDataset:
+    """Sequences of one length, those of one source after those of another. Sequences do not mix sources.
+
+    Tables are not copied: those of prepared data stay on the disk until a batch reads them.
+    """
+
+    def __init__(self, sources: Sequence[PackedSource], sequence_length: int, pad_id: int) -> None:
+        """Put together what was packed.
 
         Raises:
-            UserError: nothing to learn, or not enough tokens for one sequence.
+            UserError: not enough tokens for one sequence.
         """
-        if sequence_length < 2:
-            raise UserError(f"sequence length {sequence_length} is too short; it must be at least 2")
-        self.num_documents = 0
-        self.num_empty_documents = 0
-        parts: list[Document] = []
-        for document in documents:
-            self.num_documents += 1
-            usable = [part for part in document.split(sequence_length) if part.has_targets]
-            self.num_empty_documents += not usable
-            parts += usable
-        self.num_tokens = sum(map(len, parts))
-        """Tokens in the sequences, padding not counted."""
-        if not parts:
-            raise UserError(
-                f"data: no usable documents: all {self.num_documents} have an empty text or response; check the columns"
-            )
-        if self.num_empty_documents:
-            logger.warning(
-                "data: %d of %d documents have no token to learn and are left out",
-                self.num_empty_documents,
-                self.num_documents,
-            )
+        self.sequence_length = sequence_length
+        """Tokens in a sequence, s."""
+        self.counts = [source.counts for source in sources]
+        """Of each source; a name may occur in several."""
+        self._pad_id = pad_id
+        self._chunks = [batch for source in sources for batch in source.table.to_batches()]
+        self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
         if self.num_tokens < sequence_length:
             raise UserError(
                 f"data: {self.num_tokens} tokens do not fill one sequence of {sequence_length};"
                 " add data or lower the sequence length"
             )
-        self._token_ids, self._loss_mask, self._documents = pack(parts, sequence_length, pad_id)
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[Document], sequence_length: int, pad_id: int) -> "PackedDataset":
+        """A data set of one source in memory; errors as in `pack_documents`."""
+        return cls([pack_documents("data", documents, sequence_length)], sequence_length, pad_id)
 
     def __len__(self) -> int:
         """Number of packed sequences."""
-        return len(self._token_ids)
+        return int(self._starts[-1])
 
     @property
-    def sequence_length(self) -> int:
-        """Tokens in a sequence, s."""
-        return self._token_ids.shape[1]
+    def num_tokens(self) -> int:
+        """Tokens in the sequences, padding not counted."""
+        return sum(counts.num_tokens for counts in self.counts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits of all that the data set holds, in its order."""
+        content = "".join(counts.fingerprint for counts in self.counts)
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     @property
-    def num_target_tokens(self) -> int:
-        """Tokens that are wanted as predictions."""
-        return int(self._loss_mask.sum())
+    def sources(self) -> list[str]:
+        """The names of the sources, each once, in order."""
+        return list(dict.fromkeys(counts.name for counts in self.counts))
+
+    def source_rows(self, source: str) -> np.ndarray:
+        """Ascending indices of the sequences of a source, [n] int64."""
+        ends = np.cumsum([counts.num_sequences for counts in self.counts])
+        rows = [
+            np.arange(end - counts.num_sequences, end)
+            for counts, end in zip(self.counts, ends, strict=True)
+            if counts.name == source
+        ]
+        return np.concatenate([np.empty(0, dtype=np.int64), *rows])
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> PackedBatch:
         """The sequences at `indices` as one batch."""
         rows = np.asarray(indices, dtype=np.int64)
-        documents = self._documents[rows]
+        shape = (len(rows), self.sequence_length)
+        token_ids = np.full(shape, self._pad_id, dtype=np.int64)
+        loss_mask = np.zeros(shape, dtype=bool)
+        documents = np.empty(shape, dtype=np.int32)
+        for place, row in enumerate(rows):
+            ids, mask, lengths = self._read(int(row))
+            token_ids[place, : len(ids)] = ids
+            loss_mask[place, : len(ids)] = mask
+            documents[place] = len(lengths)
+            documents[place, : len(ids)] = np.repeat(np.arange(len(lengths)), lengths)
         return PackedBatch(
-            token_ids=torch.from_numpy(self._token_ids[rows].astype(np.int64)),
-            loss_mask=torch.from_numpy(self._loss_mask[rows]),
+            token_ids=torch.from_numpy(token_ids),
+            loss_mask=torch.from_numpy(loss_mask),
             documents=torch.from_numpy(documents),
             positions=torch.from_numpy(_positions(documents)),
         )
 
-    def batches(self, size: int) -> Iterator[PackedBatch]:
-        """All sequences once, in order, `size` at a time; the last batch may be smaller."""
-        for start in range(0, len(self), size):
-            yield self.batch(range(start, min(start + size, len(self))))
+    def batches(self, size: int, source: str | None = None) -> Iterator[PackedBatch]:
+        """All sequences of a source once, `size` at a time; the last batch may be smaller.
+
+        None: of all sources, in turn, each as often as it has sequences, so that the first batches are like the whole.
+        """
+        if source is None:
+            shares = [(np.arange(counts.num_sequences) + 0.5) / counts.num_sequences for counts in self.counts]
+            rows = np.argsort(np.concatenate(shares), kind="stable")
+        else:
+            rows = self.source_rows(source)
+        for start in range(0, len(rows), size):
+            yield self.batch(rows[start : start + size])
+
+    def _read(self, row: int) -> list[np.ndarray]:
+        """Token ids, loss mask and document lengths of a sequence."""
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        chunk, place = self._chunks[number], row - int(self._starts[number])
+        columns = (chunk.column(name)[place].values for name in ("input_ids", "loss_mask", "document_lengths"))
+        return [values.to_numpy(zero_copy_only=False) for values in columns]
+
+
+def pack_documents(name: str, documents: Iterable[Document], sequence_length: int) -> PackedSource:
+    """Split the documents that are too long and pack all parts that have something to learn, in memory.
+
+    Raises:
+        UserError: nothing to learn.
+    """
+    check_sequence_length(sequence_length)
+    total = 0
+    left_out, parts = [], []
+    for document in documents:
+        total += 1
+        usable = document.usable_parts(sequence_length)
+        if not usable:
+            left_out.append((document.name, document.problem))
+        parts += usable
+    require_usable(name, len(parts), left_out)
+    warn_of_left_out(left_out, total)
+    table = pack(parts, sequence_length)
+    return PackedSource(SourceCounts.of(name, table, total, len(left_out)), table)
+
+
+def check_sequence_length(sequence_length: int) -> None:
+    """Refuse a length that leaves nothing to predict.
+
+    Raises:
+        UserError: it is below 2.
+    """
+    if sequence_length < 2:
+        raise UserError(f"sequence length {sequence_length} is too short; it must be at least 2")
+
+
+def require_usable(source: str, num_parts: int, left_out: Sequence[tuple[str, str]]) -> None:
+    """Refuse a source without anything to learn.
+
+    Raises:
+        UserError: there are no parts.
+    """
+    if not num_parts:
+        first = f", the first is {describe(*left_out[0])}" if left_out else ""
+        raise UserError(
+            f"data: {source} has no usable documents: all {len(left_out)} have nothing to learn{first};"
+            " check the columns"
+        )
 
 
 def build_dataset(
@@ -118,17 +229,28 @@ def build_dataset(
     sequence_length: int,
     columns: Columns | None = None,
 ) -> PackedDataset:
-    """Read, tokenise and pack the files, folders and globs of `paths`, with a progress bar.
+    """Map the prepared data of `paths`; read, tokenise and pack its files, folders and globs, with a progress bar.
 
     Raises:
-        UserError: from any of the stages; see `find_files`, `read_samples`, `tokenize`, `PackedDataset`.
+        UserError: from any of the stages; see `find_sources`, `open_prepared`, `read_samples`, `tokenize`,
+            `PackedDataset`.
     """
     from tqdm import tqdm
 
-    documents = tokenize(read_samples(find_files(paths), columns), tokenizer)
-    # disable=None: silent where stderr is not a terminal.
-    progress = tqdm(documents, desc="tokenising", unit=" documents", disable=None, leave=False)
-    return PackedDataset(progress, sequence_length, pad_id=tokenizer.eos_token_id)
+    from mtpkit.data.prepared import open_prepared
+
+    check_sequence_length(sequence_length)
+    sources: list[PackedSource] = []
+    for source in find_sources(paths):
+        if source.prepared is not None:
+            sources += open_prepared(source.prepared, tokenizer, sequence_length, source.name)
+            continue
+        documents = tokenize(read_samples(source.files, columns), tokenizer)
+        # disable=None: silent where stderr is not a terminal.
+        progress = tqdm(documents, desc=f"tokenising {source.name}", unit=" documents", disable=None, leave=False)
+        sources.append(pack_documents(source.name, progress, sequence_length))
+    assert tokenizer.eos_token_id is not None
+    return PackedDataset(sources, sequence_length, pad_id=tokenizer.eos_token_id)
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:

@@ -1,20 +1,27 @@
 """Samples to documents: token ids, and which of them are wanted as predictions."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mtpkit.data.chat import SampleError, encode_chat, require_template
 from mtpkit.data.sources import Sample
+from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 BATCH = 256
 """Samples that are handed to the tokenizer at once; it works on them in parallel."""
+LISTED = 10
+"""Samples that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,10 @@ class Document:
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    name: str = ""
+    """Of the sample that it is made from."""
+    problem: str = ""
+    """Why there is nothing to learn, if it is known."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -35,33 +46,102 @@ class Document:
     def split(self, length: int) -> list["Document"]:
         """Parts of at most `length` tokens, each a document of its own."""
         starts = range(0, len(self), length)
-        return [Document(self.token_ids[i : i + length], self.loss_mask[i : i + length]) for i in starts]
+        return [Document(self.token_ids[i : i + length], self.loss_mask[i : i + length], self.name) for i in starts]
+
+    def usable_parts(self, length: int) -> list["Document"]:
+        """The parts of `split` that have something to learn."""
+        return [part for part in self.split(length) if part.has_targets]
 
 
-def tokenize(samples: Iterable[Sample], tokenizer: "PreTrainedTokenizerBase") -> Iterator[Document]:
-    """One document a sample: prompt (masked out), text, end-of-sequence token.
+def tokenize(
+    samples: Iterable[Sample], tokenizer: "PreTrainedTokenizerBase", own: str | None = None
+) -> Iterator[Document]:
+    """One document a sample, in order.
 
-    The tokenizer's own first tokens (BOS) are kept where it adds them. A sample without text gives a document that is
-    masked out entirely. Example, a prompt of tokens A B and a text of tokens C D:
+    A text becomes prompt (masked out), text, end-of-sequence token; the tokenizer's own first tokens (BOS) are kept
+    where it adds them. A conversation becomes what the chat template makes of it, the assistant's parts wanted, see
+    `encode_chat`. Tokens that a model generated stay what they are if it had this tokenizer. A sample without text, and
+    a conversation that the template refuses, give a document that is masked out entirely.
+
+    Example, a prompt of tokens A B and a text of tokens C D:
         token_ids [A, B, C, D, eos], loss_mask [False, False, True, True, True]
 
+    Args:
+        own: the tokenizer's fingerprint, where it is known already.
+
     Raises:
-        UserError: the tokenizer has no end-of-sequence token.
+        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations.
     """
-    eos = tokenizer.eos_token_id
-    if eos is None:
+    if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token; set it in tokenizer_config.json")
     for batch in batched(samples, BATCH):
-        heads = _encode(tokenizer, [sample.prompt or sample.text for sample in batch], special=True)
-        tails = _encode(tokenizer, [sample.text if sample.prompt else "" for sample in batch], special=False)
-        for sample, head, tail in zip(batch, heads, tails, strict=True):
-            if head and head[-1] == eos:
-                head = head[:-1]
-            token_ids = np.array([*head, *tail, eos], dtype=np.int32)
-            loss_mask = np.full(len(token_ids), bool(sample.text))
-            if sample.prompt:
-                loss_mask[: len(head)] = False
-            yield Document(token_ids, loss_mask)
+        if own is None and any(sample.completion_token_ids is not None for sample in batch):
+            own = fingerprint(tokenizer)
+        generated = [sample.completion_token_ids is not None and sample.tokenizer == own for sample in batch]
+        plain = [s for s, tokens in zip(batch, generated, strict=True) if not tokens and s.messages is None]
+        texts = _texts(plain, tokenizer)
+        for sample, tokens in zip(batch, generated, strict=True):
+            if tokens:
+                yield _from_tokens(sample)
+            else:
+                yield next(texts) if sample.messages is None else _from_chat(sample, tokenizer)
+
+
+def warn_of_left_out(left_out: Sequence[tuple[str, str]], num_documents: int, more: str = "") -> None:
+    """Log which samples have nothing to learn.
+
+    Args:
+        left_out: name and reason of each.
+        more: where all of them are listed.
+    """
+    if not left_out:
+        return
+    named = ", ".join(describe(*entry) for entry in left_out[:LISTED])
+    rest = f" and {len(left_out) - LISTED} more" if len(left_out) > LISTED else ""
+    logger.warning(
+        "data: %d of %d documents have no token to learn and are left out: %s%s%s",
+        len(left_out),
+        num_documents,
+        named,
+        rest,
+        more,
+    )
+
+
+def describe(name: str, problem: str) -> str:
+    """A sample that is left out, and why."""
+    return f"{name or 'unnamed'} ({problem or 'empty mask'})"
+
+
+def _from_tokens(sample: Sample) -> Document:
+    prompt, completion = sample.prompt_token_ids or [], sample.completion_token_ids or []
+    token_ids = np.array([*prompt, *completion], dtype=np.int32)
+    return Document(token_ids, np.arange(len(token_ids)) >= len(prompt), sample.name)
+
+
+def _from_chat(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> Document:
+    require_template(tokenizer)
+    assert sample.messages is not None
+    try:
+        return Document(*encode_chat(tokenizer, sample.messages, sample.tools), sample.name)
+    except SampleError as error:
+        return Document(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool), sample.name, str(error))
+
+
+def _texts(samples: list[Sample], tokenizer: "PreTrainedTokenizerBase") -> Iterator[Document]:
+    if not samples:
+        return
+    eos = tokenizer.eos_token_id
+    heads = _encode(tokenizer, [sample.prompt or sample.text for sample in samples], special=True)
+    tails = _encode(tokenizer, [sample.text if sample.prompt else "" for sample in samples], special=False)
+    for sample, head, tail in zip(samples, heads, tails, strict=True):
+        if head and head[-1] == eos:
+            head = head[:-1]
+        token_ids = np.array([*head, *tail, *([eos] if sample.complete else [])], dtype=np.int32)
+        loss_mask = np.full(len(token_ids), bool(sample.text))
+        if sample.prompt:
+            loss_mask[: len(head)] = False
+        yield Document(token_ids, loss_mask, sample.name, "" if sample.text else "empty text")
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str], special: bool) -> list[list[int]]:

@@ -88,6 +88,7 @@ class PackedLoader:
         return {
             "num_sequences": len(self.dataset),
             "num_tokens": self.dataset.num_tokens,
+            "content": self.dataset.fingerprint,
             "sequence_length": self.dataset.sequence_length,
             "seed": self.seed,
             "shuffle": self.shuffle,

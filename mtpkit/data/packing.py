@@ -1,13 +1,26 @@
-"""First-fit packing of documents into sequences of one length."""
+"""First-fit packing of documents into sequences of one length, as Arrow tables.
 
-from collections.abc import Iterator, Sequence
+A packed sequence is a row: `input_ids` (list of int32) and `loss_mask` (list of bool) of its documents one after
+another, and `document_lengths` (list of int32). What is missing to the sequence length is not stored.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import batched, chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mtpkit.data.documents import Document
 
+if TYPE_CHECKING:
+    import pyarrow
 
-def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+ROWS = 1000
+"""Sequences that a record batch holds; Arrow counts the tokens of one in 32 bits."""
+
+
+def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Indices of the items in each bin: an item goes, in order, to the first bin with room for it.
 
     Lengths are 1 .. capacity. Takes O(n log n): a tree over the bins holds the most room below each node.
@@ -15,9 +28,9 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Example: first_fit([3, 3, 1, 2], capacity=4) == [[0, 2], [1], [3]]
     """
     size = 1 << max(0, len(lengths) - 1).bit_length()
-    room = np.full(2 * size, capacity)
+    room = [capacity] * (2 * size)
     bins: list[list[int]] = []
-    for item, length in enumerate(lengths):
+    for item, length in enumerate(map(int, lengths)):
         node = 1
         while node < size:
             node *= 2
@@ -29,32 +42,59 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         room[node] -= length
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
     return bins
 
 
-def pack(documents: Sequence[Document], sequence_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequences of whole documents: token_ids [n, s] int32, loss_mask [n, s] bool, document index [n, s] int32.
+def pack(documents: Sequence[Document], sequence_length: int) -> "pyarrow.Table":
+    """Sequences of whole documents, none of them longer than `sequence_length`."""
+    import pyarrow as pa
 
-    The index counts from 0 in each sequence; the padding that fills a sequence up is a last document, masked out.
-    """
     bins = first_fit([len(document) for document in documents], sequence_length)
-    shape = (len(bins), sequence_length)
-    token_ids = np.full(shape, pad_id, dtype=np.int32)
-    loss_mask = np.zeros(shape, dtype=bool)
-    index = np.empty(shape, dtype=np.int32)
-    for row, members in enumerate(bins):
-        index[row] = len(members)
-        for count, (part, document) in enumerate(_places(members, documents)):
-            token_ids[row, part] = document.token_ids
-            loss_mask[row, part] = document.loss_mask
-            index[row, part] = count
-    return token_ids, loss_mask, index
+    tables = []
+    for group in batched(bins, ROWS):
+        members = [documents[index] for index in chain.from_iterable(group)]
+        token_ids = np.concatenate([document.token_ids for document in members])
+        loss_mask = np.concatenate([document.loss_mask for document in members])
+        lengths = np.array([len(document) for document in members], dtype=np.int32)
+        tables.append(join(token_ids, loss_mask, lengths, [len(sequence) for sequence in group]))
+    return pa.concat_tables(tables)
 
 
-def _places(members: list[int], documents: Sequence[Document]) -> Iterator[tuple[slice, Document]]:
-    start = 0
-    for member in members:
-        document = documents[member]
-        yield slice(start, start + len(document)), document
-        start += len(document)
+def join(token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray, counts: Sequence[int]) -> "pyarrow.Table":
+    """A table of sequences, of documents that lie one after another.
+
+    Args:
+        token_ids: [n] int32, of all documents.
+        loss_mask: [n] bool.
+        lengths: tokens of each document.
+        counts: documents of each sequence.
+
+    Example: join([1, 2, 3, 4, 5, 6], ..., lengths=[3, 1, 2], counts=[2, 1]) has the sequences [1, 2, 3, 4] and [5, 6]
+    """
+    import pyarrow as pa
+
+    documents = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    tokens = np.concatenate([[0], np.cumsum(lengths)])[documents].astype(np.int32)
+    columns = {
+        "input_ids": pa.ListArray.from_arrays(tokens, pa.array(token_ids, pa.int32())),
+        "loss_mask": pa.ListArray.from_arrays(tokens, pa.array(loss_mask, pa.bool_())),
+        "document_lengths": pa.ListArray.from_arrays(documents, pa.array(lengths, pa.int32())),
+    }
+    return pa.table(columns)
+
+
+def fingerprint(table: "pyarrow.Table") -> str:
+    """32 hexadecimal digits that are equal for tables of the same sequences, however they are cut into batches."""
+    hashes = []
+    for column in ("input_ids", "loss_mask", "document_lengths"):
+        for counted in (False, True):  # what the lists hold, and how long they are
+            digest = hashlib.blake2b(digest_size=16)
+            for chunk in table.column(column).chunks:
+                values = chunk.value_lengths() if counted else chunk.flatten()
+                digest.update(values.to_numpy(zero_copy_only=False).tobytes())
+            hashes.append(digest.hexdigest())
+    return hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()

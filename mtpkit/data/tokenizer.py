@@ -1,5 +1,7 @@
 """The tokenizer that lies beside a model's weights."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,3 +30,19 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers raises whatever its readers do
         raise UserError(f"the tokenizer in {directory} cannot be read: {error}") from error
+
+
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """32 hexadecimal digits that are equal for tokenizers that make the same tokens of a text, wherever they lie.
+
+    The chat template is no part of it: it changes the text, not the tokens.
+    """
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        # How a batch was cut and filled up last is kept there too.
+        rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
+    else:
+        added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+        rules = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab(), "added": added}
+    content = json.dumps([rules, tokenizer.eos_token_id, tokenizer.bos_token_id], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

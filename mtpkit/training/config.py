@@ -15,15 +15,19 @@ class DataConfig:
     """What the heads are trained and evaluated on."""
 
     train: tuple[str, ...]
-    """Files or directories of text, jsonl or parquet."""
+    """Files, folders and globs of text, jsonl or parquet, and directories of `mtpkit data prepare`. Each is a source,
+    called after its file or folder, or as `name=path` says."""
     eval: tuple[str, ...] = ()
-    """Held-out files or directories, for acceptance during training; empty: no evaluation."""
+    """Held-out data of the same kinds, for acceptance during training; empty: no evaluation."""
     text_column: str = "text"
     """Column of jsonl and parquet that holds plain text; every token of it is trained on."""
     prompt_column: str = "prompt"
     """Column of the prompt in prompt/response data; its tokens are read but not trained on."""
     response_column: str = "response"
     """Column of the response in prompt/response data; its tokens are trained on."""
+    messages_column: str = "messages"
+    """Column of the conversations in chat data, rendered by the tokenizer's chat template; what the assistant says is
+    trained on. Prepared data has its columns chosen already."""
     sequence_length: int = 1024
     """Tokens of a packed sequence."""
     micro_batch_size: int = 1

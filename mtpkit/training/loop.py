@@ -125,7 +125,7 @@ class Trainer:
 
     def _dataset(self, paths: tuple[str, ...]) -> PackedDataset:
         data = self.config.data
-        columns = Columns(text=data.text_column, prompt=data.prompt_column, response=data.response_column)
+        columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
         return build_dataset(paths, load_tokenizer(self.config.model), data.sequence_length, columns)
 
     def _fit_batches(self) -> Iterator[PackedBatch]:

@@ -17,7 +17,8 @@ SEQUENCES = 10
 
 def make_dataset(sequences: int = SEQUENCES) -> PackedDataset:
     """Sequence i holds the token i four times."""
-    return PackedDataset([Document(np.full(4, i, np.int32), np.ones(4, bool)) for i in range(sequences)], 4, pad_id=0)
+    documents = [Document(np.full(4, i, np.int32), np.ones(4, bool)) for i in range(sequences)]
+    return PackedDataset.from_documents(documents, 4, pad_id=0)
 
 
 def steps(loader: PackedLoader, count: int) -> list[list[int]]:
@@ -72,6 +73,13 @@ def test_resume_with_other_data_is_refused() -> None:
     other = PackedLoader(make_dataset(SEQUENCES + 1), 4, 1, seed=4)
     with pytest.raises(UserError, match=r"num_sequences was 10, is 11.*seed was 3, is 4"):
         other.load_state_dict(state)
+
+
+def test_other_data_of_the_same_size_is_refused() -> None:
+    documents = [Document(np.full(4, i + 1, np.int32), np.ones(4, bool)) for i in range(SEQUENCES)]
+    other = PackedLoader(PackedDataset.from_documents(documents, 4, pad_id=0), 4, 1)
+    with pytest.raises(UserError, match="different order: content was"):
+        other.load_state_dict(PackedLoader(make_dataset(), 4, 1).state_dict())
 
 
 @pytest.mark.parametrize(("batch", "micro", "dp_size"), [(0, 1, 1), (4, 0, 1), (6, 4, 1), (4, 2, 4)])

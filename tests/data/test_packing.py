@@ -1,11 +1,13 @@
 """Packing loses nothing, keeps the order inside documents, and marks their boundaries."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpkit.data import Document, PackedDataset
+from mtpkit.data import Document, PackedDataset, packing
+from mtpkit.data.dataset import pack_documents
 from mtpkit.data.packing import first_fit, pack
 
 PAD = -1
@@ -38,21 +40,36 @@ def test_first_fit_equals_its_naive_twin(lengths: list[int]) -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40))
 def test_every_token_once_in_order_with_its_boundaries(lengths: list[int]) -> None:
     documents = numbered(lengths)
-    token_ids, loss_mask, index = pack(documents, 9, PAD)
+    table = pack(documents, 9)
     found = []
-    for ids, mask, row in zip(token_ids, loss_mask, index, strict=True):
-        assert (np.diff(row) >= 0).all() and row[0] == 0
-        for number in np.unique(row):
-            part = ids[row == number]
-            if part[0] == PAD:
-                assert (part == PAD).all() and not mask[row == number].any() and number == row.max()
-            else:
-                found.append((part[0], part, mask[row == number]))
+    for row in table.to_pylist():
+        ends = np.cumsum(row["document_lengths"])
+        assert ends[-1] == len(row["input_ids"]) == len(row["loss_mask"]) <= 9
+        parts = zip(np.split(row["input_ids"], ends)[:-1], np.split(row["loss_mask"], ends)[:-1], strict=True)
+        found += [(ids[0], ids, mask) for ids, mask in parts]
     found.sort(key=lambda item: item[0])
     assert len(found) == len(documents)
     for (_, ids, mask), document in zip(found, documents, strict=True):
         np.testing.assert_array_equal(ids, document.token_ids)
         np.testing.assert_array_equal(mask, document.loss_mask)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 5))
+def test_the_fingerprint_sees_everything_but_how_batches_are_cut(lengths: list[int], rows: int) -> None:
+    documents = numbered(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "ROWS", rows)
+        table = pack(documents, 9)
+    mark = packing.fingerprint(table)
+    assert mark == packing.fingerprint(pack(documents, 9)) == packing.fingerprint(table.combine_chunks())
+    first = documents[0]
+    others = [
+        Document(first.token_ids + 1, first.loss_mask),
+        Document(first.token_ids, ~first.loss_mask),
+        *([Document(first.token_ids[:-1], first.loss_mask[:-1])] if len(first) > 1 else []),
+    ]
+    assert mark not in [packing.fingerprint(pack([other, *documents[1:]], 9)) for other in others]
+    assert lengths[1:] == [] or mark != packing.fingerprint(pack(documents[1:], 9))
 
 
 @given(st.lists(st.integers(2, 50), min_size=1, max_size=10), st.integers(2, 9))
@@ -65,7 +82,7 @@ def test_long_documents_are_split_and_only_targetless_parts_are_dropped(lengths:
     kept = sorted(token for part in parts if part.loss_mask[1:].any() for token in part.token_ids.tolist())
     if len(kept) < length:
         return
-    dataset = PackedDataset(documents, length, pad_id=PAD)
+    dataset = PackedDataset.from_documents(documents, length, pad_id=PAD)
     batch = next(dataset.batches(len(dataset)))
     assert sorted(batch.token_ids[batch.token_ids != PAD].tolist()) == kept
     assert dataset.num_tokens == len(kept)
@@ -73,9 +90,9 @@ def test_long_documents_are_split_and_only_targetless_parts_are_dropped(lengths:
 
 def test_batch_layout() -> None:
     documents = [Document(np.array(ids, np.int32), np.ones(len(ids), bool)) for ids in ([1, 2, 3], [4, 5])]
-    batch = PackedDataset(documents, 5, pad_id=9).batch([0])
+    batch = PackedDataset.from_documents(documents, 5, pad_id=9).batch([0])
     assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5]] and batch.documents.tolist() == [[0, 0, 0, 1, 1]]
-    padded = PackedDataset([*documents, documents[0]], 7, pad_id=9).batch([0, 1])
+    padded = PackedDataset.from_documents([*documents, documents[0]], 7, pad_id=9).batch([0, 1])
     assert padded.token_ids.tolist() == [[1, 2, 3, 4, 5, 9, 9], [1, 2, 3, 9, 9, 9, 9]]
     assert padded.documents.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1]]
     assert padded.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2, 3]]
@@ -83,3 +100,28 @@ def test_batch_layout() -> None:
     dtypes = (padded.token_ids.dtype, padded.loss_mask.dtype, padded.documents.dtype, padded.positions.dtype)
     assert dtypes == (torch.int64, torch.bool, torch.int32, torch.int64)
     assert padded.to("cpu").token_ids.equal(padded.token_ids)
+
+
+def test_the_fingerprint_sees_where_sequences_end() -> None:
+    documents = numbered([4, 4])
+    assert packing.fingerprint(pack(documents, 4)) != packing.fingerprint(pack(documents, 8))
+
+
+def test_sources_stay_apart_and_take_turns() -> None:
+    """Sequences of source 1 hold the token 1, six of them; there are three of source 2, of two parts."""
+    parts = [(1, 6), (2, 2), (2, 1)]
+    sources = [
+        pack_documents(f"source {token}", [Document(np.full(4, token, np.int32), np.ones(4, bool))] * count, 4)
+        for token, count in parts
+    ]
+    dataset = PackedDataset(sources, 4, pad_id=0)
+    assert (len(dataset), dataset.num_tokens, dataset.sources) == (9, 36, ["source 1", "source 2"])
+    for token in (1, 2):
+        rows = dataset.source_rows(f"source {token}")
+        assert (dataset.batch(rows).token_ids == token).all()
+        batches = list(dataset.batches(4, f"source {token}"))
+        assert torch.cat([batch.token_ids for batch in batches]).equal(dataset.batch(rows).token_ids)
+    assert dataset.source_rows("source 2").tolist() == [6, 7, 8] and len(dataset.source_rows("none")) == 0
+    order = [batch.token_ids[0, 0].item() for batch in dataset.batches(1)]
+    assert sorted(order) == [1] * 6 + [2] * 3
+    assert all(abs(2 * order[:end].count(2) - order[:end].count(1)) <= 2 for end in range(10)), order

@@ -14,10 +14,12 @@ from mtpkit.data import (
     Sample,
     build_dataset,
     find_files,
+    find_sources,
     load_tokenizer,
     read_samples,
     tokenize,
 )
+from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
 
 
@@ -55,6 +57,59 @@ def test_prompt_and_response_columns(tmp_path: Path) -> None:
     assert read(plain, columns=Columns(prompt="none")) == [Sample("t")]
     renamed = write_parquet(tmp_path / "b.parquet", q=["p"], a=["r"])
     assert read(renamed, columns=Columns(prompt="q", response="a")) == [Sample("r", "p")]
+    assert read(write_jsonl(tmp_path / "c.jsonl", {"prompt": "p", "completion": "r"})) == [Sample("r", "p")]
+
+
+def test_conversations(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"x": {"y": 1}}]},
+    ]
+    tools = [{"function": {"name": "f"}}]
+    row = {"messages": messages, "tools": tools, "text": "t"}
+    assert read(write_jsonl(tmp_path / "a.jsonl", row)) == [Sample(messages=messages, tools=tools)]
+    as_text = {"messages": json.dumps(messages), "tools": json.dumps(tools)}
+    assert read(write_jsonl(tmp_path / "b.jsonl", as_text)) == [Sample(messages=messages, tools=tools)]
+    # Parquet has one set of keys for all messages; those that were not given are not invented.
+    dense = write_parquet(
+        tmp_path / "c.parquet", messages=[messages, [{"role": "user", "name": "n"}]], tools=[None, None]
+    )
+    sparse = [messages[0], {"role": "assistant", "tool_calls": [{"x": {"y": 1}}]}]
+    assert read(dense) == [Sample(messages=sparse), Sample(messages=[{"role": "user", "name": "n"}])]
+    talks = write_jsonl(tmp_path / "d.jsonl", {"talk": messages, "text": "t"})
+    assert read(talks) == [Sample("t")] and read(talks, columns=Columns(messages="talk")) == [Sample(messages=messages)]
+
+
+def test_samples_say_where_they_are_from(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
+    (tmp_path / "b.txt").write_text("three")
+    assert [sample.name for sample in read_samples([file, tmp_path / "b.txt"])] == [
+        f"{file}:1",
+        f"{file}:2",
+        str(tmp_path / "b.txt"),
+    ]
+
+
+def test_names_of_sources(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    for name in ("code/a.py", "code/b.py", "chat.v2.jsonl", "x=y.txt"):
+        (tmp_path / name).write_text("a")
+    paths = [
+        tmp_path / "code" / "a.py",
+        f"all={tmp_path / 'code'}",
+        tmp_path / "chat.v2.jsonl",
+        tmp_path / "x=y.txt",
+        f"{tmp_path}/**/*.py",
+    ]
+    sources = find_sources(paths)
+    # Nothing is left for the last one.
+    assert [(source.name, [file.name for file in source.files]) for source in sources] == [
+        ("a", ["a.py"]),
+        ("all", ["b.py"]),
+        ("chat.v2", ["chat.v2.jsonl"]),
+        ("x=y", ["x=y.txt"]),
+    ]
+    assert [source.name for source in find_sources([f"{tmp_path}/code/*.py", tmp_path])] == ["code", tmp_path.name]
 
 
 def test_folders_and_globs(tmp_path: Path) -> None:
@@ -82,8 +137,11 @@ def test_file_name_with_glob_characters(tmp_path: Path) -> None:
         ("binary.txt", b"\xff\xfe", "binary.txt is not UTF-8 text"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl cannot be read as json"),
         ("broken.parquet", b"not parquet", "broken.parquet cannot be read as parquet"),
-        ("other.jsonl", b'{"body": "a"}\n', "other.jsonl has the columns body, but neither 'text' nor both"),
-        ("number.jsonl", b'{"text": 3}\n', "number.jsonl: column 'text' holds int"),
+        ("other.jsonl", b'{"body": "a"}\n', "other.jsonl has the columns body, but neither 'messages', nor both"),
+        ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "number.jsonl:2: column 'text' holds int"),
+        ("chat.jsonl", b'{"messages": "hello"}\n', "chat.jsonl:1: 'messages' is a text that is not JSON"),
+        ("chat.jsonl", b'{"messages": [{"content": "a"}]}\n', "chat.jsonl:1: 'messages' must be a list of messages"),
+        ("chat.jsonl", b'{"messages": {"role": "user"}}\n', "chat.jsonl:1: 'messages' holds dict, not a list"),
     ],
 )
 def test_unusable_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -114,6 +172,32 @@ def test_documents_end_with_eos_and_mask_the_prompt(tokenizer_dir: Path) -> None
     assert not empty.has_targets
 
 
+def test_generated_tokens_are_learnt_by_their_own_tokenizer(tmp_path: Path, tokenizer_dir: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    row = {"prompt": "the cat", "completion": " sat", "prompt_token_ids": [5, 6], "completion_token_ids": [7, 8, 0]}
+    own = {**row, "tokenizer": fingerprint(tokenizer)}
+    cut = {**own, "tokenizer": "another", "finish_reason": "length"}
+    file = write_jsonl(
+        tmp_path / "a.jsonl", own, {**row, "tokenizer": "another"}, cut, {"prompt": "a", "completion": "b"}
+    )
+    exact, other, cut_off, plain = tokenize(read(file), tokenizer)
+    assert exact.token_ids.tolist() == [5, 6, 7, 8, 0] and exact.loss_mask.tolist() == [False] * 2 + [True] * 3
+    assert tokenizer.decode(other.token_ids[other.loss_mask]) == " sat<eos>"
+    assert tokenizer.decode(cut_off.token_ids[cut_off.loss_mask]) == " sat"
+    assert tokenizer.decode(plain.token_ids[plain.loss_mask]) == "b<eos>"
+
+
+def test_fingerprints_of_tokenizers(tmp_path: Path, tokenizer_dir: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    mark = fingerprint(tokenizer)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer(["a", "b c"], padding=False, truncation=True, max_length=1)
+    tokenizer.save_pretrained(tmp_path)
+    assert fingerprint(tokenizer) == fingerprint(load_tokenizer(tmp_path)) == mark
+    tokenizer.add_tokens(["cat"])
+    assert fingerprint(tokenizer) != mark
+
+
 def test_build_dataset_counts_documents_without_targets(
     tmp_path: Path, tokenizer_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,9 +205,10 @@ def test_build_dataset_counts_documents_without_targets(
     file = write_jsonl(tmp_path / "a.jsonl", *rows)
     with caplog.at_level(logging.WARNING):
         dataset = build_dataset([file], load_tokenizer(tokenizer_dir), 4)
-    assert (dataset.num_documents, dataset.num_empty_documents) == (2, 1)
-    assert "1 of 2 documents have no token to learn" in caplog.text
-    assert dataset.num_target_tokens < dataset.num_tokens <= len(dataset) * 4
+    (counts,) = dataset.counts
+    assert (counts.name, counts.num_documents, counts.num_left_out) == ("a", 2, 1)
+    assert f"1 of 2 documents have no token to learn and are left out: {file}:2 (empty text)" in caplog.text
+    assert counts.num_target_tokens < dataset.num_tokens <= len(dataset) * 4
 
 
 def test_too_little_data(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -132,10 +217,12 @@ def test_too_little_data(tmp_path: Path, tokenizer_dir: Path) -> None:
     with pytest.raises(UserError, match="do not fill one sequence of 64"):
         build_dataset([tmp_path / "a.txt"], tokenizer, 64)
     empty = write_jsonl(tmp_path / "a.jsonl", {"text": ""})
-    with pytest.raises(UserError, match="no usable documents: all 1 have an empty text"):
+    with pytest.raises(
+        UserError, match=r"a has no usable documents: all 1 .* the first is .*a\.jsonl:1 \(empty text\)"
+    ):
         build_dataset([empty], tokenizer, 4)
     with pytest.raises(UserError, match="sequence length 1 is too short"):
-        PackedDataset([], 1, 0)
+        PackedDataset.from_documents([], 1, 0)
 
 
 def test_tokenizer_that_is_missing_or_broken(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -158,9 +245,9 @@ def test_imports_without_datasets(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['datasets'] = None\n"
         "from mtpkit.data import *\n"
-        f"print(list(read_samples(find_files([{str(tmp_path / 'b.txt')!r}]))))\n"
+        f"print([sample.text for sample in read_samples(find_files([{str(tmp_path / 'b.txt')!r}]))])\n"
         f"list(read_samples(find_files([{str(file)!r}])))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "[Sample(text='b', prompt='')]" in done.stdout
+    assert "['b']" in done.stdout
     assert "needs the package datasets" in done.stderr.splitlines()[-1]

@@ -1,0 +1,233 @@
+"""Conversations to token ids and a mask of what the assistant says, through the tokenizer's chat template.
+
+A template that marks the assistant's parts (`{% generation %}`) says itself what they are. For others each assistant
+message is looked for in the rendered text: it lies between what the conversation before it renders to, generation
+prompt included, and what the conversation up to it renders to. Templates that render a message according to what
+follows (reasoning that is dropped from older turns, tools that go before the last question) make these no prefixes of
+the whole; there the message is exchanged for another, and what changes is its place.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mtpkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+Span = tuple[int, int]
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class SampleError(Exception):
+    """A sample that cannot be used; says why. Others can: it is left out."""
+
+
+def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template for data with messages; "
+            "add chat_template.jinja to it, or name a file with --chat-template"
+        )
+
+
+def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None) -> str:
+    """A conversation as text, up to where the assistant begins to answer.
+
+    Raises:
+        SampleError: the template refuses it.
+    """
+    return _render(tokenizer, _with_parsed_arguments(messages), tools, add_generation_prompt=True)
+
+
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [n] int32 of a whole conversation, and [n] bool, True for the tokens that the assistant wrote.
+
+    The token that ends the assistant's turn is one of them, what the template adds after it is not.
+
+    Raises:
+        SampleError: the template refuses the conversation, or an assistant message is not found in what it renders.
+    """
+    messages = _with_parsed_arguments(messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise SampleError("no assistant message")
+    template = tokenizer.get_chat_template(tools=tools)
+    if _GENERATION.search(template) and tokenizer.is_fast:
+        return _encode_by_markers(tokenizer, messages, tools)
+
+    def render(some: Messages, add_generation_prompt: bool = False) -> str:
+        return _render(tokenizer, some, tools, add_generation_prompt)
+
+    return _encode(tokenizer, *assistant_spans(render, messages, _special_tokens(tokenizer)))
+
+
+def assistant_spans(render: Callable[..., str], messages: Messages, special: list[str]) -> tuple[str, list[Span]]:
+    """The rendered conversation, and (start, end) in characters of each assistant message in it, in order.
+
+    Args:
+        render: (messages, add_generation_prompt=False) -> text.
+        special: tokens that may end a turn; one that follows a message belongs to it.
+
+    Raises:
+        SampleError: as `encode_chat`.
+    """
+    whole = render(messages)
+    spans: list[Span] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            after = spans[-1][1] if spans else 0
+            span = _span_by_prefixes(render, messages, index, whole)
+            if span is None:
+                try:
+                    span = _span_by_exchange(render, messages, index, whole, after)
+                except SampleError:  # a call that is gone while its result is still there is refused by some
+                    span = _span_by_prefixes(render, messages, index, whole, header=False)
+            if span is None or span[0] < after:
+                raise SampleError(
+                    f"message {index + 1}, the assistant's, is not found in what the chat template renders"
+                )
+            spans.append(_close(whole, *span, special))
+    return whole, spans
+
+
+def _span_by_prefixes(
+    render: Callable[..., str], messages: Messages, index: int, whole: str, header: bool = True
+) -> Span | None:
+    """Between two prefixes of the whole; `header`: only if the template has a generation prompt to leave out."""
+    try:
+        before, upto = render(messages[:index], True), render(messages[: index + 1])
+        if header and before == render(messages[:index]):
+            return None
+    except SampleError:  # some refuse to render a part of a conversation
+        return None
+    found = whole.startswith(before) and whole.startswith(upto) and len(before) <= len(upto)
+    return (len(before), len(upto)) if found else None
+
+
+def _span_by_exchange(
+    render: Callable[..., str], messages: Messages, index: int, whole: str, after: int
+) -> Span | None:
+    """What changes when the message is exchanged, and what precedes it back to the generation prompt.
+
+    Raises:
+        SampleError: the template refuses the exchange.
+    """
+    start, tail = len(whole), len(whole)
+    # Two texts that neither begin nor end alike: only one of them can share a letter with the message.
+    for text in ("A-A", "B-B"):
+        other = render([*messages[:index], {"role": "assistant", "content": text}, *messages[index + 1 :]])
+        if other == whole or text not in other:
+            return None
+        start = min(start, _common(whole, other))
+        tail = min(tail, _common(whole[::-1], other[::-1]))
+    header = _generation_prompt(render, messages[:index])
+    at = whole.rfind(header, after, start) if header else -1
+    return (start if at < 0 else at + len(header)), max(start, len(whole) - tail)
+
+
+def _common(left: str, right: str) -> int:
+    """Characters with which both begin."""
+    pairs = zip(left, right, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+
+
+def _generation_prompt(render: Callable[..., str], messages: Messages) -> str:
+    try:
+        without, prompt = render(messages), render(messages, True)
+    except SampleError:
+        return ""
+    return prompt[len(without) :] if prompt.startswith(without) else ""
+
+
+def _close(whole: str, start: int, end: int, special: list[str]) -> Span:
+    """End a span with the token that ends the turn: without the line break after it, or with it if it comes next."""
+    stripped = whole[start:end].rstrip()
+    if any(stripped.endswith(token) for token in special):
+        return start, start + len(stripped)
+    following = next((token for token in special if whole.startswith(token, end)), "")
+    return start, end + len(following)
+
+
+def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """The longest first, so that none hides behind its beginning."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """A token that reaches into a span belongs to it."""
+    if not tokenizer.is_fast:
+        return _encode_in_parts(tokenizer, text, spans)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    mask = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return np.array(encoded["input_ids"], dtype=np.int32), mask
+
+
+def _encode_in_parts(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """For tokenizers that do not tell where their tokens lie."""
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    cuts = [0, *(cut for span in spans for cut in span), len(text)]
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        part = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+        token_ids += part
+        mask += [bool(number % 2)] * len(part)
+    return np.array(token_ids, dtype=np.int32), np.array(mask, dtype=bool)
+
+
+def _encode_by_markers(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+    except Exception as error:  # whatever the template does
+        raise SampleError(_reason(error)) from error
+    return np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
+
+
+def _render(tokenizer: Any, messages: Messages, tools: list[dict] | None, add_generation_prompt: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # whatever the template does
+        raise SampleError(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"the chat template refuses it: {' '.join(str(error).split()) or type(error).__name__}"
+
+
+def _with_parsed_arguments(messages: Messages) -> Messages:
+    """Arguments of tool calls as templates expect them: the OpenAI format has them as JSON in a text."""
+    messages = copy.deepcopy(messages)
+    for call in (call for message in messages for call in message.get("tool_calls") or []):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            try:
+                parsed = json.loads(function["arguments"])
+            except ValueError:
+                continue  # the model's own slip, to be shown as it is
+            function["arguments"] = parsed if isinstance(parsed, dict) else function["arguments"]
+    return messages

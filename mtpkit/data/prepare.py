@@ -1,0 +1,297 @@
+"""From files to prepared data: read, tokenised and packed once, by several processes, through `datasets`.
+
+Nothing holds all tokens: samples, documents and sequences go from one memory-mapped Arrow file to the next. What comes
+out does not depend on the number of processes.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mtpkit.data.dataset import PackedDataset, PackedSource, SourceCounts, check_sequence_length, require_usable
+from mtpkit.data.documents import BATCH, describe, tokenize, warn_of_left_out
+from mtpkit.data.packing import ROWS, first_fit, join
+from mtpkit.data.prepared import FORMAT, Manifest
+from mtpkit.data.sources import MANIFEST, Columns, Sample, Source, find_sources, read_samples
+from mtpkit.data.tokenizer import fingerprint
+from mtpkit.errors import MtpkitError, UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+    from transformers import PreTrainedTokenizerBase
+
+LEFT_OUT = "left_out.txt"
+SAMPLES_PER_PROCESS = 1000
+"""Fewer are tokenised before another process has started."""
+_TOKENS_AT_ONCE = 2**24
+"""Of sequences that are joined together."""
+
+
+def check_destination(directory: Path, force: bool) -> None:
+    """Refuse to write over what is there.
+
+    Raises:
+        UserError: it is a file, or a directory with content and not `force`, or not of prepared data.
+    """
+    if directory.is_file():
+        raise UserError(f"output {directory} is a file; name a directory")
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    if not (directory / MANIFEST).is_file():
+        raise UserError(f"output {directory} holds something else than prepared data; name another directory")
+    if not force:
+        raise UserError(f"output {directory} holds prepared data already; name another directory, or add --force")
+
+
+def prepare(
+    paths: Iterable[str | Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    sequence_length: int,
+    directory: Path,
+    columns: Columns | None = None,
+    num_proc: int | None = None,
+) -> Manifest:
+    """Tokenise and pack files, folders and globs into an empty directory, with progress bars.
+
+    Args:
+        paths: as of `find_sources`; each becomes a source.
+        num_proc: processes; None: one a core, fewer for little data.
+
+    Returns:
+        The manifest, which is written last.
+
+    Raises:
+        UserError: from any of the stages; see `find_sources`, `read_samples`, `tokenize`, `PackedDataset`.
+    """
+    import datasets
+
+    check_sequence_length(sequence_length)
+    sources = find_sources(paths)
+    if prepared := [str(source.prepared) for source in sources if source.prepared]:
+        raise UserError(f"data: {', '.join(prepared)} is prepared already; name the files it is from")
+    own = fingerprint(tokenizer)
+    work = directory / ".work"
+    packed: list[datasets.Dataset] = []
+    counts: list[SourceCounts] = []
+    left_out: list[tuple[str, str]] = []
+    try:
+        with _quiet_datasets(), _user_errors():
+            for number, source in enumerate(sources):
+                part = _Stage(work / str(number), num_proc)
+                documents, num_samples, missing = _tokenize_source(
+                    part, source, tokenizer, own, sequence_length, columns
+                )
+                packed.append(_pack_source(part, documents, sequence_length))
+                table = packed[-1].data.table
+                counts.append(SourceCounts.of(source.name, table, num_samples, len(missing)))
+                left_out += missing
+            whole = datasets.concatenate_datasets(packed)
+            assert tokenizer.eos_token_id is not None  # or it could not have tokenised
+            parts = [PackedSource(one, data.data.table) for one, data in zip(counts, packed, strict=True)]
+            PackedDataset(parts, sequence_length, tokenizer.eos_token_id)  # is it enough?
+            whole.save_to_disk(str(directory))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if left_out:
+        lines = [describe(*entry) + "\n" for entry in left_out]
+        (directory / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
+        warn_of_left_out(left_out, sum(one.num_documents for one in counts), f"; {LEFT_OUT} lists all")
+    manifest = Manifest(
+        format=FORMAT,
+        sequence_length=sequence_length,
+        tokenizer=own,
+        tokenizer_name=str(tokenizer.name_or_path),
+        sources=counts,
+        source_files=_files(sources),
+        files={path.name: path.stat().st_size for path in sorted(directory.glob("*.arrow"))},
+    )
+    manifest.write(directory)
+    return manifest
+
+
+class _Stage:
+    """Where a source's intermediate files lie, and how many processes make them."""
+
+    def __init__(self, folder: Path, num_proc: int | None) -> None:
+        self.folder, self._asked = folder, num_proc
+        folder.mkdir(parents=True)
+
+    def processes(self, items: int, least: int = 1) -> int | None:
+        """For so many items, of which each process should have at least `least`; None: this one alone."""
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = self._asked or min(available, items // least)
+        return n if (n := min(wanted, items)) > 1 else None
+
+    def file(self, name: str) -> str:
+        return str(self.folder / f"{name}.arrow")
+
+
+def _tokenize_source(
+    stage: _Stage,
+    source: Source,
+    tokenizer: "PreTrainedTokenizerBase",
+    own: str,
+    sequence_length: int,
+    columns: Columns | None,
+) -> tuple[Any, int, list[tuple[str, str]]]:
+    """Documents of at most one sequence's length, the number of samples, and those that are left out."""
+    import pyarrow.compute as pc
+    from datasets import Dataset, Features, List, Value
+
+    samples = Dataset.from_generator(
+        _read,
+        features=Features({"sample": Value("large_string"), "error": Value("string")}),
+        cache_dir=str(stage.folder),
+        gen_kwargs={"files": list(source.files), "columns": columns},
+        num_proc=stage.processes(len(source.files), least=8),
+    )
+    for error in pc.unique(samples.data.table["error"]).to_pylist():
+        if error:
+            raise UserError(error)
+    features = {
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+        "name": Value("string"),
+        "problem": Value("string"),
+    }
+    documents = samples.map(
+        _tokenize,
+        batched=True,
+        batch_size=BATCH,
+        remove_columns=["sample", "error"],
+        features=Features(features),
+        fn_kwargs={"tokenizer": tokenizer, "own": own, "sequence_length": sequence_length},
+        cache_file_name=stage.file("documents"),
+        new_fingerprint="documents",
+        num_proc=stage.processes(len(samples), SAMPLES_PER_PROCESS),
+        desc=f"tokenising {source.name}",
+    )
+    lengths = _lengths(documents)
+    missing = documents.select(np.flatnonzero(lengths == 0))
+    left_out = list(zip(missing["name"], missing["problem"], strict=True))
+    require_usable(source.name, len(documents) - len(left_out), left_out)
+    return documents, len(samples), left_out
+
+
+def _pack_source(stage: _Stage, documents: Any, sequence_length: int) -> Any:
+    """A data set of packed sequences."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    lengths = _lengths(documents)
+    usable = np.flatnonzero(lengths)
+    bins = first_fit(lengths[usable], sequence_length)
+    ends = np.cumsum([0, *map(len, bins)])
+    members = usable[np.fromiter((item for one in bins for item in one), dtype=np.int64, count=int(ends[-1]))]
+    index = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(members, pa.int64()))
+    return (
+        Dataset(pa.table({"members": index}))
+        .with_format("arrow")
+        .map(
+            _join,
+            batched=True,
+            batch_size=max(1, min(ROWS, _TOKENS_AT_ONCE // sequence_length)),
+            remove_columns=["members"],
+            fn_kwargs={"documents": documents.select_columns(["input_ids", "loss_mask"]).with_format("arrow")},
+            cache_file_name=stage.file("sequences"),
+            new_fingerprint="sequences",
+            num_proc=stage.processes(len(bins), SAMPLES_PER_PROCESS),
+            desc="packing",
+        )
+        .with_format(None)
+    )
+
+
+def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]]:
+    """Samples as JSON; an error is the last of them, since what another process raises does not arrive whole."""
+    try:
+        for sample in read_samples(files, columns):
+            yield {"sample": json.dumps(asdict(sample)), "error": ""}
+    except UserError as error:
+        yield {"sample": "", "error": str(error)}
+
+
+def _tokenize(
+    batch: dict[str, list[str]], tokenizer: "PreTrainedTokenizerBase", own: str, sequence_length: int
+) -> dict[str, list]:
+    """Parts that have something to learn, and an empty one for each sample that has none."""
+    samples = (Sample(**json.loads(text)) for text in batch["sample"])
+    rows: dict[str, list] = {"input_ids": [], "loss_mask": [], "name": [], "problem": []}
+    for document in tokenize(samples, tokenizer, own):
+        parts = [(part.token_ids, part.loss_mask, "", "") for part in document.usable_parts(sequence_length)]
+        none = (document.token_ids[:0], document.loss_mask[:0], document.name, document.problem)
+        for part in parts or [none]:
+            for column, value in zip(rows, part, strict=True):
+                rows[column].append(value)
+    return rows
+
+
+def _join(batch: "pyarrow.Table", documents: Any) -> "pyarrow.Table":
+    """Sequences of the documents whose numbers they are given by."""
+    members = batch["members"].combine_chunks()
+    rows = documents[members.flatten().to_numpy()]
+    ids, mask = (rows[name].combine_chunks() for name in ("input_ids", "loss_mask"))
+    return join(
+        ids.flatten().to_numpy(),
+        mask.flatten().to_numpy(zero_copy_only=False),
+        ids.value_lengths().to_numpy(),
+        members.value_lengths().to_numpy(),
+    )
+
+
+def _lengths(documents: Any) -> np.ndarray:
+    """Tokens of each document, without reading them."""
+    import pyarrow.compute as pc
+
+    return pc.list_value_length(documents.data.table["input_ids"]).to_numpy()
+
+
+def _files(sources: list[Source]) -> dict[str, list[str]]:
+    files: dict[str, list[str]] = {}
+    for source in sources:
+        files.setdefault(source.name, []).extend(map(str, source.files))
+    return files
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """No progress bars where stderr is no terminal, no errors that are raised as well, one thread a process."""
+    import datasets
+
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    shown = datasets.is_progress_bar_enabled()
+    if shown and not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+        if shown:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """What `datasets` wraps: the error that its generator or worker met."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, MtpkitError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or cause is error:
+            raise
+        raise cause from error

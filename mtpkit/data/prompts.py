@@ -1,0 +1,130 @@
+"""Prompts for the base to answer: from rows with messages or prompts, or cut from texts."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mtpkit.data.chat import SampleError, render_prompt, require_template
+from mtpkit.data.sources import Columns, find_files, read_messages, read_rows
+from mtpkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Turns = Literal["last", "all"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the base is to continue."""
+
+    name: str
+    """Where it comes from: the file and the row, counted from 1."""
+    text: str
+    token_ids: list[int]
+    messages: list[dict[str, Any]] | None = None
+    """The conversation that `text` is rendered from."""
+    tools: list[dict[str, Any]] | None = None
+
+
+def read_prompts(
+    paths: Iterable[str | Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt_length: int | None = None,
+    turns: Turns = "last",
+    columns: Columns | None = None,
+) -> tuple[list[Prompt], list[tuple[str, str]]]:
+    """Prompts of files, folders and globs, in order; and name and reason of the rows that give none.
+
+    A row with messages asks for the assistant's last message, or for each of them, after the conversation before it; if
+    there is none, for the answer to the whole. A row with a prompt is one as it is. A text is cut into pieces of
+    `prompt_length` tokens; what is left over at its end is no prompt, unless it is all there is.
+
+    Raises:
+        UserError: files that cannot be read, or hold none of these; a text and no `prompt_length`.
+    """
+    if prompt_length is not None and prompt_length < 1:
+        raise UserError(f"prompt length is {prompt_length}, must be at least 1")
+    columns = columns or Columns()
+    prompts: list[Prompt] = []
+    refused = []
+    texts = False
+    for file in find_files(paths):
+        for name, row in read_rows(file):
+            texts = texts or not {columns.messages, columns.prompt} & row.keys()
+            try:
+                prompts += _prompts(name, row, tokenizer, prompt_length, turns, columns)
+            except SampleError as error:
+                refused.append((name, str(error)))
+    if not prompts:
+        raise UserError("data: no prompts: every text, prompt or conversation is empty or refused; check the columns")
+    if prompt_length is not None and not texts:
+        logger.warning("the prompt length has no effect: no text is cut, all rows have prompts or messages")
+    return prompts, refused
+
+
+def _prompts(
+    name: str,
+    row: dict[str, Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt_length: int | None,
+    turns: Turns,
+    columns: Columns,
+) -> Iterator[Prompt]:
+    if columns.messages in row:
+        require_template(tokenizer)
+        yield from _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns)
+        return
+    known = [column for column in (columns.prompt, columns.text, "") if column in row]
+    if not known:
+        raise UserError(
+            f"data: {name} has the columns {', '.join(row)}, but none of {columns.messages!r}, {columns.prompt!r} and"
+            f" {columns.text!r}; rename them or name the ones to use"
+        )
+    text = row[known[0]] or ""
+    if not isinstance(text, str):
+        raise UserError(f"data: {name}: column {known[0]!r} holds {type(text).__name__}, not text")
+    if not text:
+        raise SampleError("empty text")
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if known[0] == columns.prompt:
+        yield Prompt(name, text, _with_bos(tokenizer, token_ids))
+        return
+    if prompt_length is None:
+        raise UserError(f"data: {name} is a text; say how many of its tokens make a prompt with --prompt-length")
+    for start in range(0, len(token_ids), prompt_length):
+        piece = token_ids[start : start + prompt_length]
+        if len(piece) == prompt_length or start == 0:
+            yield Prompt(name, tokenizer.decode(piece), _with_bos(tokenizer, piece))
+
+
+def _from_messages(
+    name: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    turns: Turns,
+) -> Iterator[Prompt]:
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    # A conversation that ends with a question has that to be answered too.
+    if messages and messages[-1]["role"] != "assistant":
+        answers.append(len(messages))
+    for index in answers if turns == "all" else answers[-1:]:
+        before = messages[:index]
+        text = render_prompt(tokenizer, before, tools)
+        # The template has written the first tokens already.
+        token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        yield Prompt(name, text, token_ids, before, tools)
+    if not answers:
+        raise SampleError("no messages")
+
+
+def _with_bos(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> list[int]:
+    """With the token that the tokenizer puts before a text; what it puts behind one does not belong in a prompt."""
+    frame = tokenizer("", verbose=False)["input_ids"]
+    first = [token for token in frame[:1] if token == tokenizer.bos_token_id]
+    return [*first, *token_ids]

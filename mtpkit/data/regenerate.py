@@ -1,0 +1,272 @@
+"""The base's own answers to prompts, as data: heads learn best from what the base itself would say.
+
+The work is kept in a journal beside the output, `NAME.partial`: a line of settings, then a line for each prompt in the
+order in which they finish. A run that was stopped, however it was, goes on from there. Only when all prompts are
+done the output appears, whole and in the order of the prompts.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from mtpkit.data.documents import LISTED, describe
+from mtpkit.data.prompts import Prompt
+from mtpkit.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What `mtpkit.engine.Engine` does, as far as it is needed here."""
+
+    def add_request(self, prompt_token_ids: Sequence[int], params: Any, request_id: str) -> str:
+        """Queue a request; UserError if it can never be served."""
+        ...
+
+    def step(self) -> list[Any]:
+        """`RequestOutput`s of the requests that have new tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A line of the output; `mtpkit data prepare` reads it."""
+
+    index: int
+    """Of the prompt."""
+    name: str
+    """File and row that the prompt comes from."""
+    prompt: str
+    completion: str
+    finish_reason: str
+    """`stop`: at an end-of-sequence token or a stop string; `length`: cut off."""
+    tokenizer: str
+    """Fingerprint of the tokenizer that the token ids belong to."""
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    """As they were generated, the token that ended them included."""
+    messages: list[dict[str, Any]] | None = None
+    """The conversation with the answer, where the prompt was one."""
+    tools: list[dict[str, Any]] | None = None
+
+    def to_json(self) -> str:
+        """One line."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+class Journal:
+    """Finished answers on the disk, one process writing.
+
+    Args:
+        output: of the finished work; the journal lies beside it.
+        settings: what the answers depend on.
+
+    Raises:
+        UserError: the journal there is of other settings, damaged, or another process writes it.
+    """
+
+    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+        self.output = output
+        self.path = output.with_name(f"{output.name}.partial")
+        self._file: IO[bytes] = self.path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # As it will be read again: lists for tuples.
+            self._offsets = self._recover(json.loads(json.dumps(settings)))
+        except BlockingIOError as error:
+            self._file.close()
+            raise UserError(f"{self.path} is being written by another process; wait for it, or stop it") from error
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._offsets:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    @property
+    def done(self) -> set[int]:
+        """Indices of the prompts that have an answer."""
+        return set(self._offsets)
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer, should this process end now."""
+        self._offsets[answer.index] = self._file.seek(0, os.SEEK_END)
+        self._file.write(answer.to_json().encode())
+        self._file.flush()
+
+    def publish(self) -> None:
+        """Put all answers in order in the output's place, and remove the journal."""
+        staging = self.output.with_name(f".{self.output.name}.writing-{os.getpid()}")
+        try:
+            with staging.open("wb") as file:
+                for index in sorted(self._offsets):
+                    self._file.seek(self._offsets[index])
+                    file.write(self._file.readline())
+                file.flush()
+                os.fsync(file.fileno())
+            staging.replace(self.output)
+        finally:
+            staging.unlink(missing_ok=True)
+        self.path.unlink()
+
+    def _recover(self, settings: dict[str, Any]) -> dict[int, int]:
+        """Where each answer begins. A last line that was torn is cut off; without a first one the journal begins."""
+        self._file.seek(0)
+        whole, offsets = 0, {}
+        before: dict[str, Any] = {}
+        for number, line in enumerate(self._file):
+            record = _parse(line)
+            if record is None:
+                if self._file.read(1):
+                    raise UserError(
+                        f"{self.path}, line {number + 1}, is damaged; remove the line, or the file to start anew"
+                    )
+                break
+            if number == 0:
+                before = record
+            else:
+                offsets[record["index"]] = whole
+            whole += len(line)
+        changed = [f"{key} was {before.get(key)}, is {now}" for key, now in settings.items() if before.get(key) != now]
+        if not offsets:
+            whole = 0
+        elif changed:
+            raise UserError(
+                f"{self.path} holds answers of other settings: {'; '.join(changed)}; use the same, or remove it"
+            )
+        self._file.truncate(whole)
+        if not whole:
+            self._file.write((json.dumps(settings) + "\n").encode())
+            self._file.flush()
+        return offsets
+
+
+def regenerate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: Any,
+    journal: Journal,
+    tokenizer: str,
+    seed: int,
+    in_flight: int,
+    refused: Sequence[tuple[str, str]] = (),
+) -> int:
+    """Answer all prompts that the journal has no answer to, with continuous batching and a progress bar.
+
+    Each prompt draws from a seed of its own: but for the rounding of other batches it is answered alike whatever runs
+    beside it and however often the work was stopped. A prompt that the engine cannot serve is left out, with a warning.
+
+    Args:
+        params: `SamplingParams` of all prompts; their seed is not used.
+        tokenizer: fingerprint of the engine's.
+        in_flight: requests that the engine is given at once.
+        refused: name and reason of what gave no prompt, for the warning.
+
+    Returns:
+        The number of answers; they are in the output then.
+
+    Raises:
+        UserError: no prompt can be served.
+    """
+    from tqdm import tqdm
+
+    done = journal.done
+    left_out = list(refused)
+    waiting = iter([index for index in range(len(prompts)) if index not in done])
+    open_requests, tokens = 0, 0
+    # disable=None: silent where stderr is not a terminal.
+    with tqdm(total=len(prompts), initial=len(done), desc="answering", unit=" prompts", disable=None) as progress:
+        while True:
+            while open_requests < in_flight and (index := next(waiting, None)) is not None:
+                own = replace(params, seed=_seed(seed, index))
+                try:
+                    engine.add_request(prompts[index].token_ids, own, str(index))
+                    open_requests += 1
+                except UserError as error:
+                    left_out.append((prompts[index].name, str(error)))
+                    progress.update()
+            if not open_requests:
+                break
+            for output in engine.step():
+                if output.finished:
+                    answer = _answer(int(output.request_id), prompts, output, tokenizer)
+                    journal.add(answer)
+                    open_requests -= 1
+                    tokens += len(answer.completion_token_ids)
+                    progress.update()
+            elapsed = progress.format_dict["elapsed"]
+            progress.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "", refresh=False)
+    answered = len(journal.done)
+    if not answered:
+        raise UserError(f"no prompt can be served; the first: {describe(*left_out[0])}")
+    if left_out:
+        rest = f" and {len(left_out) - LISTED} more" if len(left_out) > LISTED else ""
+        named = ", ".join(describe(*entry) for entry in left_out[:LISTED])
+        logger.warning("%d of %d prompts are left out: %s%s", len(left_out), len(prompts) + len(refused), named, rest)
+    journal.publish()
+    return answered
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """32 hexadecimal digits of the prompts' tokens, in order."""
+    content = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        content.update(np.array([len(prompt.token_ids), *prompt.token_ids], dtype=np.int64).tobytes())
+    return content.hexdigest()
+
+
+def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """At most `limit` prompts, evenly spread over all."""
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    if limit < 1:
+        raise UserError(f"limit is {limit}, must be at least 1")
+    return [prompts[index * len(prompts) // limit] for index in range(limit)]
+
+
+def _answer(index: int, prompts: Sequence[Prompt], output: Any, tokenizer: str) -> Answer:
+    prompt, completion = prompts[index], output.outputs[0]
+    messages = None
+    if prompt.messages is not None:
+        messages = [*prompt.messages, {"role": "assistant", "content": completion.text}]
+    return Answer(
+        index=index,
+        name=prompt.name,
+        prompt=prompt.text,
+        completion=completion.text,
+        finish_reason=completion.finish_reason,
+        tokenizer=tokenizer,
+        prompt_token_ids=prompt.token_ids,
+        completion_token_ids=completion.token_ids,
+        messages=messages,
+        tools=prompt.tools,
+    )
+
+
+def _seed(seed: int, index: int) -> int:
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The object in a whole line."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,103 @@
+"""`mtpkit data regenerate`: killed and begun again, its output is what it would have been; it is data to prepare."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mtpkit.cli.data import app
+from mtpkit.data import build_dataset, load_tokenizer
+from mtpkit.engine import LLM, SamplingParams
+
+PROMPTS = 32
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "def", "add", "left", "right", "return"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    texts = [" ".join(WORDS[: 1 + number % 11]) for number in range(PROMPTS)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return tmp_path / "prompts.jsonl"
+
+
+@pytest.fixture
+def arguments(model_dir, prompts):
+    """A command line up to the name of its output."""
+    sampling = ["--max-tokens", 16, "--temperature", 0.8, "--seed", 5, "--max-num-seqs", 3]
+    return ["regenerate", "--model", model_dir, "--data", prompts, *sampling, "--output"]
+
+
+def answers(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_killed_and_begun_again(tmp_path, arguments, call, capsys) -> None:
+    whole, output, journal = (tmp_path / name for name in ("whole.jsonl", "out.jsonl", "out.jsonl.partial"))
+    command = [sys.executable, "-m", "mtpkit.cli.main", "data", *map(str, arguments), str(output)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        assert call(app, *arguments, whole) == 0
+        while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 5):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL and not output.exists()
+    finished = journal.read_bytes().count(b"\n") - 1
+    assert 3 < finished < PROMPTS
+    with journal.open("a") as file:
+        file.write('{"index": 2, "prom')
+    capsys.readouterr()
+    assert call(app, *arguments, output) == 0
+    assert f"{finished} of {PROMPTS} prompts are answered already" in capsys.readouterr().out
+    assert output.read_bytes() == whole.read_bytes() and not journal.exists()
+    assert [answer["index"] for answer in answers(output)] == list(range(PROMPTS))
+    assert len({answer["completion"] for answer in answers(output)}) > 11, "each prompt draws for itself"
+
+
+def test_greedy_answers_are_the_models_and_are_learnt_as_they_are(tmp_path, model_dir, arguments, call) -> None:
+    assert call(app, *arguments, tmp_path / "out.jsonl", "--temperature", 0, "--limit", 4, "--k", 1) == 0
+    found = answers(tmp_path / "out.jsonl")
+    texts = [answer["prompt"] for answer in found]
+    want = LLM(model_dir).generate(texts, SamplingParams(temperature=0, max_tokens=16))
+    assert [answer["completion_token_ids"] for answer in found] == [one.outputs[0].token_ids for one in want]
+    assert [answer["completion"] for answer in found] == [one.outputs[0].text for one in want]
+    tokenizer = load_tokenizer(model_dir)
+    dataset = build_dataset([tmp_path / "out.jsonl"], tokenizer, 64)
+    batch = dataset.batch(range(len(dataset)))
+    assert int(batch.loss_mask.sum()) == sum(len(answer["completion_token_ids"]) for answer in found)
+    for answer in found:
+        tokens = answer["prompt_token_ids"] + answer["completion_token_ids"]
+        rows = [
+            row[index == number].tolist()
+            for row, index in zip(batch.token_ids, batch.documents, strict=True)
+            for number in index.unique()
+        ]
+        assert tokens in rows
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["nowhere/out.jsonl"], "must be a file in a directory that exists"),
+        (["out.jsonl", "--temperature", -1], "temperature is -1.0"),
+        (["out.jsonl", "--data", "nowhere"], "nowhere does not exist"),
+        (["out.jsonl", "--max-model-len", 10, "--dtype", "float32"], "no prompt can be served; the first: "),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, arguments, call, capsys, more, message) -> None:
+    more[0] = tmp_path / more[0]
+    assert call(app, *arguments, *more) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mtpkit: error: ") and message in line
+    assert not more[0].exists()
+
+
+def test_an_output_is_replaced_only_by_force(tmp_path, arguments, call, capsys) -> None:
+    (tmp_path / "out.jsonl").write_text("mine")
+    assert call(app, *arguments, tmp_path / "out.jsonl", "--limit", 2) == 2
+    assert "is there already; name another file, or add --force" in capsys.readouterr().err
+    assert call(app, *arguments, tmp_path / "out.jsonl", "--limit", 2, "--force") == 0
+    assert len(answers(tmp_path / "out.jsonl")) == 2

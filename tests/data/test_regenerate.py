@@ -1,0 +1,193 @@
+"""Answers in the order of their prompts, whatever order they finish in and however often the work is stopped."""
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+
+from mtpkit.data import load_tokenizer, read_samples
+from mtpkit.data.prompts import Prompt, read_prompts
+from mtpkit.data.regenerate import Answer, Journal, digest, regenerate, spread
+from mtpkit.errors import UserError
+
+SETTINGS = {"model": "m", "stop": ("a",)}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Params:
+    seed: int | None = None
+
+
+class FakeEngine:
+    """Finishes the newest of its requests in each step; refuses prompts of token 99; dies after `steps`."""
+
+    def __init__(self, steps=10**9):
+        self.requests, self.steps, self.seen, self.most = [], steps, {}, 0
+
+    def add_request(self, prompt_token_ids, params, request_id):
+        if 99 in prompt_token_ids:
+            raise UserError(f"request {request_id}: token 99")
+        assert request_id not in self.seen
+        self.seen[request_id] = params.seed
+        self.requests.append((request_id, prompt_token_ids, params.seed))
+        self.most = max(self.most, len(self.requests))
+        return request_id
+
+    def step(self):
+        if not self.steps:
+            raise KeyboardInterrupt
+        self.steps -= 1
+        request_id, token_ids, seed = self.requests.pop()
+        completion = SimpleNamespace(text=f"{token_ids} {seed}", token_ids=[*token_ids, 0], finish_reason="stop")
+        running = [SimpleNamespace(request_id=r[0], finished=False) for r in self.requests]
+        return [*running, SimpleNamespace(request_id=request_id, finished=True, outputs=[completion])]
+
+
+PROMPTS = [Prompt(f"p.jsonl:{number + 1}", f"text {number}", [number, number]) for number in range(20)]
+
+
+def run(output, steps=10**9, prompts=PROMPTS, in_flight=6, settings=SETTINGS, **more):
+    engine = FakeEngine(steps)
+    with Journal(output, settings) as journal:
+        regenerate(engine, prompts, Params(), journal, "mark", seed=7, in_flight=in_flight, **more)
+    return engine
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_all_prompts_in_order(tmp_path) -> None:
+    prompts = [PROMPTS[0], Prompt("q", "t", [1], [{"role": "user", "content": "é"}], [{"name": "f"}])]
+    assert run(tmp_path / "a.jsonl", prompts=[*prompts, *PROMPTS], in_flight=6).most == 6
+    answers = lines(tmp_path / "a.jsonl")
+    assert [answer["index"] for answer in answers] == list(range(22))
+    first, chat = answers[:2]
+    assert list(first) == [
+        *("index", "name", "prompt", "completion", "finish_reason", "tokenizer"),
+        *("prompt_token_ids", "completion_token_ids"),
+    ]
+    assert (first["prompt"], first["prompt_token_ids"], first["completion_token_ids"]) == ("text 0", [0, 0], [0, 0, 0])
+    assert chat["messages"] == [{"role": "user", "content": "é"}, {"role": "assistant", "content": chat["completion"]}]
+    assert chat["tools"] == [{"name": "f"}]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ["", '{"index": 3, "na', '{"index": 3, "name": "x"}'])
+def test_stopping_anywhere_changes_nothing(tmp_path, torn) -> None:
+    run(tmp_path / "whole.jsonl", in_flight=3)
+    output, journal = tmp_path / "a.jsonl", tmp_path / "a.jsonl.partial"
+    done = 0
+    for steps in (4, 1, 9):
+        with pytest.raises(KeyboardInterrupt):
+            run(output, steps)
+        done += steps
+        assert not output.exists() and len(lines(journal)) == 1 + done
+        with journal.open("a") as file:
+            file.write(torn)
+    assert len(run(output).seen) == 20 - done, "what was finished is not done again"
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes() and not journal.exists()
+
+
+def test_an_answer_is_on_the_disk_at_once(tmp_path) -> None:
+    answer = Answer(3, "p", "a", "b", "stop", "mark", [1], [2])
+    with Journal(tmp_path / "a.jsonl", SETTINGS) as journal:
+        journal.add(answer)
+        assert lines(journal.path)[1:] == [json.loads(answer.to_json())] and journal.done == {3}
+
+
+def test_seeds_are_each_prompts_own(tmp_path) -> None:
+    seeds = run(tmp_path / "a.jsonl").seen
+    assert len(set(seeds.values())) == 20 and all(0 <= seed < 2**63 for seed in seeds.values())
+    assert run(tmp_path / "b.jsonl", in_flight=1).seen == seeds
+
+
+def test_prompts_that_cannot_be_served_are_left_out(tmp_path, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        prompts = [replace(one, token_ids=[99]) if index == 13 else one for index, one in enumerate(PROMPTS)]
+        run(tmp_path / "a.jsonl", prompts=prompts, refused=[("p.jsonl:0", "no messages")])
+    assert [answer["index"] for answer in lines(tmp_path / "a.jsonl")] == [n for n in range(20) if n != 13]
+    assert "2 of 21 prompts are left out: p.jsonl:0 (no messages), p.jsonl:14 (request 13: token 99)" in caplog.text
+    with pytest.raises(UserError, match=r"no prompt can be served; the first: p\.jsonl:14 \(request 0: token 99\)"):
+        run(tmp_path / "b.jsonl", prompts=prompts[13:14])
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_a_journal_of_other_settings_is_refused(tmp_path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a.jsonl", 3)
+    with pytest.raises(UserError, match=r"of other settings: model was m, is n; use the same, or remove it"):
+        run(tmp_path / "a.jsonl", settings={**SETTINGS, "model": "n"})
+    assert len(run(tmp_path / "a.jsonl").seen) == 17
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "b.jsonl", 0)
+    assert not (tmp_path / "b.jsonl.partial").exists(), "nothing was answered"
+
+
+def test_a_journal_that_is_damaged_or_in_use_is_refused(tmp_path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a.jsonl", 3)
+    journal = tmp_path / "a.jsonl.partial"
+    with Journal(tmp_path / "a.jsonl", SETTINGS), pytest.raises(UserError, match="is being written by another process"):
+        run(tmp_path / "a.jsonl")
+    content = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([*content[:2], content[2][:9] + "\n", content[3]]))
+    with pytest.raises(UserError, match="line 3, is damaged; remove the line"):
+        run(tmp_path / "a.jsonl")
+
+
+def test_prompts_of_every_kind(tmp_path, tokenizer_dir, caplog) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer.chat_template = TEMPLATE
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "bot", "user"), "abc", strict=True)]
+    turns[1]["role"] = "assistant"
+    rows = [{"messages": turns[:2]}, {"messages": turns}, {"messages": []}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "the cat", "text": "t"}\n{"prompt": ""}\n')
+    (tmp_path / "t.txt").write_text("the cat sat on the mat")
+    (tmp_path / "s.txt").write_text("the")
+    files = [tmp_path / name for name in ("chat.jsonl", "p.jsonl", "t.txt", "s.txt")]
+    prompts, refused = read_prompts(files, tokenizer, prompt_length=4)
+    ids = tokenizer("the cat sat on the mat")["input_ids"]
+    pieces = [ids[i : i + 4] for i in range(0, len(ids) - len(ids) % 4, 4)]
+    assert len(ids) % 4, "a piece is left over"
+    assert [prompt.text for prompt in prompts[:3]] == ["user:a;bot:", "user:a;assistant:b;user:c;bot:", "the cat"]
+    assert [prompt.messages for prompt in prompts[:3]] == [turns[:1], turns, None]
+    assert [prompt.token_ids for prompt in prompts[3:-1]] == pieces and prompts[-1].text == "the"
+    assert all(prompt.token_ids == tokenizer(prompt.text)["input_ids"] for prompt in prompts[:3])
+    assert refused == [(f"{files[0]}:3", "no messages"), (f"{files[1]}:2", "empty text")]
+    assert not caplog.text
+    every, _ = read_prompts(files[:1], tokenizer, prompt_length=4, turns="all")
+    assert "the prompt length has no effect" in caplog.text
+    assert [prompt.text for prompt in every] == ["user:a;bot:", "user:a;bot:", "user:a;assistant:b;user:c;bot:"]
+    assert digest(prompts) != digest(prompts[::-1]) and digest(prompts) == digest(list(prompts))
+    assert spread(PROMPTS, 4) == PROMPTS[::5] and spread(PROMPTS, None) == spread(PROMPTS, 99) == PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ('{"text": "the cat"}\n', {}, "a.jsonl:1 is a text; .* with --prompt-length"),
+        ('{"text": "the cat"}\n', {"prompt_length": 0}, "prompt length is 0"),
+        ('{"body": "the cat"}\n', {}, "a.jsonl:1 has the columns body, but none of 'messages', 'prompt' and 'text'"),
+        ('{"prompt": 3}\n', {}, "column 'prompt' holds int, not text"),
+        ('{"prompt": ""}\n', {}, "no prompts: every text"),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, "no chat template"),
+    ],
+)
+def test_what_gives_no_prompts(tmp_path, tokenizer_dir, content, settings, message) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_prompts([tmp_path / "a.jsonl"], load_tokenizer(tokenizer_dir), **settings)
+
+
+def test_the_output_is_data(tmp_path) -> None:
+    run(tmp_path / "a.jsonl")
+    sample = next(read_samples([tmp_path / "a.jsonl"]))
+    assert (sample.prompt, sample.prompt_token_ids, sample.tokenizer) == ("text 0", [0, 0], "mark")
+    assert sample.completion_token_ids == [0, 0, 0] and sample.complete
