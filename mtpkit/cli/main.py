@@ -12,7 +12,7 @@ from mtpkit.cli.errors import run
 
 COMMANDS = {
     "train": "Train MTP heads on a frozen base.",
-    "data": "Show what a data set becomes when it is tokenised and packed.",
+    "data": "Prepare training data, let the base write it, and look at it.",
     "convert": "Convert checkpoints between the Hugging Face and the Megatron layout, and compare them.",
     "generate": "Continue prompts, with or without drafts from the MTP heads.",
     "evaluate": "Measure how much faster a model decodes with its MTP heads.",
