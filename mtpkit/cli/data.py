@@ -103,13 +103,7 @@ def regenerate(
     turns: Annotated[
         Literal["last", "all"], typer.Option(help="Answers of a conversation that are written anew, each by itself.")
     ] = "last",
-    k: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INTEGER|auto",
-            help="Drafts a step; auto: by measurement; by default what the heads were trained for.",
-        ),
-    ] = None,
+    k: options.Drafts = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 512,
     temperature: options.Temperature = 1.0,
     top_p: options.TopP = 1.0,
@@ -117,7 +111,7 @@ def regenerate(
     min_p: options.MinP = 0.0,
     seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")] = False,
+    ignore_eos: options.IgnoreEos = False,
     text_column: TextColumn = "text",
     prompt_column: PromptColumn = "prompt",
     messages_column: MessagesColumn = "messages",
@@ -138,7 +132,7 @@ def regenerate(
     Finished answers are kept in OUTPUT.partial. After a stop of any kind the same command goes on from there; each
     prompt draws the random numbers that it would have drawn. OUTPUT appears when all are done, in their order.
     """
-    from mtpkit.checkpoint import find_companions, load_config
+    from mtpkit.checkpoint import find_companions
     from mtpkit.data import Columns
     from mtpkit.data.prompts import read_prompts
     from mtpkit.data.regenerate import Journal, digest, spread
@@ -160,7 +154,7 @@ def regenerate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    drafts = load_config(model).mtp_num_depths if k is None else options.parse_drafts(k)
+    drafts = options.drafts_of(model, k)
     tokenizer = _tokenizer(find_companions(model), chat_template)
     columns = Columns(text=text_column, prompt=prompt_column, messages=messages_column)
     found, refused = read_prompts(data, tokenizer, prompt_length, turns, columns)
@@ -185,6 +179,7 @@ def regenerate(
             max_model_len=max_model_len,
             draft_vocab=draft_vocab,
             enforce_eager=enforce_eager,
+            tokenizer=tokenizer,
         )
         own = fingerprint(tokenizer)
         count = answer_prompts(llm.engine, prompts, params, journal, own, seed, 2 * max_num_seqs, refused)

@@ -24,13 +24,7 @@ def generate(
         Path | None,
         typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
     ] = None,
-    k: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INTEGER|auto",
-            help="Drafts a step; auto: by measurement; by default what the heads were trained for.",
-        ),
-    ] = None,
+    k: options.Drafts = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -38,7 +32,7 @@ def generate(
     min_p: options.MinP = 0.0,
     seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given again.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")] = False,
+    ignore_eos: options.IgnoreEos = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, in the prompts' order.")] = False,
     dtype: options.Dtype = "auto",
     block_size: options.BlockSize = 16,
@@ -49,7 +43,6 @@ def generate(
     enforce_eager: options.EnforceEager = False,
 ) -> None:
     """Continue prompts and stream what comes to stdout; statistics go to stderr."""
-    from mtpkit.checkpoint import load_config
     from mtpkit.engine import LLM, SamplingParams
 
     params = SamplingParams(
@@ -63,7 +56,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     prompts = _prompts(prompt, prompt_file)
-    drafts = load_config(model).mtp_num_depths if k is None else options.parse_drafts(k)
+    drafts = options.drafts_of(model, k)
     llm = LLM(
         str(model),
         drafts,

@@ -22,6 +22,13 @@ DraftVocab = Annotated[
     Path | None, typer.Option(help="File of `mtpkit data draft-vocab`: the tokens that drafts are chosen among.")
 ]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="INTEGER|auto", help="Drafts a step; auto: by measurement; by default what the heads were trained for."
+    ),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")]
 Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Smallest set of tokens with this much probability; 1: all.")]
 TopK = Annotated[int, typer.Option(help="So many most likely tokens; 0: all.")]
@@ -37,6 +44,13 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'") from None
+
+
+def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
+    """K as `Drafts` has it, or what the heads in a model directory were trained for."""
+    from mtpkit.checkpoint import load_config
+
+    return load_config(model).mtp_num_depths if text is None else parse_drafts(text)
 
 
 class ListCommand(TyperCommand):

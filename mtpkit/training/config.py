@@ -92,7 +92,7 @@ class OptimizerConfig:
     """AdamW or Muon, with linear warm-up and cosine decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for matrices, AdamW for the rest; takes about half the steps, each with some work more."""
+    """`muon`: Muon for matrices, AdamW for the rest; takes fewer steps, each with some work more."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-4

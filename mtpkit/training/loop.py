@@ -55,12 +55,15 @@ class Trainer:
         self.eval_data = self._dataset(config.data.eval) if config.data.eval else None
         resuming = self.directory.iteration is not None
         self.model = build_with_heads(self.config, model_config, self.device, load_weights=not resuming)
+        explained = None
         if self.config.heads.init == "base" and config.heads.fit_tokens and not resuming:
-            fit_input_projection(self.model, self._fit_batches())
+            explained = fit_input_projection(self.model, self._fit_batches())
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
         self.directory.start()
         self.log = MetricsLog(self.directory.path, self.step, config.steps, enabled=self.rank == 0)
+        if explained is not None:
+            self.log.message(f"the heads' fitted inputs explain {explained:.0%} of what their layers expect")
         self.base = fingerprint(self.model)
 
     def run(self, stop: StopSignal) -> Path:

@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024): momentum for matrices, with all of its singular values made one before each step.
 
 Every direction of a weight then moves alike, also those whose gradients are small beside a few large ones: heads learn
-in about half the steps that they need with AdamW. Steps are scaled to the size of AdamW's (Liu et al. 2025,
+in fewer steps than with AdamW. Steps are scaled to the size of AdamW's (Liu et al. 2025,
 arXiv:2502.16982), so that one learning rate serves both.
 """
 

@@ -76,7 +76,8 @@ class HeadOptimizer:
         for param_group in self._adamw.param_groups:
             param_group["lr"] = lr
         self._adamw.step()
-        self._muon.step(lr, group)
+        if self._muon.matrices:
+            self._muon.step(lr, group)
         self._flat_grad.zero_()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
