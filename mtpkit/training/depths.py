@@ -10,6 +10,7 @@ Shape legend: K depths, s sequence, b batch, h hidden size, n selected target po
 import itertools
 import operator
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,24 +20,32 @@ from torch import Tensor
 from mtpkit.data import PackedBatch
 from mtpkit.model import SequenceInput, base_forward, output_weight, unroll_depths
 from mtpkit.training.config import HeadAttention
-from mtpkit.training.loss import LossOptions, head_losses
+from mtpkit.training.loss import LossOptions, head_agreement, head_losses
 from mtpkit.training.mixing import HiddenMix
+
+Decoding = Literal["greedy", "sampling", "draft_sampling"]
+"""How drafts are made and verified. `greedy`: the heads' best tokens, against the base's. `sampling`: the heads' best
+tokens, against tokens that the base samples at temperature 1; the engine's default, `draft_sampling=False`.
+`draft_sampling`: tokens drawn from the heads at temperature 1, by rejection sampling (Leviathan et al. 2023,
+arXiv:2211.17192); the engine's `draft_sampling=True`."""
+DECODINGS: tuple[Decoding, ...] = get_args(Decoding)
 
 
 @dataclass(frozen=True)
 class DepthSums:
     """Sums over the selected tokens of one batch or of many, and what follows from them.
 
-    `values` [4, K] fp64, rows: the losses; the selected tokens; the positions whose drafts 1 .. k - 1 the base accepts
-    (`offered`); those of them whose k-th draft it accepts too (`accepted`).
+    `values` [2 + 2 D, K] fp64, rows: the losses; the selected tokens; then for each of the first D `DECODINGS` the
+    positions whose drafts 1 .. k - 1 are accepted (`offered`), and those of them whose k-th draft is too (`accepted`).
+    Of sampling both are expected numbers.
     """
 
     values: Tensor
 
     @classmethod
-    def zero(cls, num_depths: int, device: torch.device) -> "DepthSums":
+    def zero(cls, num_depths: int, device: torch.device, num_decodings: int = 1) -> "DepthSums":
         """Of nothing."""
-        return cls(torch.zeros(4, num_depths, dtype=torch.float64, device=device))
+        return cls(torch.zeros(2 + 2 * num_decodings, num_depths, dtype=torch.float64, device=device))
 
     def __add__(self, other: "DepthSums") -> "DepthSums":
         return DepthSums(self.values + other.values)
@@ -51,16 +60,17 @@ class DepthSums:
         """Mean loss of each depth over its selected tokens."""
         return self._ratios(0, 1)
 
-    def conditional_acceptance(self) -> list[float]:
+    def conditional_acceptance(self, decoding: Decoding = "greedy") -> list[float]:
         """For each depth, the rate at which its draft is accepted where all earlier ones are."""
-        return self._ratios(3, 2)
+        offered = 2 + 2 * DECODINGS.index(decoding)
+        return self._ratios(offered + 1, offered)
 
-    def acceptance_length(self) -> float:
+    def acceptance_length(self, decoding: Decoding = "greedy") -> float:
         """AL = 1 + the mean number of accepted drafts of a step that could start at any position."""
-        return 1 + sum(itertools.accumulate(self.conditional_acceptance(), operator.mul))
+        return 1 + sum(itertools.accumulate(self.conditional_acceptance(decoding), operator.mul))
 
     def _ratios(self, numerator: int, denominator: int) -> list[float]:
-        return (self.values[numerator] / self.values[denominator].clamp(min=1)).tolist()
+        return (self.values[numerator] / self.values[denominator]).nan_to_num(0.0).tolist()  # 0 of 0 is 0
 
 
 def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Tensor:
@@ -76,19 +86,27 @@ def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Ten
     return selected
 
 
-def count_accepted(matches: Tensor, selected: Tensor) -> Tensor:
-    """Offered and accepted drafts [2, K], as `DepthSums` has them, from matches and selected [K, s, b].
+def count_accepted(matches: Tensor, selected: Tensor, rates: Tensor | None = None) -> Tensor:
+    """Offered and accepted drafts [2, K], as `DepthSums` has them, all [K, s, b].
 
     Depth k's draft made at i stands at target position i + k. It counts when the drafts 1..k - 1 made at the same i are
     selected and accepted, and it is selected itself.
+
+    Of a text that was drawn from p, the expected numbers under sampling come from probabilities: a step that goes on
+    past the text's token t with probability r(t) is past any token v with p(v) r(v).
+
+    Args:
+        matches: bool, or the probability that a step whose base says the text's token accepts it as depth k's draft.
+        rates: the probability that depth k's draft is accepted, whichever token it is; None: `matches`.
     """
+    rates = matches if rates is None else rates
     alive = torch.ones_like(selected[0])
     offered, accepted = [], []
     for depth in range(1, len(selected) + 1):
-        alive = alive[:-1] & selected[depth - 1, depth:]
+        alive = alive[:-1] * selected[depth - 1, depth:]
         offered.append(alive.sum())
-        alive = alive & matches[depth - 1, depth:]
-        accepted.append(alive.sum())
+        accepted.append((alive * rates[depth - 1, depth:]).sum())
+        alive = alive * matches[depth - 1, depth:]
     return torch.stack([torch.stack(offered), torch.stack(accepted)])
 
 
@@ -105,6 +123,65 @@ def run_depths(
     The base runs without gradients. Positions that no depth selects cost no lm_head; a depth that does not select
     a position that another does reads some finite row there, which its mask drops.
     """
+    compared = _unroll(model, batch, num_depths, attention, mix)
+    losses, matches = head_losses(**compared.inputs, options=options)
+    counts = count_accepted(compared.spread(matches), compared.selected)
+    return losses, compared.sums(losses.detach(), counts)
+
+
+@torch.no_grad()
+def measure_depths(
+    model: HybridModel, batch: PackedBatch, num_depths: int, attention: HeadAttention, options: LossOptions
+) -> DepthSums:
+    """The sums of a batch with acceptance under all `DECODINGS`, and no gradient.
+
+    The heads read the text's tokens (teacher forcing). Greedy acceptance is that of decoding on text that the base
+    wrote greedily, the others on text that it sampled at temperature 1. There a step goes on past the text's token t
+    where it is the draft, or for drawn drafts with probability min(1, q(t) / p(t)), which makes min(p, q) in all. On
+    other text they are about the places where the text goes on as the heads would.
+    """
+    compared = _unroll(model, batch, num_depths, attention)
+    losses, found = head_agreement(**compared.inputs, options=options)
+    chances = {
+        "greedy": (found.match, found.match),
+        "sampling": (found.draft_is_token, found.draft_prob),
+        "draft_sampling": (found.token_accept, found.overlap),
+    }
+    pairs = [(compared.spread(go_on), compared.spread(rate)) for go_on, rate in map(chances.__getitem__, DECODINGS)]
+    counts = [count_accepted(go_on, compared.selected, rate) for go_on, rate in pairs]
+    return compared.sums(losses, torch.cat(counts))
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What base and depths make of the positions that some depth selects."""
+
+    selected: Tensor
+    """[K, s, b], see `select_targets`."""
+    rows: Tensor
+    """[n] indices of the positions among s * b."""
+    inputs: dict[str, Any]
+    """For `head_losses`, of n tokens."""
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[K, s, b] from what the n positions have, [K, n]; 0 elsewhere."""
+        whole = values.new_zeros(len(self.selected), self.selected[0].numel())
+        return whole.index_copy(1, self.rows, values).view_as(self.selected)
+
+    def sums(self, losses: Tensor, counts: Tensor) -> DepthSums:
+        """Of losses [K] and counts [2 D, K]."""
+        tokens = self.selected.flatten(1).sum(dim=1)
+        return DepthSums(torch.cat([losses[None].double(), tokens[None].double(), counts.double()]))
+
+
+def _unroll(
+    model: HybridModel,
+    batch: PackedBatch,
+    num_depths: int,
+    attention: HeadAttention,
+    mix: HiddenMix | None = None,
+) -> _Compared:
+    """Run the base and all depths over a batch."""
     assert attention != "auto", "the settings are not resolved"
     inputs = SequenceInput(batch.documents, batch.positions)
     with torch.no_grad():
@@ -118,16 +195,12 @@ def run_depths(
     students = [
         states.flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)] for depth, states in enumerate(drafted, start=1)
     ]
-    losses, row_matches = head_losses(
-        students,
+    compared = dict(
+        students=students,
         teacher=hidden.flatten(0, 1)[rows],
         weight=output_weight(model),
         targets=batch.token_ids.t().flatten()[rows + batch_size],
         mask=selected.flatten(1)[:, rows],
-        options=options,
         group=model.pg_collection.tp,
     )
-    matches = torch.zeros_like(selected.flatten(1)).index_copy(1, rows, row_matches).view_as(selected)
-    tokens = selected.flatten(1).sum(dim=1)
-    values = [losses.detach()[None], tokens[None], count_accepted(matches, selected)]
-    return losses, DepthSums(torch.cat([value.double() for value in values]))
+    return _Compared(selected, rows, compared)

@@ -24,7 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpkit.kernels.head_loss import HeadLoss, LossKind, fold, matches, number_tokens, row_losses
+from mtpkit.kernels.head_loss import (
+    HeadLoss,
+    LossKind,
+    draft_tokens,
+    fold,
+    log_probs,
+    matches,
+    number_tokens,
+    row_losses,
+)
 
 CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 16 << 20}
 """What the logits of a chunk take, base and depths together: on a GPU enough rows for products at full rate, on a CPU
@@ -72,6 +81,12 @@ class VocabShard:
         dist.all_gather(every, values.contiguous(), group=self.group)
         return torch.stack(every)
 
+    def pick(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        """[n] in at least fp32: the logit of each of `tokens` [n] in each of `rows` [n] of logits [.., V/tp]."""
+        columns = tokens - self.first
+        held = (columns >= 0) & (columns < logits.shape[1])
+        return self.sum(logits[rows, columns.where(held, 0)].to(_wide(logits)).where(held, 0))
+
     def kth_largest(self, logits: Tensor, k: int) -> Tensor:
         """[C] the k-th largest logit of each row [C, V/tp] over all slices; the smallest where there are fewer."""
         best = self.gather(logits.topk(min(k, logits.shape[1])).values).transpose(0, 1).flatten(1)
@@ -107,6 +122,54 @@ def head_losses(
     """
     wants_grad = torch.is_grad_enabled() and any(student.requires_grad for student in students)
     return _HeadLosses.apply(teacher, weight, targets, mask, options, group, wants_grad, *students)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far depths and base agree about each token; all [K, N] in at least fp32, 0 where the mask is not.
+
+    p is the base's distribution of the token at a target position, q the depth's, d = argmax q, t the text's token.
+    """
+
+    match: Tensor
+    """1 where d = argmax p: greedy decoding accepts the draft."""
+    draft_prob: Tensor
+    """p(d): sampling at temperature 1 accepts the draft d."""
+    draft_is_token: Tensor
+    """1 where d = t."""
+    overlap: Tensor
+    """sum_v min(p(v), q(v)), one minus the total variation distance: rejection sampling accepts a draft from q."""
+    token_accept: Tensor
+    """min(1, q(t) / p(t)): with t drawn from p, the share of it that such a draft gives."""
+
+
+@torch.no_grad()
+def head_agreement(
+    students: Sequence[Tensor],
+    teacher: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    options: LossOptions,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Agreement]:
+    """Sum of each depth's loss over its selected tokens [K], and how far it agrees with the base at each of them.
+
+    Arguments as in `head_losses`. Logits are made once, and read once more than for the loss: one pass gives the
+    statistics, of which all but the overlap follow, and the overlap takes the place of the gradient. A loss other than
+    `kl` at temperature 1 over all tokens has its own two passes.
+    """
+    shard = VocabShard(weight.shape[0], group)
+    losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
+    found = losses.new_zeros(len(Agreement.__dataclass_fields__), *mask.shape)
+    logits = _Logits(teacher, weight, len(students), options.chunk_size)
+    for rows, parts in _chunks(mask, logits.chunk_size):
+        base, drafts = logits.of(teacher[rows], [students[part.depth][part.rows] for part in parts])
+        values, agreement = _agree(base, drafts, mask[:, rows], targets[rows], options, shard)
+        for part in parts:
+            losses[part.depth] += values[part.span].sum()
+            found[:, part.depth][:, part.rows] = agreement[:, part.span]
+    return losses, Agreement(*found)
 
 
 class _HeadLosses(torch.autograd.Function):
@@ -163,6 +226,33 @@ def _finish(
     if wants_grad:
         loss.gradient_(whole, pull)
     return losses, matches(whole)
+
+
+def _agree(
+    base: Tensor, drafts: Tensor, mask: Tensor, targets: Tensor, options: LossOptions, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
+    """Losses [S] and the numbers of `Agreement` [5, S] from a chunk's logits, which are used up."""
+    plain = options.kind == "kl" and options.temperature == 1 and not options.top_k
+    if not plain:
+        losses, _ = _finish(base.clone(), drafts.clone(), mask, targets, options, shard, wants_grad=False)
+    rows, each = mask.nonzero()[:, 1], torch.arange(len(drafts), device=drafts.device)
+    tokens = targets[rows]
+    token_logits = shard.pick(drafts, each, tokens)
+    # A copy of the base's logits: what the statistics leave of them is the kernel's own.
+    loss = HeadLoss(base.clone(), drafts, mask, targets - shard.first, "kl")
+    whole = fold(shard.gather(number_tokens(fold(loss.statistics(), "kl"), shard.first)), "kl")
+    log_q, log_p = log_probs(whole, token_logits, shard.pick(base, rows, tokens))
+    _, log_p_draft = log_probs(whole, token_logits, shard.pick(base, rows, draft_tokens(whole)))
+    distance, _ = shard.sum(loss.overlap(whole).sum(0))
+    agreement = {
+        "match": matches(whole),
+        "draft_prob": log_p_draft.exp(),
+        "draft_is_token": draft_tokens(whole) == tokens,
+        "overlap": 1 - distance,
+        "token_accept": (log_q - log_p).clamp(max=0).exp(),
+    }
+    values = torch.stack([agreement[name].to(whole.dtype) for name in Agreement.__dataclass_fields__])
+    return row_losses(whole, "kl") if plain else losses, values
 
 
 class _Logits:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from mtpkit.data import PackedBatch
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
-from mtpkit.training.depths import DepthSums, count_accepted, run_depths, select_targets
+from mtpkit.training.depths import DECODINGS, DepthSums, count_accepted, measure_depths, run_depths, select_targets
 from mtpkit.training.freeze import freeze_base
 from mtpkit.training.loss import LossOptions
 from tests.training.toy import cut, toy_batch, toy_model
@@ -81,6 +82,76 @@ def test_losses_and_matches_equal_whole_logits(attention):
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     assert sums.values[1].tolist() == [sum(d == depth for d, _, _ in chosen) for depth in (1, 2, 3)]
     assert sums.values[3, 0].item() == agreed
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize(
+    "options",
+    [LossOptions(chunk_size=5), LossOptions("tv"), LossOptions("ce"), LossOptions(temperature=2.0, top_k=3)],
+    ids=["kl", "tv", "ce", "kl of 3 at 2"],
+)
+@torch.no_grad()
+def test_measured_acceptance_equals_whole_distributions(attention, options):
+    model, batch = toy_model(), toy_batch(BATCH)
+    losses, _ = run_depths(model, batch, 3, attention, options)
+    measured = measure_depths(model, batch, 3, attention, options)
+    torch.testing.assert_close(measured.values[0], losses.double(), rtol=1e-5, atol=1e-5)
+
+    hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+    p = compute_logits(model, hidden).double().softmax(-1)
+    states = unroll_depths(model, hidden, batch.token_ids, 3, attention, batch.documents, batch.positions)
+    qs = [compute_logits(model, state).double().softmax(-1) for state in states]
+    chosen, expected = slow_selection(batch, 3), torch.zeros(6, 3, dtype=torch.float64)
+    for row, i in ((row, i) for row in range(2) for i in range(batch.token_ids.shape[1])):
+        reached = [1.0, 1.0, 1.0]
+        for depth in (1, 2, 3):
+            if (depth, i, row) not in chosen:
+                break
+            base, head, token = p[i + depth, row], qs[depth - 1][i, row], batch.token_ids[row, i + depth + 1]
+            draft = head.argmax()
+            accept = [draft == base.argmax(), base[draft], torch.minimum(base, head).sum()]
+            go_on = [draft == base.argmax(), draft == token, (head[token] / base[token]).clamp(max=1)]
+            for place in range(3):
+                expected[2 * place, depth - 1] += reached[place]
+                expected[2 * place + 1, depth - 1] += reached[place] * float(accept[place])
+                reached[place] *= float(go_on[place])
+    torch.testing.assert_close(measured.values[2:], expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_expected_acceptance_is_that_of_all_that_the_base_may_say():
+    """All texts of two more tokens, each weighed by its probability, against what a step expects before it draws."""
+    vocab, prompt = 6, torch.tensor([3, 1, 4, 1])
+    model = toy_model(vocab_size=vocab, mtp_num_depths=2)
+    ends = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
+    texts = torch.cat([prompt.expand(len(ends), -1), ends], 1)
+    hidden = base_forward(model, texts, SequenceInput())
+    p1, p2 = (compute_logits(model, hidden[j]).double().softmax(-1) for j in (3, 4))  # [texts, v]
+    heads = [compute_logits(model, states).double().softmax(-1) for states in unroll_depths(model, hidden, texts, 2)]
+    chances = p1.gather(1, ends[:, :1]) * p2.gather(1, ends[:, 1:])
+    wanted = (torch.arange(6) >= 4)[None]  # a step at i = 2 drafts the ends, one at i = 3 the second of them
+    found = torch.zeros(6, 2, dtype=torch.float64)
+    for text, chance in zip(texts, chances, strict=True):
+        batch = PackedBatch(text[None], wanted, torch.zeros(1, 6, dtype=torch.int32), torch.arange(6)[None])
+        found += chance * measure_depths(model, batch, 2, "serving", LossOptions()).values[2:]
+
+    each = torch.arange(vocab) * vocab  # a text for every first end: what depends on that alone
+    p, p_next = p1[0], p2[each]
+    q, q_next, q_later = heads[0][2, 0], heads[1][2, each], heads[0][3, each]
+    draft = q.argmax()
+    sampling = p[draft], p[draft] * p_next[draft, q_next[draft].argmax()]
+    later = (p * p_next.gather(1, q_later.argmax(-1, keepdim=True))[:, 0]).sum()
+    assert_counts(found, "sampling", sampling, later)
+    overlap = torch.minimum(p, q)
+    drawn = overlap.sum(), (overlap * torch.minimum(p_next, q_next).sum(-1)).sum()
+    assert_counts(found, "draft_sampling", drawn, (p * torch.minimum(p_next, q_later).sum(-1)).sum())
+
+
+def assert_counts(found, decoding, accepted, later):
+    """Drafts that steps at i = 2 accept at each depth, and those that steps at i = 3 do at the first."""
+    row = 2 * DECODINGS.index(decoding)
+    assert found[row].tolist() == pytest.approx([2, accepted[0].item()], rel=1e-5)
+    assert found[row + 1].tolist() == pytest.approx([(accepted[0] + later).item(), accepted[1].item()], rel=1e-5)
 
 
 def losses_and_grads(model, batch, attention):

@@ -2,8 +2,16 @@
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.head_loss import reference
-from mtpkit.kernels.head_loss.slices import LossKind, fold, matches, number_tokens, row_losses
+from mtpkit.kernels.head_loss.slices import (
+    LossKind,
+    draft_tokens,
+    fold,
+    log_probs,
+    matches,
+    number_tokens,
+    row_losses,
+)
 
 HeadLoss = pick(reference.HeadLoss)
 
-__all__ = ["HeadLoss", "LossKind", "fold", "matches", "number_tokens", "row_losses"]
+__all__ = ["HeadLoss", "LossKind", "draft_tokens", "fold", "log_probs", "matches", "number_tokens", "row_losses"]

@@ -81,6 +81,8 @@ class HeadLoss:
     def overlap(self, whole: Tensor) -> Tensor:
         """For `tv`, after `statistics`: its loss and the gradient's pull, [P, 2, S], to be summed over P.
 
+        After statistics of `kl` at temperature 1 it gives the same, but no gradient can follow.
+
         With p the teacher's probability of a token, q the student's and d the half of sign(q - p), the loss is the sum
         of d (q - p), the pull the sum of d q.
 

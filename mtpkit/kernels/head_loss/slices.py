@@ -60,3 +60,14 @@ def row_losses(whole: Tensor, kind: LossKind, temperature: float = 1.0) -> Tenso
 def matches(whole: Tensor) -> Tensor:
     """[S] bool: the student's best token is the teacher's."""
     return whole[TOKEN] == whole[BASE_TOKEN]
+
+
+def draft_tokens(whole: Tensor) -> Tensor:
+    """[S] int64: the student's best token."""
+    return whole[TOKEN].long()
+
+
+def log_probs(whole: Tensor, logits: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """A token's logits [S] as log-probabilities of student and teacher, [S] each; of `kl` at temperature 1."""
+    own = logits - whole[PEAK] - whole[TOTAL].log()
+    return own, base_logits - whole[BASE_PEAK] - whole[BASE_TOTAL].log()

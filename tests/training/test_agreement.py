@@ -1,0 +1,73 @@
+"""How far heads agree with their base, chunk by chunk, against whole distributions; alone and over two ranks."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mtpkit.training.loss import LossOptions, head_agreement, head_losses
+from tests.training.test_loss import make_inputs
+
+OPTIONS = [LossOptions(chunk_size=16), LossOptions("tv"), LossOptions("ce"), LossOptions(temperature=2.0, top_k=5)]
+
+
+def dense(students, teacher, weight, targets, mask):
+    """`Agreement` by its definition, in fp64."""
+    p = (teacher.double() @ weight.double().t()).softmax(-1)
+    rows = torch.arange(len(targets), device=targets.device)
+    values = []
+    for student in students:
+        q = (student.double() @ weight.double().t()).softmax(-1)
+        draft = q.argmax(-1)
+        accept = (q[rows, targets] / p[rows, targets]).clamp(max=1)
+        values.append([draft == p.argmax(-1), p[rows, draft], draft == targets, torch.minimum(p, q).sum(-1), accept])
+    return [torch.stack([each.double() for each in parts]) * mask for parts in zip(*values, strict=True)]
+
+
+def agreement(inputs, options, group=None):
+    losses, found = head_agreement(*inputs, options, group)
+    return losses, [getattr(found, field.name) for field in dataclasses.fields(found)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.kind)
+@pytest.mark.parametrize(("num_tokens", "vocab"), [(63, 500), (500, 63), (1, 7)])
+def test_equals_whole_distributions(options, num_tokens, vocab):
+    inputs = make_inputs(num_tokens, vocab)
+    losses, found = agreement(inputs, options)
+    torch.testing.assert_close(losses, head_losses(*inputs, options)[0], rtol=1e-12, atol=1e-12)
+    for got, want in zip(found, dense(*inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.kind)
+def test_on_each_device(options, device):
+    students, *rest = make_inputs(63, 5000, dtype=torch.float32)
+    inputs = [student.detach().to(device) for student in students], *(part.to(device) for part in rest)
+    losses, found = agreement(inputs, options)
+    torch.testing.assert_close(losses, head_losses(*inputs, options)[0], rtol=1e-5, atol=1e-5)
+    for got, want in zip(found, dense(*inputs), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_selected_is_nothing():
+    students, teacher, weight, targets, mask = make_inputs(9, 13)
+    losses, found = agreement((students, teacher, weight, targets, mask & False), LossOptions())
+    assert not losses.any() and not any(values.any() for values in found)
+
+
+def split_rank(rank, port, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    students, teacher, weight, targets, mask = make_inputs(63, 500)
+    halves = weight.chunk(2)
+    found = [agreement((students, teacher, halves[rank], targets, mask), o, dist.group.WORLD) for o in OPTIONS]
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def test_vocabulary_split_over_two_ranks(free_port, tmp_path):
+    mp.spawn(split_rank, args=(free_port, tmp_path), nprocs=2)
+    whole = [agreement(make_inputs(63, 500), options) for options in OPTIONS]
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole, rtol=1e-10, atol=1e-12)
