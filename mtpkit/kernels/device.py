@@ -1,8 +1,5 @@
 """The GPU that kernels are tuned for, and what they ask of a device and of a tensor."""
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,14 +12,6 @@ SMALLEST_DOT = 16
 """Rows and columns that a product of tiles has at least."""
 NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
 """What tensor cores multiply. The interpreter would multiply the bits of bf16 numbers."""
-
-_HOPPER = (9, 0)
-
-
-@functools.cache
-def overlaps_kernels(device: torch.device) -> bool:
-    """Whether a kernel on `device` may start before the one ahead of it has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
 
 
 def with_rows(t: Tensor) -> Tensor:

@@ -1,14 +1,6 @@
-import pytest
 import torch
 
-from mtpkit.kernels.device import as_rows, overlaps_kernels, with_rows
-
-
-@pytest.mark.parametrize(("capability", "overlaps"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_kernels_overlap_from_hopper_on(monkeypatch, capability, overlaps):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    answer = overlaps_kernels.__wrapped__  # what other tests were told is kept
-    assert answer(torch.device("cuda", 0)) == overlaps and not answer(torch.device("cpu"))
+from mtpkit.kernels.device import as_rows, with_rows
 
 
 def test_only_what_has_no_rows_is_copied():

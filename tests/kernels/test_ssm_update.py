@@ -268,6 +268,8 @@ def test_low_precision_state_is_rounded_only_when_it_is_folded(twin):
         (torch.bfloat16, dict(block_p=16, block_h=1)),
         (torch.bfloat16, dict(block_p=64, num_warps=8)),
         (torch.bfloat16, dict(block_p=64, block_h=4, num_warps=4, num_stages=3)),
+        *((torch.bfloat16, dict(block_h=heads)) for heads in (1, 2, 4, 8, 16)),
+        (torch.bfloat16, dict(block_h=4, maxnreg=168)),
     ],
     ids=str,
 )
