@@ -35,7 +35,7 @@ class DataConfig:
     global_batch_size: int = 8
     """Sequences of one optimizer step over all ranks; a multiple of micro_batch_size times the number of ranks."""
     eval_sequences: int = 32
-    """Held-out sequences read at each evaluation, over all ranks."""
+    """Held-out sequences of each source that are read at each evaluation, over all ranks."""
 
 
 HeadAttention = Literal["auto", "serving", "per_depth"]
@@ -112,6 +112,14 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Where metrics go besides `metrics.jsonl`, `report.html` and TensorBoard."""
+
+    wandb: str = ""
+    """Project of Weights & Biases to report to; needs the package wandb. Empty: none."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """All settings of a run. Read one with `load_config`; construction checks it.
 
@@ -138,12 +146,16 @@ class TrainConfig:
     `medium` bf16 inside, where the hardware has them, which is faster."""
     log_interval: int = 10
     """Steps between lines in the metrics files."""
+    log: LogConfig = field(default_factory=LogConfig)
     eval_interval: int = 100
     """Steps between evaluations; there is always one after the last step."""
     save_interval: int = 200
     """Steps between checkpoints; there is always one after the last step."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    keep_best: bool = True
+    """Save a checkpoint after each evaluation with the best acceptance length so far, and keep it until one is better:
+    OUTPUT/best, a model directory."""
     resume: bool = True
     """Go on from the newest checkpoint in `output`, if there is one."""
 

@@ -47,6 +47,11 @@ class DepthSums:
         """Of nothing."""
         return cls(torch.zeros(2 + 2 * num_decodings, num_depths, dtype=torch.float64, device=device))
 
+    @property
+    def num_decodings(self) -> int:
+        """D."""
+        return len(self.values) // 2 - 1
+
     def __add__(self, other: "DepthSums") -> "DepthSums":
         return DepthSums(self.values + other.values)
 

@@ -1,25 +1,28 @@
 """A training run from a config to its last checkpoint."""
 
-import itertools
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, load_tokenizer
 from mtpkit.platform import default_device, ensure_distributed
 from mtpkit.training.config import TrainConfig
 from mtpkit.training.depths import DepthSums
+from mtpkit.training.evaluation import EvaluationSettings, evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
+from mtpkit.training.flops import model_flops_utilization, step_flops
 from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.heads import build_with_heads, resolve
-from mtpkit.training.metrics import MetricsLog, Throughput
+from mtpkit.training.metrics import MetricsLog, Throughput, check_wandb
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
+from mtpkit.training.report import write_report
 from mtpkit.training.run import RunDirectory
 from mtpkit.training.signals import StopSignal
-from mtpkit.training.step import evaluate, train_step
+from mtpkit.training.step import train_step
 
 
 def train(config: TrainConfig) -> Path:
@@ -49,6 +52,7 @@ class Trainer:
         self.device = default_device()
         self.group = parallel_state.get_data_parallel_group()
         self.rank, self.num_ranks = self.group.rank(), self.group.size()
+        check_wandb(config.log.wandb)
         self.config, model_config = resolve(config)
         self.directory = RunDirectory(self.config)
         self.loader = self._loader()
@@ -61,7 +65,15 @@ class Trainer:
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
         self.directory.start()
-        self.log = MetricsLog(self.directory.path, self.step, config.steps, enabled=self.rank == 0)
+        self.log = MetricsLog(
+            self.directory.path,
+            self.step,
+            config.steps,
+            enabled=dist.get_rank() == 0,
+            wandb=config.log.wandb,
+            settings=dataclasses.asdict(self.config),
+        )
+        self.flops = step_flops(self.model, config.heads.num_depths)
         if explained is not None:
             self.log.message(f"the heads' fitted inputs explain {explained:.0%} of what their layers expect")
         self.base = fingerprint(self.model)
@@ -75,56 +87,51 @@ class Trainer:
             lr = learning_rate(config.optimizer, self.step, config.steps)
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
-                sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group)
+                sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group, self.step)
             self.step += 1
             self._log_step(sums, norm, lr, throughput)
-            if self._due(config.eval_interval):
-                self._evaluate()
-            if self._due(config.save_interval):
-                self._save()
+            length = self._evaluate() if self._due(config.eval_interval) else None
+            if self._due(config.save_interval) or self.directory.improves(length):
+                self._save(length)
         if self.directory.iteration != self.step:
             self._save()
         if self.step < config.steps:
             self.log.message(f"stopped at step {self.step} of {config.steps}; run the same command again to go on")
         check_unchanged(self.model, self.base)
+        if self.log.enabled:
+            write_report(self.directory.path)
         return self.directory.path
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.steps
 
     def _log_step(self, sums: DepthSums, norm: float, lr: float, throughput: Throughput) -> None:
-        values = {**self._summary(sums), "lr": lr, "grad_norm": norm, "tokens_per_s": throughput.rate()}
-        loss, length, rate = (values[key] for key in ("loss", "acceptance_length", "tokens_per_s"))
-        self.log.progress(f"loss {loss:.4f}, AL {length:.2f}, {rate:,.0f} tokens/s")
+        values = {**summary(sums, self.config.depth_weights()), "lr": lr, "grad_norm": norm}
+        rate = values["tokens_per_s"] = throughput.rate()
+        used = model_flops_utilization(rate, self.flops, dist.get_world_size(), self.device)
+        shown = f"loss {values['loss']:.4f}, AL {values['acceptance_length']:.2f}, {rate:,.0f} tokens/s"
+        if used is not None:
+            values["mfu"] = used
+            shown += f", MFU {used:.1%}"
+        self.log.progress(shown)
         if self._due(self.config.log_interval):
             self.log.write("train", self.step, values)
             throughput.reset()
 
-    def _evaluate(self) -> None:
-        """Write losses and acceptance on the held-out data, if there is any."""
+    def _evaluate(self) -> float | None:
+        """Write losses and acceptance on the held-out data; the acceptance length, if there is any."""
         if self.eval_data is None:
-            return
-        size = self.config.data.micro_batch_size
-        batches = self.eval_data.batches(size)
-        share = itertools.islice(batches, self.rank, -(-self.config.data.eval_sequences // size), self.num_ranks)
-        sums = evaluate(self.model, (batch.to(self.device) for batch in share), self.config, self.group)
-        self.log.write("eval", self.step, self._summary(sums))
-        rates = ", ".join(f"{rate:.1%}" for rate in sums.conditional_acceptance())
-        self.log.message(
-            f"step {self.step}: held-out AL {sums.acceptance_length():.3f}, conditional acceptance {rates}"
-        )
+            return None
+        evaluation = evaluate_sources(self.model, self.eval_data, EvaluationSettings.of(self.config), self.group)
+        self.log.write("eval", self.step, evaluation.to_dict())
+        self.log.message(f"step {self.step}: {evaluation}")
+        if self.log.enabled:
+            write_report(self.directory.path)
+        return evaluation.overall.acceptance_length()
 
-    def _save(self) -> None:
-        self.directory.save(self.step, self.model, self.optimizer, self.loader)
-
-    def _summary(self, sums: DepthSums) -> dict[str, Any]:
-        weights = self.config.depth_weights()
-        return {
-            "loss": sum(weight * loss for weight, loss in zip(weights, sums.losses(), strict=True)),
-            "depth_losses": sums.losses(),
-            "conditional_acceptance": sums.conditional_acceptance(),
-            "acceptance_length": sums.acceptance_length(),
-        }
+    def _save(self, acceptance_length: float | None = None) -> None:
+        self.log.sync()
+        self.directory.save(self.step, self.model, self.optimizer, self.loader, acceptance_length)
 
     def _dataset(self, paths: tuple[str, ...]) -> PackedDataset:
         data = self.config.data

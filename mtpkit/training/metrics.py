@@ -1,50 +1,95 @@
-"""Where the numbers of a run go: a JSON line a step, TensorBoard when it is installed, and a progress bar."""
+"""Where the numbers of a run go: a JSON line a step, TensorBoard, Weights & Biases, and a progress bar."""
 
+import importlib.util
 import json
+import os
+import secrets
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from mtpkit.checkpoint.atomic import write_file
+from mtpkit.errors import UserError
+
+METRICS = "metrics.jsonl"
+"""File of a run with a line for each training step that is logged, and for each evaluation."""
+
+
+def check_wandb(project: str) -> None:
+    """Refuse a W&B project without the package that reports to it.
+
+    Raises:
+        UserError: the package is missing.
+    """
+    if project and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"log.wandb={project} needs the package wandb: pip install wandb, or leave log.wandb empty")
+
 
 class MetricsLog:
-    """Writes to `output/metrics.jsonl` and `output/tensorboard`; on any rank but the first it does nothing."""
+    """Writes to `output/metrics.jsonl`, `output/tensorboard` and W&B; on any rank but the first it does nothing."""
 
-    def __init__(self, output: Path, first_step: int, steps: int, enabled: bool):
+    def __init__(
+        self,
+        output: Path,
+        first_step: int,
+        steps: int,
+        enabled: bool,
+        wandb: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ):
+        """Open the logs of a run that goes on after `first_step`; lines of later steps are forgotten.
+
+        Args:
+            wandb: project; empty: none.
+            settings: shown by W&B beside the curves.
+
+        Raises:
+            UserError: W&B does not take the run.
+        """
         self.enabled = enabled
         self._file = None
         self._board = None
+        self._wandb = None
         # disable=None: silent where stderr is not a terminal.
         disable = None if enabled else True
-        self._bar = tqdm(total=steps, initial=first_step, desc="training", unit=" steps", disable=disable)
         if enabled:
-            path = output / "metrics.jsonl"
+            path = output / METRICS
             _drop_lines_after(path, first_step)
             self._file = path.open("a", encoding="utf-8")
             self._board = _tensorboard(output / "tensorboard", first_step)
+            self._wandb = _start_wandb(wandb, output, settings) if wandb else None
+        self._bar = tqdm(total=steps, initial=first_step, desc="training", unit=" steps", disable=disable)
 
     def progress(self, shown: str) -> None:
         """Advance the bar by one step and show this beside it."""
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line `{"kind": .., "step": .., **values}`; lists become one TensorBoard scalar an entry."""
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append one line `{"kind": .., "step": .., **values}`.
+
+        Boards get a scalar an entry: `train/depth_losses_2`, `eval/sources/code/acceptance_length`.
+        """
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
+        scalars = dict(_scalars(kind, values))
         if self._board is not None:
-            for name, value in values.items():
-                scalars = {name: value}
-                if isinstance(value, list):
-                    scalars = {f"{name}_{depth}": entry for depth, entry in enumerate(value, start=1)}
-                for tag, scalar in scalars.items():
-                    self._board.add_scalar(f"{kind}/{tag}", scalar, step)
+            for tag, scalar in scalars.items():
+                self._board.add_scalar(tag, scalar, step)
+        if self._wandb is not None:
+            self._wandb.log({**scalars, "step": step})
+
+    def sync(self) -> None:
+        """Bring the lines so far to the disk: a checkpoint is not to be ahead of them."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""
@@ -57,6 +102,8 @@ class MetricsLog:
         for sink in (self._file, self._board):
             if sink is not None:
                 sink.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
 class Throughput:
@@ -83,21 +130,40 @@ class Throughput:
         return self._tokens / self._seconds
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics file but one that was cut off; none if there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [values for values in map(_parse, lines) if values is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None  # cut off in the middle of a write
+
+
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Forget what a run that was cut off wrote after the checkpoint that it goes on from."""
+    """Forget what a run that was cut off wrote after the checkpoint that it goes on from.
+
+    A run that starts anew evaluates its untrained heads again, so of step 0 nothing is kept either.
+    """
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    temporary.replace(path)
+    kept = [line for line in read_metrics(path) if step and line["step"] <= step]
+    write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return float("inf")  # cut off in the middle of a write
+def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """(tag, number) of everything in a value that may be nested; entries of lists are numbered from 1."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _scalars(f"{name}/{key}", entry)
+    elif isinstance(value, list):
+        for number, entry in enumerate(value, start=1):
+            yield from _scalars(f"{name}_{number}", entry)
+    else:
+        yield name, value
 
 
 def _tensorboard(directory: Path, first_step: int) -> Any:
@@ -106,4 +172,29 @@ def _tensorboard(directory: Path, first_step: int) -> Any:
     except ImportError as error:
         warnings.warn(f"no TensorBoard curves: {error}", stacklevel=2)
         return None
-    return SummaryWriter(str(directory), purge_step=first_step + 1)
+    return SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
+
+
+def _start_wandb(project: str, output: Path, settings: Mapping[str, Any] | None) -> Any:
+    """A W&B run that goes on where `output` goes on: its id is kept there."""
+    import wandb
+
+    identity = output / "wandb_id.txt"
+    if not identity.exists():
+        write_file(identity, secrets.token_hex(8))
+    try:
+        run = wandb.init(
+            project=project,
+            id=identity.read_text().strip(),
+            name=output.resolve().name,
+            dir=str(output),
+            config=dict(settings or {}),
+            resume="allow",
+        )
+    except wandb.errors.Error as error:
+        raise UserError(
+            f"log.wandb={project}: {error}; run `wandb login`, set WANDB_MODE=offline, or leave log.wandb empty"
+        ) from error
+    # Steps that are done again after a kill are logged again, which W&B's own counter would refuse.
+    run.define_metric("*", step_metric="step")
+    return run

@@ -21,11 +21,17 @@ class HiddenMix:
 
     share: float
     kind: MixKind = "sample"
-    """`sample`: each position reads h_{i+k} with probability `share`, else g^k_i, by torch's own generator, whose state
-    checkpoints keep. `blend`: every position reads share * h_{i+k} + (1 - share) * g^k_i."""
+    """`sample`: each position reads h_{i+k} with probability `share`, else g^k_i. `blend`: every position reads
+    share * h_{i+k} + (1 - share) * g^k_i."""
+    generator: torch.Generator | None = None
+    """Of the draws, on the device of the states; None: torch's own."""
+    part: tuple[int, int] = (0, 1)
+    """Which part of the sequence the states are, of how many equal ones: each reads its own part of the same draws."""
 
     def __call__(self, own: Tensor, base: Tensor) -> Tensor:
         """[s, b, h] of own and base [s, b, h]."""
         if self.kind == "blend":
             return own.lerp(base, self.share)
-        return torch.where(torch.rand_like(own[..., :1], dtype=torch.float32) < self.share, base, own)
+        number, parts = self.part
+        draws = torch.rand(len(own) * parts, own.shape[1], 1, generator=self.generator, device=own.device)
+        return torch.where(draws.chunk(parts)[number] < self.share, base, own)

@@ -2,22 +2,29 @@
 
     OUTPUT/config.yaml                       the resolved settings
     OUTPUT/metrics.jsonl  tensorboard/       see `metrics`
+    OUTPUT/report.html                       the curves, see `report`
     OUTPUT/iter_0000200/  ...                base, heads and optimizer; see `mtpkit.checkpoint.run`
+    OUTPUT/best -> iter_0000100              the checkpoint with the best held-out acceptance length
+    OUTPUT/best.json                         which one that is: {"iteration": 100, "acceptance_length": 2.31}
 
-OUTPUT itself is a model directory: its newest checkpoint can be exported, decoded or trained further.
+OUTPUT itself is a model directory: its newest checkpoint can be exported, decoded or trained further. So are
+OUTPUT/best and each iteration's own directory.
 """
 
 import dataclasses
+import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from mtpkit.checkpoint.atomic import storage_errors, write_file
+from mtpkit.checkpoint.layout import iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.errors import UserError
 from mtpkit.training.config import TrainConfig, load_config, save_config
@@ -31,9 +38,23 @@ MAY_CHANGE = {
     "eval_interval",
     "save_interval",
     "keep_checkpoints",
+    "keep_best",
+    "log.wandb",
     "resume",
 }
 """Settings that a resumed run may have otherwise than before."""
+
+BEST = "best"
+LEFT_OVER = re.compile(r"\..+\.(writing|replaced|removing)(-\d+)?")
+"""What a killed run leaves of what it was writing or removing."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the best held-out acceptance length so far."""
+
+    iteration: int
+    acceptance_length: float
 
 
 class RunDirectory:
@@ -52,27 +73,52 @@ class RunDirectory:
             raise UserError(f"output {self.path} is a file; set output to a directory")
         self.iteration = latest_iteration(self.path)
         """The newest checkpoint; None before there is one."""
+        self.best: Best | None = None
+        """The best one among those that stand."""
         if self.iteration is not None:
             self._check_resumable()
 
     def start(self) -> None:
-        """Write the settings, replacing those of an earlier part of the run."""
+        """Write the settings, replacing those of an earlier part of the run, and clear what that left half-done."""
         if dist.get_rank() == 0:
             self.path.mkdir(parents=True, exist_ok=True)
+            for path in self.path.iterdir():
+                if LEFT_OVER.fullmatch(path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             save_config(self._config, self._settings)
+            self._mark_best()
         dist.barrier()
 
-    def save(self, step: int, model: HybridModel, optimizer: HeadOptimizer, loader: PackedLoader) -> Path:
-        """Write a checkpoint, whole or not at all, and remove the oldest beyond `keep_checkpoints`.
+    def improves(self, acceptance_length: float | None) -> bool:
+        """Whether a checkpoint with this held-out acceptance length (None: not known) would be the best to keep."""
+        if acceptance_length is None or not self._config.keep_best:
+            return False
+        return self.best is None or acceptance_length > self.best.acceptance_length
+
+    def save(
+        self,
+        step: int,
+        model: HybridModel,
+        optimizer: HeadOptimizer,
+        loader: PackedLoader,
+        acceptance_length: float | None = None,
+    ) -> Path:
+        """Write a checkpoint, whole or not at all, and remove the oldest beyond `keep_checkpoints`, but not the best.
+
+        Which one is the best is part of each checkpoint, so that a run that was killed knows as much as its checkpoint.
 
         Raises:
             StorageError: writing failed; the previous checkpoint still stands.
         """
-        common = {"iteration": step, "loader": loader.state_dict(), "rng": _rng_state()}
+        best = self.best
+        if acceptance_length is not None and self.improves(acceptance_length):
+            best = Best(step, acceptance_length)
+        common = {"iteration": step, "loader": loader.state_dict(), "best": best and dataclasses.asdict(best)}
         tensors = _sharded_state(model, optimizer)
         path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, self._config.model)
-        self.iteration = step
+        self.iteration, self.best = step, best
         if dist.get_rank() == 0:
+            self._mark_best()
             self._remove_old()
         return path
 
@@ -88,7 +134,9 @@ class RunDirectory:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"], state["iteration"])
         loader.load_state_dict(state["loader"])
-        _set_rng_state(state["rng"])
+        if state.get("best") and self._config.keep_best:
+            best = Best(**state["best"])
+            self.best = best if (self.path / iteration_name(best.iteration)).is_dir() else None
         return state["iteration"]
 
     @property
@@ -112,28 +160,30 @@ class RunDirectory:
                 f"output {self.path} is at step {self.iteration} already, beyond steps={self._config.steps}"
             )
 
+    def _mark_best(self) -> None:
+        link, description = self.path / BEST, self.path / f"{BEST}.json"
+        if self.best is None:
+            link.unlink(missing_ok=True)
+            description.unlink(missing_ok=True)
+            return
+        staging = self.path / f".{BEST}.writing"
+        with storage_errors(link):
+            staging.unlink(missing_ok=True)
+            staging.symlink_to(iteration_name(self.best.iteration), target_is_directory=True)
+            staging.replace(link)
+        write_file(description, json.dumps(dataclasses.asdict(self.best)) + "\n")
+
     def _remove_old(self) -> None:
-        finished = sorted(path for path in self.path.iterdir() if re.fullmatch(r"iter_\d{7}", path.name))
+        """Under another name first: what has an iteration's name is whole."""
+        finished = sorted(path for path in self.path.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name))
         for path in finished[: -self._config.keep_checkpoints]:
-            shutil.rmtree(path, ignore_errors=True)
+            if self.best is None or path.name != iteration_name(self.best.iteration):
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")), ignore_errors=True)
 
 
 def _sharded_state(model: HybridModel, optimizer: HeadOptimizer) -> dict[str, Any]:
     state = model.sharded_state_dict()
     return {"model": state, "optimizer": optimizer.sharded_state_dict(state)}
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:

@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 
 class StopSignal:
-    """While entered, SIGTERM is noted instead of ending the process; a second one ends it."""
+    """While entered, SIGTERM is noted instead of ending the process.
+
+    A launcher that is told to stop tells its workers, and a scheduler may tell both: a second signal says nothing new.
+    """
 
     def __init__(self) -> None:
         self._noted = False
@@ -23,7 +26,6 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
-        signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
 
     def on_any_rank(self, device: torch.device) -> bool:
         """Whether any rank was signalled; all ranks get the same answer. Collective."""

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.data import PackedBatch
-from mtpkit.training.config import TrainConfig
-from mtpkit.training.depths import DepthSums, run_depths, select_targets
+from mtpkit.training.config import HeadAttention, TrainConfig
+from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths, run_depths, select_targets
 from mtpkit.training.loss import LossOptions
 from mtpkit.training.mixing import HiddenMix
 from mtpkit.training.optimizer import HeadOptimizer
@@ -27,6 +28,7 @@ def train_step(
     config: TrainConfig,
     lr: float,
     group: dist.ProcessGroup | None = None,
+    step: int = 0,
 ) -> tuple[DepthSums, float]:
     """Train on this rank's micro-batches of one global batch.
 
@@ -43,7 +45,7 @@ def train_step(
     weights = torch.tensor(config.depth_weights(), dtype=torch.float32, device=tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
-    mix = HiddenMix(config.loss.hidden_mix, config.loss.hidden_mix_kind) if config.loss.hidden_mix else None
+    mix = _hidden_mix(model, config, step, group)
     for batch in batches:
         losses, batch_sums = run_depths(model, batch, num_depths, config.heads.attention, loss_options(config), mix)
         (losses * scale).sum().backward()
@@ -53,17 +55,31 @@ def train_step(
     return sums.all_reduce(group), norm
 
 
+def _hidden_mix(
+    model: HybridModel, config: TrainConfig, step: int, group: dist.ProcessGroup | None
+) -> HiddenMix | None:
+    """What draws for one step and data-parallel rank, by nothing but seed, step and rank: runs resume exactly."""
+    loss = config.loss
+    if not loss.hidden_mix:
+        return None
+    seed = np.random.SeedSequence([config.seed, step, dist.get_rank(group)]).generate_state(1, np.uint64)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(int(seed[0]))
+    tensor = model.pg_collection.tp
+    part = (tensor.rank(), tensor.size()) if model.config.sequence_parallel else (0, 1)
+    return HiddenMix(loss.hidden_mix, loss.hidden_mix_kind, generator, part)
+
+
 @torch.no_grad()
 def evaluate(
-    model: HybridModel, batches: Iterable[PackedBatch], config: TrainConfig, group: dist.ProcessGroup | None = None
+    model: HybridModel,
+    batches: Iterable[PackedBatch],
+    num_depths: int,
+    attention: HeadAttention,
+    options: LossOptions,
+    group: dist.ProcessGroup | None = None,
 ) -> DepthSums:
-    """Losses and acceptance on held-out batches, against the base's own greedy choice.
-
-    The heads read the text's tokens (teacher forcing). On text that the base itself wrote greedily this is what the
-    engine sees at each position.
-    """
-    sums = DepthSums.zero(config.heads.num_depths, next(model.parameters()).device)
+    """Losses and acceptance on held-out batches, see `measure_depths`, of all ranks in `group` together."""
+    sums = DepthSums.zero(num_depths, next(model.parameters()).device, len(DECODINGS))
     for batch in batches:
-        num_depths, attention = config.heads.num_depths, config.heads.attention
-        sums += run_depths(model, batch, num_depths, attention, loss_options(config))[1]
+        sums += measure_depths(model, batch, num_depths, attention, options)
     return sums.all_reduce(group)
