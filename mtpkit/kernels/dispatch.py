@@ -12,22 +12,27 @@ CHOICE = "MTPKIT_KERNELS"
 """Environment variable; `reference` keeps the PyTorch twins on a GPU too, to tell a kernel's fault from others."""
 
 
-def pick[**P, R](reference: Callable[P, R]) -> Callable[P, R]:
+def pick[**P, R](reference: Callable[P, R], differentiable: bool = False) -> Callable[P, R]:
     """`reference`, replaced by the function of its name in `triton.py` beside it where the first argument is on a GPU.
 
-    Kernels have no backward: where a gradient is asked for, the reference runs.
+    Most kernels have no backward: where a gradient is asked for, the reference runs unless they are `differentiable`.
     """
     package = reference.__module__.rpartition(".")[0]
 
     @functools.wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        first: Any = args[0]
-        if not first.is_cuda or _wants_grad(*args, *kwargs.values()) or os.environ.get(CHOICE) == "reference":
+        if not on_kernels(args[0]) or not (differentiable or no_grad(*args, *kwargs.values())):
             return reference(*args, **kwargs)
         return getattr(importlib.import_module(f"{package}.triton"), reference.__name__)(*args, **kwargs)
 
     return call
 
 
-def _wants_grad(*values: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+def on_kernels(tensor: Any) -> bool:
+    """Whether ops of a tensor run as kernels, as far as its device and the user have a say."""
+    return tensor.is_cuda and os.environ.get(CHOICE) != "reference"
+
+
+def no_grad(*values: Any) -> bool:
+    """Whether nothing of `values` is differentiated."""
+    return not torch.is_grad_enabled() or not any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)

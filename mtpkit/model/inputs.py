@@ -7,8 +7,11 @@ Shape legend: T tokens of a step, R rows (requests) of a step, s sequence, b bat
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -36,6 +39,18 @@ class SequenceInput(LayerInput):
     documents: Tensor | None = None
     positions: Tensor | None = None
 
+    def lens(self, batch: int, length: int) -> tuple[int, ...]:
+        """Lengths of the documents of `batch` rows of `length` tokens, row after row; waits for the device, once."""
+        return (length,) * batch if self.documents is None else self._lens
+
+    @cached_property
+    def _lens(self) -> tuple[int, ...]:
+        assert self.documents is not None
+        documents = self.documents.cpu()
+        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+        places = [*first.nonzero()[:, 0].tolist(), first.numel()]
+        return tuple(end - start for start, end in pairwise(places))
+
 
 @dataclass(frozen=True)
 class DepthInput(SequenceInput):
@@ -48,6 +63,18 @@ class DepthInput(SequenceInput):
 
     depth: int = 1
     streams: dict[str, Any] = field(default_factory=dict)
+
+    def leave[T](self, name: str, entry: T) -> list[T]:
+        """Leave `entry` for the later depths of layer `name`.
+
+        Returns:
+            Entries of depths 1..depth in order. A depth that runs again in the backward, because its activations were
+            not kept, leaves nothing a second time and sees what it saw.
+        """
+        entries = self.streams.setdefault(name, [])
+        if len(entries) < self.depth:
+            entries.append(entry)
+        return [*entries[: self.depth - 1], entry]
 
 
 @dataclass(frozen=True)

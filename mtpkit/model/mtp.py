@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mtpkit.kernels.draft_head import argmax, linear_argmax
 from mtpkit.kernels.linear import linear
@@ -151,6 +152,7 @@ def unroll_depths(
     documents: Tensor | None = None,
     positions: Tensor | None = None,
     mix: Callable[[Tensor, Tensor], Tensor] | None = None,
+    recompute: bool = False,
 ) -> Iterator[Tensor]:
     """Yield g^1 .. g^K over whole sequences.
 
@@ -165,6 +167,8 @@ def unroll_depths(
         documents, positions: [b, s], see `SequenceInput`.
         mix: for training, what depth k + 1 reads in place of g^k: a function of g^k and of the base's hidden states
             that it stands in for, both [s, b, h]; element i of these is h_{i+k}, or 0 past the end.
+        recompute: keep of each depth what goes in and what later depths read of it, and run it again in the backward
+            (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
     """
     repeated = model.mtpkit_config.mtp_use_repeated_layer
     serving = repeated if attention is None else attention == "serving"
@@ -175,7 +179,11 @@ def unroll_depths(
         inputs: LayerInput = SequenceInput(documents, positions)
         if serving:
             inputs = DepthInput(documents, positions, depth, streams)
-        hidden = mtp_forward(model, depth, hidden, shift_tokens(token_ids, depth), inputs)
+        arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
+        if recompute:  # nothing in a depth is random
+            hidden = checkpoint(mtp_forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden = mtp_forward(*arguments)
         yield hidden
         if mix is not None and depth < num_depths:
             hidden = mix(hidden, shift_states(model, base, depth))

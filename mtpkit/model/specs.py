@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack as MegatronHybridStack
@@ -25,6 +24,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mtpkit.config import ModelConfig
+from mtpkit.kernels.activation import relu2
 from mtpkit.model.backends import Backend
 from mtpkit.model.layers.attention import CoreAttention, SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
@@ -43,7 +43,7 @@ def transformer_config(
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
         ffn_hidden_size=config.ffn_hidden_size or config.hidden_size,
-        activation_func=squared_relu if config.activation == "relu2" else F.silu,
+        activation_func=relu2 if config.activation == "relu2" else F.silu,
         gated_linear_unit=config.activation == "swiglu",
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

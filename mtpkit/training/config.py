@@ -61,6 +61,9 @@ class HeadsConfig:
     """`serving`: each depth sees what it will see when decoding. `per_depth`: plain causal attention over each depth's
     own stream. `auto`: `serving` for a repeated head; for distinct heads, whose depths have caches of their own,
     `per_depth` is what serving does."""
+    recompute: bool = False
+    """Run each depth again in the backward rather than keep its activations: a third more of the heads' work, memory
+    for one depth instead of K."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ def on_gpu(requires_grad: bool = False) -> torch.Tensor:
     return torch.ones(2).as_subclass(OnGpu).requires_grad_(requires_grad)
 
 
-@pytest.fixture
-def op(monkeypatch):
-    """A picked op of two tensors, positional or keyword, that returns its twin's name and what it was given."""
+@pytest.fixture(params=[False])
+def op(monkeypatch, request):
+    """A picked op of two tensors, positional or keyword, that returns its twin's name and what it was given; its kernel
+    has a backward if the parameter says so."""
     monkeypatch.delenv(CHOICE, raising=False)
 
     def scale(x, *others, **named):
@@ -31,7 +32,7 @@ def op(monkeypatch):
     triton.scale = lambda x, *others, **named: ("triton", (x, *others), named)
     monkeypatch.setitem(sys.modules, "an_op.triton", triton)
     scale.__module__ = "an_op.reference"
-    return pick(scale)
+    return pick(scale, differentiable=request.param)
 
 
 def test_a_gpu_takes_the_kernel_and_a_cpu_the_reference(op):
@@ -66,3 +67,11 @@ def test_the_environment_may_choose_the_reference(op, monkeypatch):
     assert op(on_gpu())[0] == "reference"
     monkeypatch.setenv(CHOICE, "triton")
     assert op(on_gpu())[0] == "triton"
+
+
+@pytest.mark.parametrize("op", [True], indirect=True)
+def test_a_kernel_with_a_backward_runs_where_a_gradient_is_asked_for(op, monkeypatch):
+    assert op(on_gpu(requires_grad=True))[0] == "triton"
+    assert op(torch.ones(2, requires_grad=True))[0] == "reference"
+    monkeypatch.setenv(CHOICE, "reference")
+    assert op(on_gpu(requires_grad=True))[0] == "reference"

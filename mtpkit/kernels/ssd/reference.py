@@ -108,7 +108,7 @@ def ssd_varlen(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
-    initial_states: Tensor,
+    initial_states: Tensor | None,
     lens: tuple[int, ...],
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def ssd_varlen(
     Args:
         x: [T, h, p]; dt: [T, h], before its bias and softplus; B, C: [T, g, n]: views of larger tensors will do.
         A_log, D, dt_bias: [h], with A = -exp(A_log); `dt_limit` clamps the softplus.
-        initial_states: [R, h, p, n].
+        initial_states: [R, h, p, n]; None: zeros.
         lens: lengths of the R sequences, T in all.
         chunk_size: as in `ssd_chunk_scan`.
 
@@ -129,7 +129,7 @@ def ssd_varlen(
     outputs, states = [], []
     for row, parts in enumerate(zip(*(t.split(list(lens)) for t in (x, steps, B, C)), strict=True)):
         x_r, dt_r, B_r, C_r = (part[None] for part in parts)
-        initial = initial_states[row, None]
+        initial = None if initial_states is None else initial_states[row, None]
         y, state = ssd_chunk_scan(x_r, dt_r, A, B_r, C_r, D, initial_state=initial, chunk_size=chunk_size)
         outputs.append(y[0])
         states.append(state[0])

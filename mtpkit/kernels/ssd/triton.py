@@ -21,7 +21,7 @@ def ssd_varlen(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
-    initial_states: Tensor,
+    initial_states: Tensor | None,
     lens: tuple[int, ...],
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,8 @@ def ssd_varlen(
         out=y,
         D=D,
         dt_bias=dt_bias,
-        initial_states=initial_states.float(),  # the kernels want all states in one dtype
+        # The kernels want all states in one dtype.
+        initial_states=None if initial_states is None else initial_states.float(),
         dt_softplus=True,
         dt_limit=dt_limit,
         state_dtype=torch.float32,

@@ -111,11 +111,9 @@ class SelfAttention(MegatronSelfAttention):
         return apply_rotary(q, positions, base, percent), apply_rotary(k, positions, base, percent)
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
-        entries = inputs.streams.setdefault(self.cache_name, [])
-        entries.append((k, v))
-        if inputs.depth == 1:
+        (first_k, first_v), *later = inputs.leave(self.cache_name, (k, v))
+        if not later:
             return sequence_attention(q, k, v, inputs.documents)
-        (first_k, first_v), *later = entries
         return depth_attention(q, first_k, first_v, [k for k, _ in later], [v for _, v in later], inputs.documents)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:

@@ -16,6 +16,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_varlen
+from mtpkit.kernels.dispatch import no_grad, on_kernels
 from mtpkit.kernels.ssd import ssd_chunk_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
 from mtpkit.model.inputs import DepthInput, MambaCacheSpec, SequenceInput, SnapshotCache, StepInput
@@ -115,6 +116,8 @@ class MambaMixer(MegatronModule):
             return self.out_proj.gated(y, z.transpose(0, 1), self.norm)
         if isinstance(inputs, DepthInput):
             y = self._depth(conv_in, self._step_size(dt), inputs)
+        elif self._as_prefill(conv_in):
+            y = self._documents(conv_in, dt, inputs)
         else:
             conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
             y = self._scan(self._scan_inputs(conv_out, self._step_size(dt)), documents=inputs.documents)[0]
@@ -140,6 +143,33 @@ class MambaMixer(MegatronModule):
         return ssd_chunk_scan(
             inputs.x, inputs.dt, self._A, inputs.B, inputs.C, self.D, chunk_size=self.chunk_size, **kwargs
         )
+
+    def _as_prefill(self, conv_in: Tensor) -> bool:
+        """Whether sequences run through prefill's kernels, which have no backward and multiply in low precision."""
+        exact = conv_in.dtype == torch.float32
+        return not exact and on_kernels(conv_in) and no_grad(conv_in, *self.parameters(recurse=False))
+
+    def _documents(self, conv_in: Tensor, dt: Tensor, inputs: SequenceInput) -> Tensor:
+        """Whole sequences, one document behind the other: conv_in [b, s, c], raw dt [b, s, h] to y [b, s, h, p]."""
+        shape = conv_in.shape[:2]
+        lens = inputs.lens(*shape)
+        windows = conv_in.new_zeros(len(lens), self.conv_kernel - 1, self.conv_dim)
+        y, _, _ = self._rows(conv_in.flatten(0, 1), dt.flatten(0, 1), windows, None, lens)
+        return y.unflatten(0, shape)
+
+    def _rows(
+        self, conv_in: Tensor, dt: Tensor, windows: Tensor, states: Tensor | None, lens: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of `lens` tokens, conv_in [T, c] and raw dt [T, h], after a window and a state of each (None: zero).
+
+        Returns:
+            y [T, h, p], and each row's last window and state.
+        """
+        conv_out, windows = causal_conv1d_varlen(conv_in, self.conv1d_weight, self.conv1d_bias, windows, lens)
+        x, dt, B, C = self._scan_inputs(conv_out, dt)
+        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
+        y, final = ssd_varlen(*inputs, states, lens, self.chunk_size)
+        return y, windows, final
 
     def _step(self, conv_in: Tensor, dt: Tensor, step: StepInput) -> Tensor:
         """Decode rows, then prefill chunks: conv_in [T, c], raw dt [T, h] to y [T, h, p]."""
@@ -173,16 +203,10 @@ class MambaMixer(MegatronModule):
         taps = self.conv_kernel - 1
         # A slot may hold what another request left, or nothing that is a number.
         windows = torch.where(continues, cache.conv[slots, :taps], 0)
-        conv_out, windows = causal_conv1d_varlen(
-            conv_in, self.conv1d_weight, self.conv1d_bias, windows, step.prefill_lens
-        )
-        cache.conv[slots, :taps] = windows
         state = cache.state[:, 0] if isinstance(cache, SnapshotCache) else cache.state
         initial = torch.where(continues[..., None], state[slots], 0)
-        x, dt, B, C = self._scan_inputs(conv_out, dt)
-        rows: Any = (initial, step.prefill_lens, self.chunk_size)
-        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit, *rows)
-        y, final = ssd_varlen(*inputs)
+        y, windows, final = self._rows(conv_in, dt, windows, initial, step.prefill_lens)
+        cache.conv[slots, :taps] = windows
         state[slots] = final.to(state.dtype)
         return y
 
@@ -192,16 +216,15 @@ class MambaMixer(MegatronModule):
         With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i; so y^k_i is C_k's readout of
         S_i, decayed, plus one term for each of depths 2..k.
         """
-        streams = inputs.streams.setdefault(self.cache_name, [])
+        raw = inputs.leave(f"{self.cache_name}.conv", conv_in)
         if inputs.depth == 1:
             conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
-            current = self._scan_inputs(conv_out, dt)
-            streams.append((conv_in, current))
-            return self._scan(current, documents=inputs.documents)[0]
-        conv_out = self._depth_conv([stream[0] for stream in streams] + [conv_in], inputs.documents)
+        else:
+            conv_out = self._depth_conv(raw, inputs.documents)
         current = self._scan_inputs(conv_out, dt)
-        streams.append((conv_in, current))
-        first, later = streams[0][1], [entry for _, entry in streams[1:]]
+        first, *later = inputs.leave(self.cache_name, current)
+        if not later:
+            return self._scan(current, documents=inputs.documents)[0]
         A, rep = self._A, self.num_heads // self.num_groups
         readout, _ = ssd_chunk_scan(
             first.x.float(), first.dt, A, first.B, current.C, documents=inputs.documents, chunk_size=self.chunk_size

@@ -1,0 +1,57 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Training attention in Triton: flash attention (Dao 2023, FlashAttention-2, arXiv:2307.08691) with a backward.
+
+One set of kernels serves both ops, a sequence alone being depth 1 with no later depth. Entries of depths 2..k at a
+query's own position start its running softmax, so that nothing is left to merge, and memory is linear in s. Key blocks
+outside a query block's documents are not visited. torch's own flash kernels would serve one document a row only, and
+differentiate in another order each time; of what a step computes attention is 4% at 8,192 tokens of an 8B model.
+"""
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mtpkit.kernels.attention.flash_backward import Saved, attend_backward
+from mtpkit.kernels.attention.flash_forward import attend_forward
+from mtpkit.kernels.attention.flash_tile import Bounds, document_bounds
+from mtpkit.kernels.device import with_rows
+
+
+class _DepthAttention(Function):
+    @staticmethod
+    def forward(ctx, bounds, *inputs):
+        q, k, v, *later = map(with_rows, inputs)
+        count = len(later) // 2
+        out, lse = attend_forward(q, k, v, later[:count], later[count:], bounds)
+        ctx.save_for_backward(q, k, v, out, lse, *(bounds or ()), *later)
+        ctx.packed = bounds is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        bounds = Bounds(*rest[:2]) if ctx.packed else None
+        later = rest[2:] if ctx.packed else rest
+        count = len(later) // 2
+        saved = Saved(q, k, v, later[:count], later[count:], out, lse)
+        grad_q, grad_k, grad_v, *grad_later = attend_backward(with_rows(grad_out), saved, bounds)
+        return None, grad_q, grad_k, grad_v, *grad_later[0], *grad_later[1]
+
+
+def sequence_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    """See the reference. Documents must not decrease along a row."""
+    return _DepthAttention.apply(None if documents is None else document_bounds(documents), q, k, v)
+
+
+def depth_attention(
+    q: Tensor,
+    first_k: Tensor,
+    first_v: Tensor,
+    later_k: list[Tensor],
+    later_v: list[Tensor],
+    documents: Tensor | None = None,
+) -> Tensor:
+    """See the reference. Documents must not decrease along a row."""
+    bounds = None if documents is None else document_bounds(documents)
+    return _DepthAttention.apply(bounds, q, first_k, first_v, *later_k, *later_v)

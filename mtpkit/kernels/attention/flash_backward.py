@@ -1,0 +1,262 @@
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""Flash attention over depth 1's stream and a position's own later depths: the backward.
+
+Three kernels, each of which writes what it alone sums up, so that no order of programs changes a bit: gradients of the
+queries, of depth 1's keys and values, and of the later depths'. Weights are made again from q, k and the forward's
+logarithm of sums; delta is what a query's output and its gradient have in common (FlashAttention-2, section 3.1.2).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.attention.flash_tile import Bounds, load_numbers, load_rows, row_dot, rows_of, store_rows
+from mtpkit.kernels.attention.tile import Tiles, padded, score_scale
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def query_tiles(width: int, dtype: torch.dtype) -> Tiles:
+    """M queries of one head against N keys at a time."""
+    if dtype.itemsize > 2:
+        return Tiles(32, 16, num_warps=8, num_stages=1)
+    if width > 128:
+        return Tiles(64, 32, num_warps=8, num_stages=1)
+    return Tiles(128, 64, num_warps=8, num_stages=2)
+
+
+def key_tiles(width: int, dtype: torch.dtype) -> Tiles:
+    """N keys of one group against M queries at a time."""
+    if dtype.itemsize > 2:
+        return Tiles(16, 32, num_warps=8, num_stages=1)
+    if width > 128:
+        return Tiles(32, 64, num_warps=8, num_stages=1)
+    return Tiles(64, 128, num_warps=8, num_stages=2)
+
+
+def diagonal_rows(width: int) -> int:
+    """M positions of one group: four tiles of them fit into a program's registers."""
+    return max(16, 4096 // padded(width))
+
+
+class Saved(NamedTuple):
+    """What the forward leaves; lse as `attend_forward` returns it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    later_k: Sequence[Tensor]
+    later_v: Sequence[Tensor]
+    out: Tensor
+    lse: Tensor
+
+
+@triton.jit(do_not_specialize=["length"])
+def _query_kernel(
+    q,
+    k,
+    v,
+    later_k,
+    later_v,
+    start_ptr,
+    out,
+    grad_out,
+    lse_ptr,
+    delta_ptr,
+    grad_q,
+    scale,
+    length,
+    REP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Gradient and delta of M queries of one head; those that see most go first."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    head, batch = tl.program_id(1), tl.program_id(2)
+    group, line = head // REP, batch * tl.num_programs(1) + head
+    token = first + tl.arange(0, M)
+    queries = load_rows(q, batch, head, first, length, WIDTH, M, D)
+    pull = load_rows(grad_out, batch, head, first, length, WIDTH, M, D)
+    lse = load_numbers(lse_ptr, line, token, length)
+    delta = row_dot(load_rows(out, batch, head, first, length, WIDTH, M, D), pull)
+    tl.store(delta_ptr + line.to(tl.int64) * length + token, delta, mask=token < length)
+    acc = tl.zeros([M, D], tl.float32)
+    for depth in tl.static_range(len(later_k)):
+        own_k = load_rows(later_k[depth], batch, group, first, length, WIDTH, M, D)
+        own_v = load_rows(later_v[depth], batch, group, first, length, WIDTH, M, D)
+        weight = tl.exp2(row_dot(queries, own_k) * scale - lse)
+        acc += (weight * (row_dot(pull, own_v) - delta))[:, None] * own_k.to(tl.float32)
+    low = 0
+    oldest = tl.zeros([M], tl.int32)
+    if start_ptr is not None:
+        oldest = load_numbers(start_ptr, batch, token, length)
+        low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
+    for start in range(low, tl.minimum(first + M, length), N):
+        keys = load_rows(k, batch, group, start, length, WIDTH, N, D)
+        values = load_rows(v, batch, group, start, length, WIDTH, N, D)
+        place = (start + tl.arange(0, N))[None, :]
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        seen = (place <= token[:, None]) & (place >= oldest[:, None])
+        weights = tl.where(seen, tl.exp2(scores * scale - lse[:, None]), 0.0)
+        errors = weights * (tl.dot(pull, tl.trans(values), input_precision="ieee") - delta[:, None])
+        acc = tl.dot(errors.to(keys.dtype), keys, acc, input_precision="ieee")
+    store_rows(grad_q, acc * (scale * _LN_2), batch, head, first, length, WIDTH, M, D)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _key_kernel(
+    q,
+    k,
+    v,
+    end_ptr,
+    grad_out,
+    lse_ptr,
+    delta_ptr,
+    grad_k,
+    grad_v,
+    scale,
+    length,
+    REP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Gradients of N keys and values of one group, over its heads; those that are seen most go first."""
+    first, group, batch = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
+    place = first + tl.arange(0, N)
+    keys = load_rows(k, batch, group, first, length, WIDTH, N, D)
+    values = load_rows(v, batch, group, first, length, WIDTH, N, D)
+    last = length
+    until = tl.where(place < length, length, 0)
+    if end_ptr is not None:
+        until = load_numbers(end_ptr, batch, place, length)
+        last = tl.load(end_ptr + batch.to(tl.int64) * length + tl.minimum(first + N, length) - 1)
+    acc_k, acc_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    for member in range(REP):
+        head = group * REP + member
+        line = batch * (tl.num_programs(1) * REP) + head
+        for start in range(first // M * M, last, M):
+            token = start + tl.arange(0, M)
+            queries = load_rows(q, batch, head, start, length, WIDTH, M, D)
+            pull = load_rows(grad_out, batch, head, start, length, WIDTH, M, D)
+            lse = load_numbers(lse_ptr, line, token, length)
+            delta = load_numbers(delta_ptr, line, token, length)
+            scores = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [N, M]
+            seen = (token[None, :] >= place[:, None]) & (token[None, :] < until[:, None])
+            weights = tl.where(seen, tl.exp2(scores * scale - lse[None, :]), 0.0)
+            acc_v = tl.dot(weights.to(pull.dtype), pull, acc_v, input_precision="ieee")
+            errors = weights * (tl.dot(values, tl.trans(pull), input_precision="ieee") - delta[None, :])
+            acc_k = tl.dot(errors.to(queries.dtype), queries, acc_k, input_precision="ieee")
+    store_rows(grad_k, acc_k * (scale * _LN_2), batch, group, first, length, WIDTH, N, D)
+    store_rows(grad_v, acc_v, batch, group, first, length, WIDTH, N, D)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _diagonal_kernel(
+    q,
+    later_k,
+    later_v,
+    grad_out,
+    lse_ptr,
+    delta_ptr,
+    grad_later_k,
+    grad_later_v,
+    scale,
+    length,
+    REP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Gradients of the later depths' keys and values at M positions of one group, over its heads."""
+    first, group, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
+    token = first + tl.arange(0, M)
+    for depth in tl.static_range(len(later_k)):
+        keys = load_rows(later_k[depth], batch, group, first, length, WIDTH, M, D)
+        values = load_rows(later_v[depth], batch, group, first, length, WIDTH, M, D)
+        acc_k, acc_v = tl.zeros([M, D], tl.float32), tl.zeros([M, D], tl.float32)
+        for member in range(REP):
+            head = group * REP + member
+            line = batch * (tl.num_programs(1) * REP) + head
+            queries = load_rows(q, batch, head, first, length, WIDTH, M, D)
+            pull = load_rows(grad_out, batch, head, first, length, WIDTH, M, D)
+            lse = load_numbers(lse_ptr, line, token, length)
+            delta = load_numbers(delta_ptr, line, token, length)
+            weights = tl.exp2(row_dot(queries, keys) * scale - lse)
+            errors = weights * (row_dot(pull, values) - delta)
+            acc_k += errors[:, None] * queries.to(tl.float32)
+            acc_v += weights[:, None] * pull.to(tl.float32)
+        store_rows(grad_later_k[depth], acc_k * (scale * _LN_2), batch, group, first, length, WIDTH, M, D)
+        store_rows(grad_later_v[depth], acc_v, batch, group, first, length, WIDTH, M, D)
+
+
+def attend_backward(
+    grad_out: Tensor,
+    saved: Saved,
+    bounds: Bounds | None,
+    for_queries: Tiles | None = None,
+    for_keys: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of q, k, v, and of the later depths' keys and values, each in the dtype of what it is of."""
+    q, k, v, later_k, later_v, out, lse = saved
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
+    delta = torch.empty_like(lse)
+    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
+    grad_later_k, grad_later_v = ([torch.empty_like(t) for t in later] for later in (later_k, later_v))
+    later = [tuple(rows_of(t) for t in depths) for depths in (later_k, later_v, grad_later_k, grad_later_v)]
+    common = dict(REP=heads // groups, WIDTH=width, D=padded(width))
+    numbers = (score_scale(width), length)
+    tiles = for_queries or query_tiles(width, q.dtype)
+    _query_kernel[(triton.cdiv(length, tiles.m), heads, batch)](
+        *map(rows_of, (q, k, v)),
+        *later[:2],
+        None if bounds is None else bounds.start,
+        *map(rows_of, (out, grad_out)),
+        lse,
+        delta,
+        rows_of(grad_q),
+        *numbers,
+        M=tiles.m,
+        N=tiles.n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **common,
+    )
+    tiles = for_keys or key_tiles(width, q.dtype)
+    _key_kernel[(triton.cdiv(length, tiles.n), groups, batch)](
+        *map(rows_of, (q, k, v)),
+        None if bounds is None else bounds.end,
+        rows_of(grad_out),
+        lse,
+        delta,
+        *map(rows_of, (grad_k, grad_v)),
+        *numbers,
+        M=tiles.m,
+        N=tiles.n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **common,
+    )
+    if later_k:
+        rows = diagonal_rows(width)
+        _diagonal_kernel[(triton.cdiv(length, rows), groups, batch)](
+            rows_of(q),
+            *later[:2],
+            rows_of(grad_out),
+            lse,
+            delta,
+            *later[2:],
+            *numbers,
+            M=rows,
+            num_warps=4,
+            **common,
+        )
+    return grad_q, grad_k, grad_v, grad_later_k, grad_later_v

@@ -1,0 +1,79 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What the kernels of training attention share: rows of a strided tensor, scores of a position's own later depths."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """A tensor [b, s, heads, d] with contiguous channels, as kernels take it."""
+
+    data: Any
+    batch: int
+    token: int
+    head: int
+    """Elements from one to the next."""
+
+
+def rows_of(t: Tensor) -> Rows:
+    """t [b, s, heads, d], whose last dimension is contiguous."""
+    assert t.stride(-1) == 1
+    return Rows(t, *t.stride()[:3])
+
+
+class Bounds(NamedTuple):
+    """Where the document of each token begins, and where it ends: int32 [b, s], places in the row."""
+
+    start: Tensor
+    end: Tensor
+
+
+def document_bounds(documents: Tensor) -> Bounds:
+    """Of documents [b, s], non-decreasing."""
+    ids = documents.contiguous()
+    return Bounds(*(torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True)))
+
+
+@triton.jit
+def _offsets(rows, batch, head, first, ROWS: tl.constexpr, D: tl.constexpr):
+    token = (first + tl.arange(0, ROWS)).to(tl.int64) * rows.token
+    line = batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
+    return (line + token)[:, None] + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def _inside(first, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    inside = (first + tl.arange(0, ROWS) < length)[:, None]
+    if WIDTH < D:
+        inside = inside & (tl.arange(0, D) < WIDTH)[None, :]
+    return inside
+
+
+@triton.jit
+def load_rows(rows, batch, head, first, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """[ROWS, D] of a head: tokens from `first` on, zero from `length` and from WIDTH on."""
+    place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
+    return tl.load(place, mask=_inside(first, length, WIDTH, ROWS, D), other=0.0)
+
+
+@triton.jit
+def store_rows(rows, values, batch, head, first, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """The other way."""
+    place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
+    tl.store(place, values.to(rows.data.dtype.element_ty), mask=_inside(first, length, WIDTH, ROWS, D))
+
+
+@triton.jit
+def load_numbers(ptr, line, token, length):
+    """One number of each of the tokens `token` in a line of `length`, 0 past its end."""
+    return tl.load(ptr + line.to(tl.int64) * length + token, mask=token < length, other=0)
+
+
+@triton.jit
+def row_dot(left, right):
+    """[ROWS] fp32 products of the rows of two tiles."""
+    return tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
