@@ -106,7 +106,7 @@ def _replay_kernel(
 
     # The decays of all heads.
     h = tl.arange(0, max(2, BLOCK_H))  # on the GPU a running sum down a single column comes out wrong
-    heads, in_h = tl.minimum(first + h, HEADS - 1), h < BLOCK_H
+    heads = first + h if BLOCK_H > 1 else first + h * 0
     A = -tl.exp(tl.load(A_log_ptr + heads).to(tl.float32))
     bias = tl.load(bias_ptr + heads).to(tl.float32)
     raw = tl.load(dt_ptr + row * dt_row + t[:, None] * dt_token + heads[None, :], mask=is_new[:, None], other=0.0)
@@ -114,7 +114,7 @@ def _replay_kernel(
     old_step_ptrs = ring_dt_ptr + old_place[:, None] * HEADS + heads[None, :]
     old_step = tl.load(old_step_ptrs, mask=is_old[:, None], other=0.0)  # [E, H]
     if part == 0:
-        tl.store(ring_dt_ptr + new_place[:, None] * HEADS + heads[None, :], step, mask=is_new[:, None] & in_h[None, :])
+        tl.store(ring_dt_ptr + new_place[:, None] * HEADS + heads[None, :], step, mask=is_new[:, None])
     # Log decays are sums, and differences of sums where each term is bounded: an input that forgets nearly everything
     # must not lose the small decays that follow it.
     since = tl.cumsum(tl.maximum(step * A[None, :], FORGOTTEN), 0)
