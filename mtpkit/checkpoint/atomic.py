@@ -1,11 +1,14 @@
 """Directories and files that appear whole or not at all."""
 
+import glob
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mtpkit.errors import MtpkitError, StorageError, UserError
@@ -69,15 +72,20 @@ def check_destination(path: Path, force: bool) -> None:
 def staged_directory(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
 
-    What was at `path` is replaced; see `check_destination` for when not to.
+    What was at `path` is replaced; see `check_destination` for when not to. What processes of this machine left there
+    when they were killed is removed.
 
     Raises:
         StorageError: writing failed, for instance on a full disk; what was at `path` still is.
     """
-    staging = path.parent / f".{path.name}.writing-{os.getpid()}"
+    prefix = f".{path.name}.writing-{platform.node()}-"
+    staging = path.parent / f"{prefix}{os.getpid()}"
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)
+        for left in path.parent.glob(f"{glob.escape(prefix)}*"):
+            owner = left.name.removeprefix(prefix)
+            if left == staging or (owner.isdecimal() and not psutil.pid_exists(int(owner))):
+                shutil.rmtree(left, ignore_errors=True)
         staging.mkdir()
         try:
             yield staging

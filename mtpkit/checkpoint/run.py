@@ -21,8 +21,17 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mtpkit.checkpoint.atomic import fsync_tree, replace_directory, storage_errors, write_file
+from mtpkit.checkpoint.base import add_base
 from mtpkit.checkpoint.hf import copy_companions
-from mtpkit.checkpoint.layout import OWN_CONFIG, RELEASE, TRACKER, find_companions, find_torch_dist, iteration_name
+from mtpkit.checkpoint.layout import (
+    OWN_CONFIG,
+    RELEASE,
+    TRACKER,
+    find_companions,
+    find_torch_dist,
+    iteration_name,
+    latest_iteration,
+)
 from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
 from mtpkit.checkpoint.tensors import Shape, list_names, require_same_names
 from mtpkit.config import ModelConfig
@@ -47,6 +56,7 @@ def save_checkpoint(
     common_state: Mapping[str, Any],
     config: ModelConfig,
     companions: Path | str | None = None,
+    base: Path | str | None = None,
 ) -> Path:
     """Save one iteration of a run (None: a release) and make it the latest. Collective: every rank calls it.
 
@@ -54,6 +64,7 @@ def save_checkpoint(
         sharded_state_dict: megatron-core's, of the model and the optimizer; any nesting.
         common_state: what is equal on all ranks, such as the iteration and the schedule.
         companions: model directory whose tokenizer and config.json go along.
+        base: model directory of the base, whose tensors go along where `sharded_state_dict` lacks them, see `add_base`.
 
     Returns:
         The directory of the iteration.
@@ -69,6 +80,8 @@ def save_checkpoint(
             _on_first_rank(lambda: _prepare(staging))
             state = {**CHECKPOINT_VERSION, **common_state, **sharded_state_dict}
             dist_checkpointing.save(state, str(staging))
+            if base is not None:
+                _on_first_rank(lambda: add_base(staging, Path(base), _latest(directory)))
             _on_first_rank(lambda: _publish(staging, target, iteration, config, companions))
         except BaseException:
             if dist.get_rank() == 0:
@@ -90,6 +103,12 @@ def _on_first_rank(action: Callable[[], None]) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise StorageError(failure[0])
+
+
+def _latest(directory: Path) -> Path | None:
+    """The newest iteration of a run, if it has one."""
+    iteration = latest_iteration(directory)
+    return None if iteration is None else directory / iteration_name(iteration)
 
 
 def _prepare(staging: Path) -> None:
@@ -118,11 +137,14 @@ def write_companions(directory: Path, source: Path) -> None:
         shutil.copyfile(source / "config.json", directory / "config.json")
 
 
-def load_checkpoint(directory: Path | str, sharded_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def load_checkpoint(
+    directory: Path | str, sharded_state_dict: Mapping[str, Any], partial: bool = False
+) -> dict[str, Any]:
     """Load the latest iteration of a run, at whatever parallelism it was saved. Collective: every rank calls it.
 
     Args:
         sharded_state_dict: what to load, as given to `save_checkpoint`; its tensors are overwritten.
+        partial: leave tensors that are not asked for.
 
     Returns:
         The same nesting with plain tensors, and the common state beside it.
@@ -138,7 +160,8 @@ def load_checkpoint(directory: Path | str, sharded_state_dict: Mapping[str, Any]
     objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
     if objects.keys() - stored.keys():
         raise UserError(f"{path}: missing {list_names(sorted(objects.keys() - stored.keys()))}")
-    require_same_names(str(path), {key: shape for key, shape in stored.items() if shape is not None}, shapes)
+    tensors = {key: shape for key, shape in stored.items() if shape is not None}
+    require_same_names(str(path), tensors, shapes, extra_ok=partial)
     try:
         return dist_checkpointing.load(asked, str(path))
     except (OSError, RuntimeError, EOFError, CheckpointException) as error:

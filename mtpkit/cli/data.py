@@ -135,61 +135,62 @@ def regenerate(
     from mtpkit.checkpoint import find_companions
     from mtpkit.data import Columns
     from mtpkit.data.prompts import read_prompts
-    from mtpkit.data.regenerate import Journal, digest, spread
+    from mtpkit.data.regenerate import Journal, journal_settings, spread
     from mtpkit.data.regenerate import regenerate as answer_prompts
     from mtpkit.data.tokenizer import fingerprint
     from mtpkit.engine import LLM, SamplingParams
-    from mtpkit.errors import UserError
 
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise UserError(f"output {output} must be a file in a directory that exists")
-    if output.exists() and not force:
-        raise UserError(f"output {output} is there already; name another file, or add --force")
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        stop=stop,
-        ignore_eos=ignore_eos,
+    _check_file(output, force)
+    sampling: dict[str, Any] = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    params = SamplingParams(**sampling, min_p=min_p, stop=stop, ignore_eos=ignore_eos)
+    serving: dict[str, Any] = dict(
+        dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len, draft_vocab=draft_vocab
     )
     drafts = options.drafts_of(model, k)
     tokenizer = _tokenizer(find_companions(model), chat_template)
     columns = Columns(text=text_column, prompt=prompt_column, messages=messages_column)
     found, refused = read_prompts(data, tokenizer, prompt_length, turns, columns)
     prompts = spread(found, limit)
-    settings: dict[str, Any] = {
-        "model": str(model.resolve()),
-        "prompts": f"{len(prompts)} of digest {digest(prompts)}",
-        **{name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")},
-        "stop": params.stop_strings,
-        "ignore_eos": ignore_eos,
-        "seed": seed,
-        "dtype": dtype,
-    }
-    with Journal(output, settings) as journal:
+    with Journal(output, journal_settings(model, prompts, params, seed, dtype)) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")
-        llm = LLM(
-            str(model),
-            drafts,
-            dtype=dtype,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            draft_vocab=draft_vocab,
-            enforce_eager=enforce_eager,
-            tokenizer=tokenizer,
-        )
+        llm = LLM(str(model), drafts, tokenizer=tokenizer, enforce_eager=enforce_eager, **serving)
         own = fingerprint(tokenizer)
         count = answer_prompts(llm.engine, prompts, params, journal, own, seed, 2 * max_num_seqs, refused)
     print(f"wrote {output}: {count:,} answers; prepare them with mtpkit data prepare --data {output}")
 
 
+@app.command()
+def cache(
+    config: Annotated[Path, typer.Option(help="YAML file of settings of the training; see examples/train_tiny.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: cache=DIR")
+    ] = None,
+) -> None:
+    """Write the base's final hidden states of a training's sequences, to train its heads without the base in memory.
+
+    Training with cache=DIR in its settings writes them itself where they are missing; here it is done ahead, under
+    torchrun on all of its processes. They lie in shards of safetensors, in cache_dtype: by default in the training's
+    dtype, with which losses are the same; float8_e4m3fn takes half of bfloat16. Sizes are printed before anything is
+    written. After a stop of any kind the same command goes on with the shards that are missing.
+
+    A cache is refused by training with another base, tokenizer, data, sequence length, dtype or cache_dtype.
+    """
+    import torch.distributed as dist
+
+    from mtpkit.training import load_config, write_cache
+
+    settings = load_config(config, overrides or ())
+    write_cache(settings)
+    if dist.get_rank() == 0:
+        print(f"cache {settings.cache} is complete: train with cache={settings.cache}")
+    dist.destroy_process_group()
+
+
 @app.command(cls=ListCommand)
 def draft_vocab(
     model: Annotated[Path, typer.Option(help="Directory of the model whose tokenizer and vocabulary are used.")],
-    data: Data,
+    data: Annotated[list[str], typer.Option(help="Files, folders and globs, and directories of prepared data.")],
     output: Annotated[Path, typer.Option(help="JSON file to write; one that is there is replaced.")],
     size: Annotated[int, typer.Option(help="Tokens to choose.")] = 32768,
     text_column: TextColumn = "text",
@@ -210,16 +211,23 @@ def draft_vocab(
     from mtpkit.checkpoint.atomic import write_file
     from mtpkit.data import Columns, load_tokenizer
     from mtpkit.data.draft_vocab import build_draft_vocab
-    from mtpkit.errors import UserError
 
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise UserError(f"output {output} must be a file in a directory that exists")
+    _check_file(output, force=True)
     config = load_config(model)
     columns = Columns(text_column, prompt_column, response_column, messages_column)
     tokenizer = load_tokenizer(find_companions(model))
     vocab = build_draft_vocab(data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns)
     write_file(output, vocab.to_json())
     print(f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover {vocab.coverage:.2%} of the data")
+
+
+def _check_file(output: Path, force: bool) -> None:
+    from mtpkit.errors import UserError
+
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise UserError(f"output {output} must be a file in a directory that exists")
+    if output.exists() and not force:
+        raise UserError(f"output {output} is there already; name another file, or add --force")
 
 
 def _tokenizer(directory: Path, chat_template: Path | None = None) -> Any:

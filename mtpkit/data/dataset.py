@@ -1,11 +1,11 @@
 """Packed sequences, in memory or mapped from files, and batches of them."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,10 +37,13 @@ class PackedBatch:
     """[b, s] int32, non-decreasing index of the document within its sequence; padding is a last document."""
     positions: Tensor
     """[b, s] int64, position of each token inside its document."""
+    hidden: Callable[[], Any] | None = None
+    """Reads the base's final hidden states of these sequences, where they are cached."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The same batch on `device`."""
-        return PackedBatch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+        """The same batch on `device`; hidden states are read later."""
+        names = ("token_ids", "loss_mask", "documents", "positions")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class PackedDataset:
         """Tokens in a sequence, s."""
         self.counts = [source.counts for source in sources]
         """Of each source; a name may occur in several."""
+        self.read_hidden: Callable[[np.ndarray], Any] | None = None
+        """Reads the base's final hidden states of sequences, if they are cached; batches carry it along."""
         self._pad_id = pad_id
         self._chunks = [batch for source in sources for batch in source.table.to_batches()]
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
@@ -155,6 +160,7 @@ class PackedDataset:
             loss_mask=torch.from_numpy(loss_mask),
             documents=torch.from_numpy(documents),
             positions=torch.from_numpy(_positions(documents)),
+            hidden=None if self.read_hidden is None else partial(self.read_hidden, rows),
         )
 
     def batches(self, size: int, source: str | None = None) -> Iterator[PackedBatch]:

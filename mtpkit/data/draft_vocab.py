@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtpkit.data.documents import Document, tokenize
-from mtpkit.data.sources import Columns, find_files, read_samples
+from mtpkit.data.documents import tokenize
+from mtpkit.data.prepared import open_prepared, read_manifest
+from mtpkit.data.sources import Columns, Source, find_sources, read_samples
 from mtpkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class DraftVocab:
     coverage: float
     """Share of the tokens counted that are among them; what can be drafted at best."""
     files: list[str]
-    """Where they were counted."""
+    """Where they were counted: files, and directories of prepared data."""
 
     def to_json(self) -> str:
         """The text of the file that `load_draft_vocab` reads."""
@@ -49,7 +50,7 @@ def build_draft_vocab(
     eos_token_ids: Iterable[int] = (),
     columns: Columns | None = None,
 ) -> DraftVocab:
-    """The `size` most frequent tokens of files, folders and globs, with a progress bar.
+    """The `size` most frequent tokens of files, folders, globs and prepared data, with a progress bar.
 
     Tokens count where they are wanted as predictions: a prompt's do not. End-of-sequence and other special tokens are
     always among them. Of equally frequent tokens those with smaller ids are taken, also of those that do not occur.
@@ -60,10 +61,8 @@ def build_draft_vocab(
 
     Raises:
         UserError: a size that does not fit, nothing to count, a tokenizer that is not the model's; and as
-            `find_files`, `read_samples` and `tokenize`.
+            `find_sources`, `read_samples`, `tokenize` and `open_prepared`.
     """
-    from tqdm import tqdm
-
     always = {*eos_token_ids, *tokenizer.all_special_ids}
     if outside := sorted(token for token in always if not 0 <= token < vocab_size):
         raise UserError(f"special token {outside[0]} lies outside of the model's vocabulary of {vocab_size}")
@@ -71,17 +70,16 @@ def build_draft_vocab(
         raise UserError(f"size is {size}, must be 1 to {vocab_size}, the size of the vocabulary")
     if size < len(always):
         raise UserError(f"size is {size}, but there are {len(always)} special tokens, which are always included")
-    files = find_files(paths)
-    documents = tokenize(read_samples(files, columns), tokenizer)
-    # disable=None: silent where stderr is not a terminal.
-    counts = _count(tqdm(documents, desc="counting", unit=" documents", disable=None, leave=False), vocab_size)
+    sources = find_sources(paths)
+    counts = _count(_wanted_tokens(sources, tokenizer, columns), vocab_size)
     total = int(counts.sum())
     if not total:
         raise UserError("data: no tokens to count: every text or response is empty; check the columns")
     rank = counts.copy()
     rank[list(always)] = total + 1
     chosen = np.sort(np.argsort(-rank, kind="stable")[:size])
-    return DraftVocab(chosen.tolist(), vocab_size, int(counts[chosen].sum()) / total, [str(file) for file in files])
+    files = [str(file) for source in sources for file in (source.files or (source.prepared,))]
+    return DraftVocab(chosen.tolist(), vocab_size, int(counts[chosen].sum()) / total, files)
 
 
 def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[int]:
@@ -129,22 +127,46 @@ def _list(values: Sequence[Any]) -> str:
     return ", ".join(map(repr, values[:5])) + (f" and {len(values) - 5} more" if len(values) > 5 else "")
 
 
-def _count(documents: Iterable[Document], vocab_size: int) -> np.ndarray:
+def _wanted_tokens(
+    sources: Iterable[Source], tokenizer: "PreTrainedTokenizerBase", columns: Columns | None
+) -> Iterator[np.ndarray]:
+    """Tokens [n] int32 that are wanted as predictions, of a document or of many at a time."""
+    for source in sources:
+        if source.prepared is None:
+            for document in tokenize(read_samples(source.files, columns), tokenizer):
+                yield document.token_ids[document.loss_mask]
+            continue
+        length = read_manifest(source.prepared).sequence_length
+        for part in open_prepared(source.prepared, tokenizer, length):
+            for rows in part.table.to_batches():
+                ids, mask = (rows.column(name).flatten() for name in ("input_ids", "loss_mask"))
+                yield ids.to_numpy()[mask.to_numpy(zero_copy_only=False)]
+
+
+def _count(parts: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
     """[V] int64, how often each token is wanted as a prediction."""
+    from tqdm import tqdm
+
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for tokens in _batches(documents):
-        if len(tokens) and tokens.max() >= vocab_size:
-            raise UserError(f"the tokenizer gives token {tokens.max()}, but the model's vocabulary has {vocab_size}")
-        counts += np.bincount(tokens, minlength=vocab_size)
+    # disable=None: silent where stderr is not a terminal.
+    with tqdm(desc="counting", unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+        for tokens in _batches(parts):
+            if len(tokens) and tokens.max() >= vocab_size:
+                raise UserError(
+                    f"the tokenizer gives token {tokens.max()}, but the model's vocabulary has {vocab_size}"
+                )
+            counts += np.bincount(tokens, minlength=vocab_size)
+            bar.update(len(tokens))
     return counts
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[np.ndarray]:
+def _batches(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same tokens, about `_COUNTED_AT_ONCE` together."""
     held: list[np.ndarray] = []
     size = 0
-    for document in documents:
-        held.append(document.token_ids[document.loss_mask])
-        size += len(held[-1])
+    for part in parts:
+        held.append(part)
+        size += len(part)
         if size >= _COUNTED_AT_ONCE:
             yield np.concatenate(held)
             held, size = [], 0

@@ -63,6 +63,23 @@ class Answer:
         return json.dumps(values, ensure_ascii=False) + "\n"
 
 
+def journal_settings(model: Path, prompts: Sequence[Prompt], params: Any, seed: int, dtype: str) -> dict[str, Any]:
+    """What the answers depend on.
+
+    Args:
+        params: `SamplingParams` of all prompts; their seed is not used.
+    """
+    sampling = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos")
+    return {
+        "model": str(model.resolve()),
+        "prompts": f"{len(prompts)} of digest {digest(prompts)}",
+        **{name: getattr(params, name) for name in sampling},
+        "stop": params.stop_strings,
+        "seed": seed,
+        "dtype": dtype,
+    }
+
+
 class Journal:
     """Finished answers on the disk, one process writing.
 

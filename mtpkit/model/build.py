@@ -34,11 +34,16 @@ def build_model(
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
     init: Init = "portable",
+    base_layers: bool = True,
 ) -> HybridModel:
     """A model with freshly initialised weights, in eval mode.
 
     Sets up torch.distributed and megatron-core's groups if that was not done. `model.mtpkit_config` is `config`. On a
     pipeline stage other than the first and last, only that stage's layers are built.
+
+    Args:
+        base_layers: False: without the base's layers, of which then only embedding, final norm and lm_head are there;
+            the heads are the same.
 
     Raises:
         UserError: unknown backend or init, or parallel sizes that do not fit the processes.
@@ -55,7 +60,7 @@ def build_model(
             hybrid_stack_spec=stack_spec(modules, config),
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_position_embeddings,
-            hybrid_layer_pattern=config.hybrid_layer_pattern,
+            hybrid_layer_pattern=config.hybrid_layer_pattern.removeprefix("" if base_layers else config.pattern),
             pre_process=stage == 0,
             post_process=stage == stages - 1,
             parallel_output=True,

@@ -144,6 +144,11 @@ class TrainConfig:
     """Of fresh heads, of the order of the data and of torch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; the optimizer works in fp32 either way."""
+    cache: str = ""
+    """Directory of the base's final hidden states, of all sequences, written first where they are not there yet: heads
+    are then trained without the base in memory. See `mtpkit data cache`. Empty: the base runs along."""
+    cache_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = "auto"
+    """Of the cache; `float8_e4m3fn` has a scale for each token. `auto`: `dtype`, with which losses are the same."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """How fp32 matrices are multiplied, in torch's words (`torch.set_float32_matmul_precision`): `high` takes TF32 and
     `medium` bf16 inside, where the hardware has them, which is faster."""
@@ -200,6 +205,8 @@ class TrainConfig:
             yield f"loss.hidden_mix must be between 0 and 1, not {loss.hidden_mix}"
         if loss.hidden_mix and heads.num_depths == 1:
             yield "loss.hidden_mix has no effect on one depth: set loss.hidden_mix=0 or heads.num_depths=2 or more"
+        if self.cache_dtype != "auto" and not self.cache:
+            yield f"cache_dtype={self.cache_dtype} has no effect without a cache: set cache=DIR or cache_dtype=auto"
         if loss.depth_weights and len(loss.depth_weights) != heads.num_depths:
             yield f"loss.depth_weights has {len(loss.depth_weights)} entries for heads.num_depths={heads.num_depths}"
         if loss.depth_weights and (min(loss.depth_weights) < 0 or sum(loss.depth_weights) <= 0):

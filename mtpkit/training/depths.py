@@ -18,7 +18,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.data import PackedBatch
-from mtpkit.model import SequenceInput, base_forward, output_weight, unroll_depths
+from mtpkit.model import output_weight, unroll_depths
+from mtpkit.training.cache import base_states
 from mtpkit.training.config import HeadAttention
 from mtpkit.training.loss import LossOptions, head_agreement, head_losses
 from mtpkit.training.mixing import HiddenMix
@@ -188,9 +189,7 @@ def _unroll(
 ) -> _Compared:
     """Run the base and all depths over a batch."""
     assert attention != "auto", "the settings are not resolved"
-    inputs = SequenceInput(batch.documents, batch.positions)
-    with torch.no_grad():
-        hidden = base_forward(model, batch.token_ids, inputs)
+    hidden = base_states(model, batch)
     batch_size = batch.token_ids.shape[0]
     selected = select_targets(batch.loss_mask, batch.documents, num_depths)
     rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)

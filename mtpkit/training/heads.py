@@ -1,6 +1,7 @@
 """The model of a run: a base from a directory, with its own heads or fresh ones."""
 
 import dataclasses
+import gc
 from pathlib import Path
 
 import torch
@@ -71,17 +72,25 @@ def _attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention:
 
 
 def build_with_heads(
-    config: TrainConfig, model_config: ModelConfig, device: torch.device, load_weights: bool = True
+    config: TrainConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    load_weights: bool = True,
+    base_layers: bool = True,
 ) -> HybridModel:
     """The model that `resolve` settled on; `load_weights=False` leaves them to a checkpoint that is restored later.
+
+    Args:
+        base_layers: as of `build_model`.
 
     Raises:
         UserError: the weights in `config.model` do not fit its config.
     """
-    model = build_model(model_config, dtype=getattr(torch, config.dtype), device=device, seed=config.seed)
+    dtype = getattr(torch, config.dtype)
+    model = build_model(model_config, dtype=dtype, device=device, seed=config.seed, base_layers=base_layers)
     if load_weights:
         new = config.heads.init != "checkpoint"
-        load_model_weights(model, Path(config.model), allow_missing_heads=new)
+        load_model_weights(model, Path(config.model), strict=base_layers, allow_missing_heads=new)
         if new:
             init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
         if config.heads.init == "base":
@@ -103,3 +112,11 @@ def init_from_base(model: HybridModel) -> None:
         for letter, layer in zip(model.mtpkit_config.mtp_pattern, head.mtp_model_layer.layers, strict=True):
             layer.load_state_dict(model.decoder.layers[pattern.rindex(letter)].state_dict())
         head.final_layernorm.weight.copy_(model.decoder.final_norm.weight)
+
+
+def drop_base_layers(model: HybridModel) -> None:
+    """Free the base's layers, for heads that are trained on cached hidden states."""
+    model.decoder.layers = torch.nn.ModuleList()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, load_tokenizer
+from mtpkit.data import PackedBatch, PackedLoader
 from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.training.batches import ReadAhead, open_dataset
+from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config import TrainConfig
 from mtpkit.training.depths import DepthSums
 from mtpkit.training.evaluation import EvaluationSettings, evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.flops import model_flops_utilization, step_flops
 from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
-from mtpkit.training.heads import build_with_heads, resolve
+from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.metrics import MetricsLog, Throughput, check_wandb
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.report import write_report
@@ -55,13 +57,21 @@ class Trainer:
         check_wandb(config.log.wandb)
         self.config, model_config = resolve(config)
         self.directory = RunDirectory(self.config)
-        self.loader = self._loader()
-        self.eval_data = self._dataset(config.data.eval) if config.data.eval else None
+        self.loader: PackedLoader | ReadAhead = self._loader()
+        self.eval_data = open_dataset(config, config.data.eval) if config.data.eval else None
         resuming = self.directory.iteration is not None
-        self.model = build_with_heads(self.config, model_config, self.device, load_weights=not resuming)
+        from_base = self.config.heads.init == "base" and not resuming
+        if config.cache:
+            attach_cache(self.config, model_config, self.loader.dataset, self.eval_data, self.device)
+            self.loader = ReadAhead(self.loader)
+        self.model = build_with_heads(
+            self.config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
+        )
         explained = None
-        if self.config.heads.init == "base" and config.heads.fit_tokens and not resuming:
+        if from_base and config.heads.fit_tokens:
             explained = fit_input_projection(self.model, self._fit_batches())
+        if config.cache:
+            drop_base_layers(self.model)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
         self.directory.start()
@@ -133,11 +143,6 @@ class Trainer:
         self.log.sync()
         self.directory.save(self.step, self.model, self.optimizer, self.loader, acceptance_length)
 
-    def _dataset(self, paths: tuple[str, ...]) -> PackedDataset:
-        data = self.config.data
-        columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
-        return build_dataset(paths, load_tokenizer(self.config.model), data.sequence_length, columns)
-
     def _fit_batches(self) -> Iterator[PackedBatch]:
         """The first training batches, the same on all ranks, of at most one epoch."""
         data = self.config.data
@@ -149,7 +154,7 @@ class Trainer:
     def _loader(self) -> PackedLoader:
         data = self.config.data
         return PackedLoader(
-            self._dataset(data.train),
+            open_dataset(self.config, data.train),
             data.global_batch_size,
             data.micro_batch_size,
             seed=self.config.seed,

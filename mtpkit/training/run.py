@@ -27,12 +27,14 @@ from mtpkit.checkpoint.atomic import storage_errors, write_file
 from mtpkit.checkpoint.layout import iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.errors import UserError
+from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config import TrainConfig, load_config, save_config
 from mtpkit.training.optimizer import HeadOptimizer
 
 MAY_CHANGE = {
     "model",
     "output",
+    "cache",
     "steps",
     "log_interval",
     "eval_interval",
@@ -100,7 +102,7 @@ class RunDirectory:
         step: int,
         model: HybridModel,
         optimizer: HeadOptimizer,
-        loader: PackedLoader,
+        loader: PackedLoader | ReadAhead,
         acceptance_length: float | None = None,
     ) -> Path:
         """Write a checkpoint, whole or not at all, and remove the oldest beyond `keep_checkpoints`, but not the best.
@@ -115,14 +117,16 @@ class RunDirectory:
             best = Best(step, acceptance_length)
         common = {"iteration": step, "loader": loader.state_dict(), "best": best and dataclasses.asdict(best)}
         tensors = _sharded_state(model, optimizer)
-        path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, self._config.model)
+        source = self._config.model
+        base = source if self._config.cache else None
+        path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, source, base)
         self.iteration, self.best = step, best
         if dist.get_rank() == 0:
             self._mark_best()
             self._remove_old()
         return path
 
-    def restore(self, model: HybridModel, optimizer: HeadOptimizer, loader: PackedLoader) -> int:
+    def restore(self, model: HybridModel, optimizer: HeadOptimizer, loader: PackedLoader | ReadAhead) -> int:
         """Load the newest checkpoint into its parts; returns its step, 0 when there is none.
 
         Raises:
@@ -130,7 +134,7 @@ class RunDirectory:
         """
         if self.iteration is None:
             return 0
-        state = load_checkpoint(self.path, _sharded_state(model, optimizer))
+        state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=bool(self._config.cache))
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"], state["iteration"])
         loader.load_state_dict(state["loader"])

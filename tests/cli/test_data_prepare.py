@@ -1,6 +1,12 @@
 """`mtpkit data prepare`: a directory that training maps, whole or not at all."""
 
 import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -77,6 +83,29 @@ def test_an_output_is_replaced_only_by_force(files, prepare, capsys) -> None:
     assert prepare("--force", "--data", files / "code.txt", files / "code.txt", sequence_length=16) == 0
     assert read_manifest(files / "out").sequence_length == 16 and before.sequence_length == 32
     assert {path.name for path in files.iterdir()} == {"chat.jsonl", "code.txt", "template.jinja", "out"}
+
+
+def test_what_a_killed_one_left_is_removed(files, prepare) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = [f".out.writing-{platform.node()}-{pid}" for pid in (gone.pid, os.getppid())]
+    for name in (*names, str(gone.pid), f".other.writing-{platform.node()}-{gone.pid}"):
+        (files / name / "data").mkdir(parents=True)
+    before = {path.name for path in files.iterdir()}
+    assert prepare() == 0
+    assert {path.name for path in files.iterdir()} == before - {names[0]} | {"out"}
+
+
+def test_killed_and_begun_again(files, prepare, model_dir) -> None:
+    arguments = ["--model", model_dir, "--data", files / "code.txt", "--output", files / "out", "--sequence-length", 32]
+    command = [sys.executable, "-m", "mtpkit.cli.main", "data", "prepare", *map(str, arguments)]
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not list(files.glob(".out.writing-*")):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL and list(files.glob(".out.writing-*"))
+    assert prepare() == 0
+    assert not list(files.glob(".out.*")) and read_manifest(files / "out").sequence_length == 32
 
 
 @pytest.mark.parametrize(

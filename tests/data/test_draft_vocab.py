@@ -2,11 +2,12 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mtpkit.data import draft_vocab, load_tokenizer
+from mtpkit.data import draft_vocab, load_tokenizer, prepare
 from mtpkit.data.draft_vocab import DraftVocab, build_draft_vocab, check_draft_vocab, load_draft_vocab
 from mtpkit.errors import UserError
 
@@ -43,6 +44,17 @@ def test_prompts_do_not_count_and_all_ends_are_included(tmp_path, tokenizer_dir)
     answer = tokenizer(" mat")["input_ids"]
     vocab = build_draft_vocab([file], tokenizer, 300, len(answer) + 2, [299], columns)
     assert vocab.token_ids == sorted([0, 299, *answer]) and vocab.coverage == 1
+
+
+def test_prepared_data_counts_as_the_files_that_it_is_from(files, tokenizer_dir, tmp_path) -> None:
+    rows = [{"prompt": "the the the mat", "completion": "the cat"}, {"prompt": "add", "completion": " right" * 20}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, paths = load_tokenizer(tokenizer_dir), [*files, tmp_path / "pairs.jsonl"]
+    (tmp_path / "out").mkdir()
+    prepare(paths[1:], tokenizer, 16, tmp_path / "out")
+    plain = build_draft_vocab(paths, tokenizer, 300, 12)
+    mixed = build_draft_vocab([files[0], tmp_path / "out"], tokenizer, 300, 12)
+    assert mixed == replace(plain, files=[str(files[0]), str(tmp_path / "out")]) and plain.coverage < 1
 
 
 @pytest.mark.parametrize(

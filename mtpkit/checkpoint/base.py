@@ -1,0 +1,107 @@
+"""The base in checkpoints of a run that trains heads without it in memory.
+
+Its tensors are streamed once from the model directory that they are in, into files of their own beside those that the
+ranks save: `base_0.distcp`, ... The next checkpoints of the run hold hard links to these files, so that every one is
+whole and the base takes its room once.
+"""
+
+import dataclasses
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mtpkit.checkpoint.layout import open_weights
+from mtpkit.checkpoint.megatron import COMMON_STATE, MegatronReader, split_slice, write_megatron
+from mtpkit.checkpoint.tensors import TensorSource
+
+PREFIX = "base_"
+"""Of the files that hold the base alone."""
+METADATA = ".metadata"
+
+
+def add_base(directory: Path, source: Path, previous: Path | None = None) -> None:
+    """Add what a `torch_dist` checkpoint lacks of the base, in the dtypes in which the base is stored.
+
+    Args:
+        directory: of the checkpoint, which all ranks have saved.
+        source: model directory of the base, in either layout; its heads are not taken.
+        previous: an earlier checkpoint of the same base, whose files are linked if it has any of the base alone.
+
+    Raises:
+        UserError: the base cannot be read.
+    """
+    own = _read(directory)
+    base = _link(directory, previous) or _stream(directory, source, own)
+    own.state_dict_metadata |= base.state_dict_metadata
+    own.storage_data = {**own.storage_data, **base.storage_data}
+    with (directory / METADATA).open("wb") as file:
+        pickle.dump(own, file)
+
+
+class _Lacking:
+    """The tensors of a base that a checkpoint does not have, heads left out."""
+
+    def __init__(self, base: TensorSource, have: set[str]) -> None:
+        self._base = base
+        self.tensors = {
+            name: info
+            for name, info in base.tensors.items()
+            if split_slice(name)[0] not in have and not name.startswith("mtp.")
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._base.read(name)
+
+
+def _read(directory: Path) -> Metadata:
+    MegatronReader(directory)  # says so if it is damaged
+    return dcp.FileSystemReader(directory).read_metadata()
+
+
+def _stream(directory: Path, source: Path, own: Metadata) -> Metadata:
+    """Write the base's files; the metadata of what is in them."""
+    lacking = _Lacking(open_weights(source), set(own.state_dict_metadata))
+    if not lacking.tensors:
+        return Metadata({}, storage_data={})
+    staging = directory / ".base"
+    staging.mkdir()
+    write_megatron(staging, lacking, {})
+    names = {path.name: f"{PREFIX}{number}.distcp" for number, path in enumerate(sorted(staging.glob("*.distcp")))}
+    written = _read(staging)
+    for old, new in names.items():
+        (staging / old).rename(directory / new)
+    shutil.rmtree(staging)
+    storage = {
+        index: dataclasses.replace(place, relative_path=names[place.relative_path])
+        for index, place in written.storage_data.items()
+        if index.fqn != COMMON_STATE
+    }
+    return _part(written, storage)
+
+
+def _link(directory: Path, previous: Path | None) -> Metadata | None:
+    """Take over the base's files of an earlier checkpoint; None if it has none."""
+    files = sorted(previous.glob(f"{PREFIX}*.distcp")) if previous is not None else []
+    if not files:
+        return None
+    assert previous is not None
+    for file in files:
+        try:
+            os.link(file, directory / file.name)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(file, directory / file.name)
+    before = _read(previous)
+    places = before.storage_data.items()
+    return _part(before, {index: place for index, place in places if place.relative_path.startswith(PREFIX)})
+
+
+def _part(metadata: Metadata, storage: dict) -> Metadata:
+    """The metadata of what is stored in these places."""
+    names = {index.fqn for index in storage}
+    entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if name in names}
+    return Metadata(entries, storage_data=storage)

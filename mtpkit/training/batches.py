@@ -1,0 +1,102 @@
+"""The data sets of a run, and micro-batches whose cached hidden states are read before they are needed."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, load_tokenizer
+from mtpkit.training.config import TrainConfig
+
+AHEAD = 3
+"""Micro-batches whose hidden states are read, or are ready, before they are asked for."""
+
+
+def open_dataset(config: TrainConfig, paths: tuple[str, ...]) -> PackedDataset:
+    """The packed sequences of files, folders and globs, as the settings have them.
+
+    Raises:
+        UserError: as `build_dataset`.
+    """
+    data = config.data
+    columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
+    return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns)
+
+
+class ReadAhead:
+    """A `PackedLoader` of which a thread reads the next micro-batches' hidden states while a step runs.
+
+    It draws one global batch more than it has handed out; `state_dict` does not count that one.
+    """
+
+    def __init__(self, loader: PackedLoader):
+        self.dataset = loader.dataset
+        self._loader = loader
+        self._drawn: deque[list[PackedBatch]] = deque()
+        self._states = deque([loader.state_dict()])  # before each of `_drawn`, and after the last
+        self._waiting: deque[_Reading] = deque()
+        self._num_read = 0  # of those that were not asked for yet
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden-states")
+
+    def __iter__(self) -> Iterator[list[PackedBatch]]:
+        return self
+
+    def __next__(self) -> list[PackedBatch]:
+        while len(self._drawn) < 2:
+            self._draw()
+        self._states.popleft()
+        return self._drawn.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's, after the batch that was handed out last."""
+        return self._states[0]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the first batch; errors as `PackedLoader.load_state_dict`."""
+        assert not self._drawn, "batches were drawn already"
+        self._loader.load_state_dict(state)
+        self._states = deque([self._loader.state_dict()])
+
+    def start(self) -> None:
+        """Begin to read as many micro-batches as there is room for."""
+        while self._waiting and self._num_read < AHEAD:
+            reading = self._waiting.popleft()
+            reading.future = self._thread.submit(reading.read)
+            self._num_read += 1
+
+    def taken(self) -> None:
+        """A micro-batch is in use: make room for another."""
+        self._num_read -= 1
+        self.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _draw(self) -> None:
+        readings = []
+        for batch in next(self._loader):
+            reading = _Reading(self, batch)
+            self._waiting.append(reading)
+            readings.append(replace(batch, hidden=reading))
+        self._drawn.append(readings)
+        self._states.append(self._loader.state_dict())
+        self.start()
+
+
+class _Reading:
+    """The hidden states of one micro-batch, once and in turn."""
+
+    def __init__(self, owner: ReadAhead, batch: PackedBatch):
+        assert batch.hidden is not None, "nothing to read"
+        self.read = batch.hidden
+        self.future: Future | None = None
+        self._owner = owner
+
+    def __call__(self) -> Any:
+        assert self.future is not None, "micro-batches are taken in their order"
+        states = self.future.result()
+        self.future = None
+        self._owner.taken()
+        return states

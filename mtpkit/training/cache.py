@@ -1,0 +1,226 @@
+"""The base's final hidden states of packed sequences on the disk, so that heads are trained without the base.
+
+    DIR/cache.json                           what they are of, and their sizes
+    DIR/train-00000-of-00012.safetensors     `hidden` [rows, s, h], in fp8 with `scale` [rows, s] float32
+    DIR/eval-00000-of-00001.safetensors      of the held-out sequences
+
+A shard has its name only when it is whole. `cache_write` makes them.
+
+Shape legend: b batch, s sequence, h hidden size.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mtpkit.data import PackedBatch
+from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward
+
+FORMAT = 1
+"""Version of the layout; another one is refused."""
+MANIFEST = "cache.json"
+SHARD_BYTES = 2**30
+"""About what a shard holds; one sequence at least."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """`values` [b, s, h] in the dtype of the cache; in fp8 what each token's are multiplied by, `scale` [b, s] fp32."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+    @classmethod
+    def encode(cls, hidden: Tensor, dtype: torch.dtype) -> "HiddenStates":
+        """Of hidden [b, s, h]. In fp8 (e4m3) each token's largest entry becomes 448.
+
+        An entry x of a token whose largest is a comes back as x (1 + d) + e with |d| <= 1/16 and |e| <= a / 448 / 1024.
+        """
+        if dtype != FP8:
+            return cls(hidden.to(dtype))
+        wide = hidden.float()
+        scale = wide.abs().amax(dim=-1) / FP8_MAX
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        return cls((wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """[b, s, h] in `dtype`."""
+        if self.scale is None:
+            return self.values.to(dtype)
+        return (self.values.float() * self.scale[..., None]).to(dtype)
+
+    def map(self, change: Any) -> "HiddenStates":
+        """`change` of both tensors."""
+        return HiddenStates(change(self.values), None if self.scale is None else change(self.scale))
+
+
+@torch.no_grad()
+def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
+    """The base's hidden states [s, b, h] (s / tp under sequence parallelism): those that the batch has, or computed."""
+    if batch.hidden is None:
+        return base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+    stored: HiddenStates = batch.hidden()
+    on_device = stored.map(lambda tensor: tensor.to(batch.token_ids.device, non_blocking=True))
+    hidden = on_device.decode(model.config.params_dtype).transpose(0, 1).contiguous()
+    return scatter_to_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
+
+
+@dataclass(frozen=True)
+class Split:
+    """The sequences of one data set, `rows_per_shard` in each shard but the last."""
+
+    name: str
+    fingerprint: str
+    """Of the sequences."""
+    num_sequences: int
+    rows_per_shard: int
+
+    @classmethod
+    def plan(cls, name: str, fingerprint: str, num_sequences: int, row_bytes: int, multiple: int) -> "Split":
+        """Cut into shards of about equal size, of a multiple of so many sequences."""
+        most = max(1, SHARD_BYTES // (row_bytes * multiple)) * multiple
+        shards = -(-num_sequences // most)
+        rows = -(-num_sequences // (shards * multiple)) * multiple
+        return cls(name, fingerprint, num_sequences, rows)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the shards, in order."""
+        count = -(-self.num_sequences // self.rows_per_shard)
+        return [f"{self.name}-{number:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+    def rows(self, shard: int) -> range:
+        """The sequences in a shard."""
+        first = shard * self.rows_per_shard
+        return range(first, min(first + self.rows_per_shard, self.num_sequences))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a cache is of. Caches of which all but names and files are equal hold the same numbers."""
+
+    format: int
+    base: str
+    """Digest of the base's weights."""
+    base_name: str
+    """Where they lay."""
+    base_files: dict[str, list[int]]
+    """Size and time of change (ns) of each file that they lay in."""
+    tokenizer: str
+    """Fingerprint."""
+    dtype: str
+    """In which the base ran."""
+    cache_dtype: str
+    hidden_size: int
+    sequence_length: int
+    splits: list[Split]
+
+    def differences(self, other: "Manifest") -> list[str]:
+        """In what another cache would be of something else, a clause each. Held-out data that one lacks is none."""
+        labels = {
+            "base": (f"base {self.base_name} ({self.base[:8]})", f"{other.base_name} ({other.base[:8]})"),
+            "tokenizer": (f"tokenizer {self.tokenizer[:8]}", other.tokenizer[:8]),
+            "sequence_length": (f"data.sequence_length {self.sequence_length}", str(other.sequence_length)),
+            "dtype": (f"dtype {self.dtype}", other.dtype),
+            "cache_dtype": (f"cache_dtype {self.cache_dtype}", other.cache_dtype),
+            "hidden_size": (f"hidden size {self.hidden_size}", str(other.hidden_size)),
+        }
+        found = [f"{was}, not {now}" for key, (was, now) in labels.items() if getattr(self, key) != getattr(other, key)]
+        splits = {split.name: split for split in self.splits}
+        for now in other.splits:
+            was = splits.get(now.name)
+            if was is not None and was.fingerprint != now.fingerprint:
+                found.append(
+                    f"data.{now.name} of {was.num_sequences:,} sequences ({was.fingerprint[:8]}), "
+                    f"not {now.num_sequences:,} ({now.fingerprint[:8]})"
+                )
+        return found
+
+    def to_json(self) -> str:
+        """The text of the file that `read_manifest` reads."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def row_bytes(sequence_length: int, hidden_size: int, dtype: str) -> int:
+    """Of one sequence in a shard."""
+    values = getattr(torch, dtype)
+    return sequence_length * (hidden_size * values.itemsize + (4 if values == FP8 else 0))
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a cache; None where there is none.
+
+    Raises:
+        UserError: the directory holds something else, or the manifest is damaged or of another version.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        if directory.exists() and (not directory.is_dir() or any(file.name[0] != "." for file in directory.iterdir())):
+            raise UserError(
+                f"cache {directory} holds something else than hidden states; set cache to another directory"
+            )
+        return None
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] == FORMAT:
+            return Manifest(splits=[Split(**split) for split in values.pop("splits")], **values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}; remove {directory}, it is written anew") from error
+    raise UserError(f"cache {directory} has format {values['format']}, this mtpkit reads {FORMAT}; remove it")
+
+
+class HiddenReader:
+    """Hidden states of sequences of one data set, mapped from the shards.
+
+    Raises:
+        UserError: a shard is missing, damaged, or not of the manifest's sizes.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, split: Split):
+        self._split = split
+        self._shards = []
+        for number, name in enumerate(split.files):
+            path = directory / name
+            self._shards.append(_open(path))
+            header = self._shards[-1].get_slice("hidden")
+            shape = [len(split.rows(number)), manifest.sequence_length, manifest.hidden_size]
+            if header.get_shape() != shape:
+                raise UserError(f"{path} has shape {header.get_shape()}, not {shape}; remove it, it is written anew")
+        self._has_scale = getattr(torch, manifest.cache_dtype) == FP8
+        self._pin = torch.cuda.is_available()
+
+    def read(self, rows: np.ndarray) -> HiddenStates:
+        """Of the sequences `rows` [b], in memory; pinned where there is a GPU."""
+        values = self._gather("hidden", rows)
+        return HiddenStates(values, self._gather("scale", rows) if self._has_scale else None)
+
+    def _gather(self, name: str, rows: np.ndarray) -> Tensor:
+        parts = []
+        for row in rows:
+            shard, place = divmod(int(row), self._split.rows_per_shard)
+            parts.append(self._shards[shard].get_slice(name)[place : place + 1])
+        first = parts[0]
+        whole = torch.empty((len(parts), *first.shape[1:]), dtype=first.dtype, pin_memory=self._pin)
+        for place, part in enumerate(parts):
+            whole[place] = part[0]
+        return whole
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing; write it with mtpkit data cache") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it, it is written anew") from error

@@ -1,0 +1,289 @@
+"""Making a cache of hidden states: announced, by all data-parallel ranks, and resumed where it was stopped."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from mtpkit.checkpoint import load_config as load_model_config
+from mtpkit.checkpoint.atomic import fsync_path, storage_errors, write_file
+from mtpkit.checkpoint.fingerprint import fingerprint_base
+from mtpkit.config import ModelConfig
+from mtpkit.data import PackedDataset, load_tokenizer
+from mtpkit.data.tokenizer import fingerprint
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.training.batches import open_dataset
+from mtpkit.training.cache import (
+    FORMAT,
+    MANIFEST,
+    HiddenReader,
+    HiddenStates,
+    Manifest,
+    Split,
+    base_states,
+    read_manifest,
+    row_bytes,
+)
+from mtpkit.training.config import TrainConfig
+from mtpkit.training.heads import build_with_heads, drop_base_layers
+
+Missing = dict[str, list[int]]
+"""Numbers of the shards that are not there, by split."""
+
+
+def write_cache(config: TrainConfig) -> None:
+    """Write what a run with these settings would write before its first step. Collective over all ranks.
+
+    Raises:
+        UserError, StorageError: as `attach_cache`; or there is no `cache` in the settings.
+    """
+    if not config.cache:
+        raise UserError("no cache to write: set cache=DIR")
+    ensure_distributed()
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    train = open_dataset(config, config.data.train)
+    heldout = open_dataset(config, config.data.eval) if config.data.eval else None
+    attach_cache(config, load_model_config(config.model), train, heldout, default_device())
+
+
+def attach_cache(
+    config: TrainConfig,
+    model_config: ModelConfig,
+    train: PackedDataset,
+    heldout: PackedDataset | None,
+    device: torch.device,
+) -> None:
+    """Let batches read the base's hidden states from `config.cache`, which is completed first if need be.
+
+    Collective over all ranks, which see the same file system.
+
+    Args:
+        model_config: of the model that is trained; its heads do not matter.
+
+    Raises:
+        UserError: the cache is of something else, damaged, or being written; or there is too little space.
+        StorageError: writing failed; finished shards stay.
+    """
+    directory = Path(config.cache)
+    datasets = {"train": train} | ({"eval": heldout} if heldout is not None else {})
+    manifest, missing = _on_first_rank(lambda: _plan(config, model_config, datasets))
+    if any(missing.values()):
+        with _writing(directory, manifest):
+            model = _build_base(config, model_config, device)
+            _write(directory, manifest, missing, model, datasets, config)
+            drop_base_layers(model)
+            dist.barrier()
+    for split in manifest.splits:
+        if split.name in datasets:
+            datasets[split.name].read_hidden = HiddenReader(directory, manifest, split).read
+
+
+def _plan(
+    config: TrainConfig, model_config: ModelConfig, datasets: Mapping[str, PackedDataset]
+) -> tuple[Manifest, Missing]:
+    """The manifest of the cache, old or new, and what is to be written, which is announced."""
+    directory = Path(config.cache)
+    before = read_manifest(directory)
+    known = (Path(before.base_name), before.base, before.base_files) if before else None
+    digest, files = fingerprint_base(Path(config.model), known)
+    dtype = config.dtype if config.cache_dtype == "auto" else config.cache_dtype
+    size = row_bytes(config.data.sequence_length, model_config.hidden_size, dtype)
+    multiple = config.data.micro_batch_size
+    now = Manifest(
+        format=FORMAT,
+        base=digest,
+        base_name=str(Path(config.model).resolve()),
+        base_files=files,
+        tokenizer=fingerprint(load_tokenizer(config.model)),
+        dtype=config.dtype,
+        cache_dtype=dtype,
+        hidden_size=model_config.hidden_size,
+        sequence_length=config.data.sequence_length,
+        splits=[Split.plan(name, data.fingerprint, len(data), size, multiple) for name, data in datasets.items()],
+    )
+    if before is not None:
+        if differences := before.differences(now):
+            raise UserError(
+                f"cache {directory} is of something else: {'; '.join(differences)}; set cache to another directory"
+            )
+        # Its own sizes of shards, which may have been made for other settings.
+        splits = {split.name: split for split in (*now.splits, *before.splits)}
+        now = replace(now, splits=list(splits.values()))
+    missing = {
+        split.name: [number for number, file in enumerate(split.files) if not (directory / file).exists()]
+        for split in now.splits
+        if split.name in datasets
+    }
+    if any(missing.values()):
+        _announce(directory, now, missing, size)
+    return now, missing
+
+
+def _announce(directory: Path, manifest: Manifest, missing: Missing, size: int) -> None:
+    """Say how much will be written.
+
+    Raises:
+        UserError: there is no room for it.
+    """
+    splits = [split for split in manifest.splits if split.name in missing]
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    needed = sum(len(split.rows(shard)) * size for split in splits for shard in missing[split.name])
+    shards, absent = sum(len(split.files) for split in splits), sum(map(len, missing.values()))
+    sequences = " and ".join(f"{split.num_sequences:,} {split.name}" for split in splits)
+    tqdm.write(
+        f"cache {directory}: hidden states of {sequences} sequences of {manifest.sequence_length:,} tokens, "
+        f"{manifest.hidden_size:,} {manifest.cache_dtype} a token: {_gigabytes(needed)} to write in {absent:,} of "
+        f"{shards:,} shards; {_gigabytes(free)} are free"
+    )
+    if needed > free:
+        raise UserError(
+            f"cache {directory} needs {_gigabytes(needed)}, but {_gigabytes(free)} are free in {existing}; "
+            "set cache to a larger disk, cache_dtype=float8_e4m3fn, or use less data"
+        )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e9:.2g} GB"
+
+
+@contextmanager
+def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
+    """Write the manifest, and keep other processes from writing into the directory. Collective."""
+    locks: list[int] = []
+
+    def begin() -> None:
+        with storage_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            locks.append(os.open(directory, os.O_RDONLY))
+            try:
+                fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"cache {directory} is being written by another process; wait for it") from error
+            for torn in directory.glob(".*.writing"):
+                torn.unlink()
+        write_file(directory / MANIFEST, manifest.to_json())
+
+    try:
+        _on_first_rank(begin)
+        yield
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _build_base(config: TrainConfig, model_config: ModelConfig, device: torch.device) -> HybridModel:
+    headless = replace(config, heads=replace(config.heads, init="fresh"))
+    return build_with_heads(headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), device)
+
+
+@torch.no_grad()
+def _write(
+    directory: Path,
+    manifest: Manifest,
+    missing: Missing,
+    model: HybridModel,
+    datasets: Mapping[str, PackedDataset],
+    config: TrainConfig,
+) -> None:
+    """Write this data-parallel rank's share of the shards."""
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0
+    splits = [split for split in manifest.splits if missing.get(split.name)]
+    total = sum(len(split.rows(shard)) for split in splits for shard in missing[split.name][rank::ranks])
+    bar = tqdm(
+        total=total * manifest.sequence_length,
+        desc=f"caching hidden states (rank 0 of {ranks})" if ranks > 1 else "caching hidden states",
+        unit=" tokens",
+        unit_scale=True,
+        disable=None if dist.get_rank() == 0 else True,
+    )
+    dtype = getattr(torch, manifest.cache_dtype)
+    # A shard is saved while the next one is computed.
+    with bar, ThreadPoolExecutor(1) as saver:
+        saving: Future | None = None
+        for split in splits:
+            for shard, rows in _share(split, missing[split.name], rank, ranks):
+                tensors = _compute(model, datasets[split.name], rows, config.data.micro_batch_size, dtype, bar)
+                if saving is not None:
+                    saving.result()
+                if writes and shard is not None:
+                    saving = saver.submit(_save, directory / split.files[shard], tensors)
+        if saving is not None:
+            saving.result()
+
+
+def _share(split: Split, missing: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int | None, range]]:
+    """This rank's missing shards and their rows.
+
+    Where ranks share experts all of them run as often, so that one without a shard runs another's in vain (None).
+    """
+    together = parallel_state.get_expert_model_parallel_world_size() > 1
+    for start in range(0, len(missing), ranks):
+        if start + rank < len(missing):
+            shard = missing[start + rank]
+            yield shard, split.rows(shard)
+        elif together:
+            yield None, split.rows(missing[start])
+
+
+def _compute(
+    model: HybridModel, dataset: PackedDataset, rows: range, size: int, dtype: torch.dtype, bar: tqdm
+) -> dict[str, Tensor]:
+    """The tensors of a shard. All micro-batches have one size, since others may round differently."""
+    device = next(model.parameters()).device
+    parts = []
+    for start in range(0, len(rows), size):
+        wanted = rows[start : start + size]
+        batch = dataset.batch(np.resize(wanted, size)).to(device)
+        hidden = base_states(model, replace(batch, hidden=None))
+        if model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        states = HiddenStates.encode(hidden.transpose(0, 1)[: len(wanted)], dtype)
+        parts.append(states.map(lambda tensor: tensor.cpu()))
+        bar.update(len(wanted) * dataset.sequence_length)
+    tensors = {"hidden": torch.cat([part.values for part in parts])}
+    scales = [part.scale for part in parts if part.scale is not None]
+    return tensors | ({"scale": torch.cat(scales)} if scales else {})
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a shard, whole or not at all."""
+    staging = path.with_name(f".{path.name}.writing")
+    with storage_errors(path):
+        try:
+            save_file(tensors, staging)
+            fsync_path(staging)
+            staging.replace(path)
+            fsync_path(path.parent)
+        finally:
+            staging.unlink(missing_ok=True)
+
+
+def _on_first_rank[T](action: Callable[[], T]) -> T:
+    """What rank 0 finds, on all ranks; a failure there is raised everywhere."""
+    found: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = action()
+        except MtpkitError as error:
+            found[1] = error
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
