@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": "Convert checkpoints between the Hugging Face and the Megatron layout, and compare them.",
     "generate": "Continue prompts, with or without drafts from the MTP heads.",
     "evaluate": "Measure how much faster a model decodes with its MTP heads.",
+    "eval": "Measure the acceptance of heads on held-out data; make the report of a training run.",
     "bench": "Time decoding, prefill and each kernel beside what the machine allows.",
     "demo": "Train MTP heads on the tiny base, convert them and measure the speedup.",
 }

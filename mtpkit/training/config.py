@@ -89,6 +89,11 @@ class LossConfig:
     chunk_size: int = 0
     """Tokens whose logits are held at once; 0: as many as 512 MiB hold on a GPU, 16 MiB on a CPU, at least 64."""
 
+    def weights(self, num_depths: int) -> tuple[float, ...]:
+        """One weight a depth, summing to 1."""
+        weights = self.depth_weights or tuple(self.beta**depth for depth in range(num_depths))
+        return tuple(weight / sum(weights) for weight in weights)
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -226,9 +231,7 @@ class TrainConfig:
 
     def depth_weights(self) -> tuple[float, ...]:
         """One weight a depth, summing to 1."""
-        loss = self.loss
-        weights = loss.depth_weights or tuple(loss.beta**depth for depth in range(self.heads.num_depths))
-        return tuple(weight / sum(weights) for weight in weights)
+        return self.loss.weights(self.heads.num_depths)
 
 
 def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:

@@ -5,15 +5,22 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from mtpkit.data import PackedBatch, PackedDataset
-from mtpkit.training.config import HeadAttention, TrainConfig
+from mtpkit.checkpoint import find_companions, load_config, load_model
+from mtpkit.data import Columns, PackedBatch, PackedDataset, build_dataset, load_tokenizer
+from mtpkit.errors import UserError
+from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.training.config import HeadAttention, LossConfig, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums
+from mtpkit.training.heads import resolve_attention
 from mtpkit.training.loss import LossOptions
 from mtpkit.training.step import evaluate, loss_options
 
@@ -102,6 +109,56 @@ def evaluate_sources(
         share = (batch.to(device) for batch in itertools.islice(batches, group.rank(), None, group.size()))
         sources[source] = evaluate(model, share, settings.num_depths, settings.attention, settings.options, group)
     return Evaluation(sources, settings.depth_weights)
+
+
+def evaluate_directory(
+    directory: Path,
+    data: Sequence[str],
+    columns: Columns,
+    sequence_length: int,
+    num_depths: int | None = None,
+    attention: HeadAttention = "auto",
+    batch_size: int = 1,
+    max_sequences: int | None = None,
+    dtype: str = "auto",
+) -> dict[str, Any] | None:
+    """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
+
+    Args:
+        num_depths: K; None: what the heads were trained for. A repeated head can be unrolled further.
+        dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
+
+    Returns:
+        `Evaluation.to_dict`, of KL at temperature 1 with the default depth weights, after `model`, `num_depths`,
+        `attention`, `dtype` and `device`; None on ranks but the first.
+
+    Raises:
+        UserError: no model, no heads, too few of them, or data that does not fit.
+    """
+    config = load_config(directory)
+    if not config.mtp_num_depths:
+        raise UserError(f"{directory} has no MTP heads; train some")
+    num_depths = num_depths or config.mtp_num_depths
+    if num_depths > config.mtp_num_depths and not config.mtp_use_repeated_layer:
+        raise UserError(
+            f"{directory} has {config.mtp_num_depths} distinct heads, too few for K = {num_depths}; ask for "
+            f"{config.mtp_num_depths} or less"
+        )
+    attention = resolve_attention(attention, config)
+    dataset = build_dataset(data, load_tokenizer(find_companions(directory)), sequence_length, columns)
+    ensure_distributed()
+    device = default_device()
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    model = load_model(directory, getattr(torch, dtype), device)
+    weights = LossConfig().weights(num_depths)
+    settings = EvaluationSettings(num_depths, attention, LossOptions(), weights, batch_size, max_sequences)
+    found = evaluate_sources(model, dataset, settings, parallel_state.get_data_parallel_group())
+    if dist.get_rank():
+        return None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    about = {"model": str(directory), "num_depths": num_depths, "attention": attention, "dtype": dtype, "device": name}
+    return {**about, **found.to_dict()}
 
 
 def _batches(dataset: PackedDataset, source: str, size: int, limit: int | None) -> Iterator[PackedBatch]:

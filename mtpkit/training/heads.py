@@ -50,7 +50,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
         )
     else:
         model = base
-    attention = _attention(heads.attention, model)
+    attention = resolve_attention(heads.attention, model)
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, attention=attention)
     return dataclasses.replace(config, heads=settled), model
@@ -60,7 +60,12 @@ def _same_layers(a: ModelConfig, b: ModelConfig) -> bool:
     return (a.mtp_pattern, a.num_mtp_layers) == (b.mtp_pattern, b.num_mtp_layers)
 
 
-def _attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention:
+def resolve_attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention:
+    """What `auto` is for a model.
+
+    Raises:
+        UserError: `serving` for distinct heads.
+    """
     if asked == "serving" and not model.mtp_use_repeated_layer:
         raise UserError(
             "heads.attention=serving is for one repeated head; distinct heads have a cache a depth, so that "

@@ -103,13 +103,15 @@ class Trainer:
             length = self._evaluate() if self._due(config.eval_interval) else None
             if self._due(config.save_interval) or self.directory.improves(length):
                 self._save(length)
+            if length is not None:
+                self._report()
         if self.directory.iteration != self.step:
             self._save()
         if self.step < config.steps:
             self.log.message(f"stopped at step {self.step} of {config.steps}; run the same command again to go on")
         check_unchanged(self.model, self.base)
-        if self.log.enabled:
-            write_report(self.directory.path)
+        if self.step < config.steps or self.eval_data is None:
+            self._report()
         return self.directory.path
 
     def _due(self, interval: int) -> bool:
@@ -135,9 +137,11 @@ class Trainer:
         evaluation = evaluate_sources(self.model, self.eval_data, EvaluationSettings.of(self.config), self.group)
         self.log.write("eval", self.step, evaluation.to_dict())
         self.log.message(f"step {self.step}: {evaluation}")
+        return evaluation.overall.acceptance_length()
+
+    def _report(self) -> None:
         if self.log.enabled:
             write_report(self.directory.path)
-        return evaluation.overall.acceptance_length()
 
     def _save(self, acceptance_length: float | None = None) -> None:
         self.log.sync()

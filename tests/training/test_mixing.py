@@ -1,5 +1,6 @@
 """The base's hidden states among those that depths hand on."""
 
+import itertools
 import os
 
 import pytest
@@ -30,6 +31,32 @@ def test_sample_takes_whole_states_at_the_share():
     assert 0.2 < from_base.float().mean() < 0.3
     torch.manual_seed(0)
     assert torch.equal(HiddenMix(0.25)(own, base), mixed)
+
+
+def test_parts_of_a_sequence_read_their_part_of_the_draws():
+    own, base = torch.randn(50, 4, 3), torch.randn(50, 4, 3)
+
+    def mixed(own, base, part):
+        return HiddenMix(0.5, generator=torch.Generator().manual_seed(7), part=part)(own, base)
+
+    whole = mixed(own, base, (0, 1))
+    parts = [mixed(*parts, (number, 2)) for number, parts in enumerate(zip(own.chunk(2), base.chunk(2), strict=True))]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_draws_follow_from_seed_step_and_rank(monkeypatch):
+    """So that a run resumes exactly, and ranks do not draw alike."""
+    model, own, base = toy_model(), torch.randn(50, 4, 3), torch.randn(50, 4, 3)
+
+    def mixed(seed, number, rank):
+        monkeypatch.setattr(step.dist, "get_rank", lambda group: rank)
+        settings = load_config(None, [*NEEDED, "loss.hidden_mix=0.5", f"seed={seed}"])
+        torch.rand(3)  # whatever else was drawn
+        return step._hidden_mix(model, settings, number, None)(own, base)
+
+    draws = [mixed(*place) for place in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
+    assert torch.equal(mixed(0, 1, 0), draws[2])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
 
 
 def test_ends_of_the_share():

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtpkit.checkpoint import find_companions, load_model
 from mtpkit.checkpoint import load_config as load_model_config
-from mtpkit.checkpoint import load_model
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.training import load_config, train
+from mtpkit.training.loop import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +79,7 @@ def test_the_checkpoint_is_the_base_with_trained_heads(settings, toy_base):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, optimizer):
-    settings = [*settings, f"dtype={dtype}", f"optimizer.kind={optimizer}", "heads.init=base"]
+    settings = [*settings, f"dtype={dtype}", f"optimizer.kind={optimizer}", "heads.init=base", "loss.hidden_mix=0.5"]
     whole = run(settings)
     run(settings, f"output={tmp_path / 'parts'}", "save_interval=2")
     parts = tmp_path / "parts"
@@ -98,6 +99,56 @@ def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, op
 def test_only_the_newest_checkpoints_are_kept(settings):
     output = run(settings, "save_interval=1", "keep_checkpoints=2")
     assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
+
+
+def plan_lengths(monkeypatch, lengths):
+    """Let evaluations find these acceptance lengths, by step."""
+    monkeypatch.setattr(Trainer, "_evaluate", lambda self: lengths.get(self.step))
+
+
+def iterations(output):
+    return sorted(int(path.name[5:]) for path in output.glob("iter_*"))
+
+
+def weights(path):
+    return {name: tensor for name, tensor in load_model(path).state_dict().items() if tensor is not None}
+
+
+def test_the_best_checkpoint_is_kept(settings, monkeypatch):
+    settings = [*settings, "eval_interval=1", "keep_checkpoints=1"]
+    plan_lengths(monkeypatch, {0: 9.0, 1: 1.5, 2: 2.5, 3: 2.0, 4: 2.5, 5: 2.4, 6: 2.3, 7: 2.6, 8: 2.0})
+    output = run(settings)
+    assert iterations(output) == [2, 6]
+    assert json.loads((output / "best.json").read_text()) == {"iteration": 2, "acceptance_length": 2.5}
+    best, own, newest = (weights(path) for path in (output / "best", output / "iter_0000002", output))
+    assert all(torch.equal(best[name], own[name]) for name in own)
+    assert not all(torch.equal(best[name], newest[name]) for name in own)
+    assert (find_companions(output / "best") / "tokenizer.json").exists()
+
+    # As if the run was killed before it had marked its best checkpoint, and in the middle of another.
+    (output / "best").unlink()
+    (output / "best.json").write_text("{")
+    (output / ".iter_0000004.writing").mkdir()
+    (output / ".iter_0000003.removing").mkdir()
+    run(settings, "steps=6")
+    assert json.loads((output / "best.json").read_text())["iteration"] == 2 and (output / "best" / ".metadata").exists()
+    assert not list(output.glob(".*"))
+    run(settings, "steps=8")
+    assert iterations(output) == [7, 8] and (output / "best").resolve() == (output / "iter_0000007").resolve()
+
+
+def test_no_best_checkpoint_is_kept_where_none_is_wanted(settings, monkeypatch):
+    plan_lengths(monkeypatch, {3: 2.5, 6: 2.0})
+    output = run(settings, "eval_interval=3", "keep_best=false")
+    assert iterations(output) == [6] and not list(output.glob("best*"))
+
+
+def test_evaluations_are_by_source_and_the_report_has_them(settings, text_files):
+    output = run(settings, f"data.eval=[first={text_files[0]},second={text_files[1]}]", "steps=2")
+    line = metrics(output, "eval")[2]
+    assert list(line["sources"]) == ["first", "second"] and line["sampling_acceptance_length"] >= 1
+    assert "second" in (output / "report.html").read_text()
+    assert json.loads((output / "best.json").read_text())["acceptance_length"] == line["acceptance_length"]
 
 
 def test_a_failed_save_leaves_the_previous_checkpoint(settings, monkeypatch):
@@ -191,7 +242,9 @@ def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
     while not (output / "metrics.jsonl").exists() or not losses(output):
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    for _ in range(3):  # a scheduler and a launcher may both say it
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
     assert process.wait() == 0
     step = int((output / "latest_checkpointed_iteration.txt").read_text())
     assert step == max(losses(output)) < 30

@@ -1,0 +1,94 @@
+"""`mtpkit eval`: acceptance of heads on held-out data, and the report of a training run."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mtpkit.cli import options
+from mtpkit.cli.data import MessagesColumn, PromptColumn, ResponseColumn, SequenceLength, Sources, TextColumn
+from mtpkit.cli.options import ListCommand
+
+app = typer.Typer(add_completion=False)
+
+
+@app.callback()
+def evaluate() -> None:
+    """Measure the acceptance of heads on held-out data; make the report of a training run."""
+
+
+@app.command(cls=ListCommand)
+def acceptance(
+    model: options.Model,
+    data: Sources,
+    num_depths: Annotated[
+        int | None, typer.Option(min=1, help="K, drafts a step; by default what the heads were trained for.")
+    ] = None,
+    attention: Annotated[
+        Literal["auto", "serving", "per_depth"],
+        typer.Option(help="What depths see; auto: what they see when this model decodes."),
+    ] = "auto",
+    sequence_length: SequenceLength = 1024,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward pass.")] = 1,
+    num_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Only so many sequences of each source, spread over it.")
+    ] = None,
+    dtype: options.Dtype = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the JSON object that is printed.")] = None,
+    text_column: TextColumn = "text",
+    prompt_column: PromptColumn = "prompt",
+    response_column: ResponseColumn = "response",
+    messages_column: MessagesColumn = "messages",
+) -> None:
+    """Print how often a base accepts its heads' drafts on held-out data, a row a source.
+
+    Teacher-forced: heads read the text's own tokens, and every token that is learnt counts. AL is the acceptance
+    length, 1 + accepted drafts a step: of greedy decoding; expected at temperature 1 with the heads' best tokens as
+    drafts, which is what the engine does; and expected there with drafts drawn from the heads (draft_sampling). On text
+    that the base wrote itself in that manner (`mtpkit data regenerate`) they are what decoding meets. The loss is the
+    KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
+    torchrun the processes share the work.
+    """
+    from mtpkit.checkpoint.atomic import write_file
+    from mtpkit.data import Columns
+    from mtpkit.training.evaluation import evaluate_directory
+
+    columns = Columns(text_column, prompt_column, response_column, messages_column)
+    found = evaluate_directory(
+        model, data, columns, sequence_length, num_depths, attention, batch_size, num_sequences, dtype
+    )
+    if found is None:  # another process prints it
+        return
+    line = json.dumps(found)
+    if json_file is not None:
+        write_file(json_file, line + "\n")
+    _show(found)
+    print(line)
+
+
+@app.command()
+def report(output: Annotated[Path, typer.Argument(help="Output of a training run.")]) -> None:
+    """Make OUTPUT/report.html again: curves of loss, acceptance, learning rate and tokens/s, from its metrics."""
+    from mtpkit.training.report import write_report
+
+    print(f"wrote {write_report(output)}")
+
+
+def _show(found: dict) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from mtpkit.training.report import COLUMNS, table_rows
+
+    table = Table(title=f"{found['model']}, K = {found['num_depths']}, {found['attention']}", box=box.SIMPLE_HEAD)
+    table.add_column("source")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for row in table_rows(found):
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:  # no reason to squeeze what goes to a file
+        console.width = 120
+    console.print(table)

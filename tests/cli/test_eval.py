@@ -1,0 +1,38 @@
+"""`mtpkit eval`: acceptance by source, and the report of a run."""
+
+import json
+
+from mtpkit.cli.eval import app
+
+
+def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
+    for name in ("cats", "code"):
+        (tmp_path / f"{name}.txt").write_text("the cat sat on the mat\n" * 30)
+    data = [f"first={tmp_path / 'cats.txt'}", f"second={tmp_path / 'code.txt'}"]
+    options = "--sequence-length 24 --batch-size 2 --num-sequences 3 --num-depths 3 --dtype float32"
+    file = tmp_path / "found.json"
+    assert call(app, "acceptance", "--model", model_dir, "--data", *data, *options.split(), "--json", file) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert json.loads(file.read_text()) == found
+    assert found["num_depths"] == 3 and len(found["conditional_acceptance"]) == 3
+    assert list(found["sources"]) == ["first", "second"]
+    rows = {row.split()[0]: row for row in table if row.strip()}
+    for name, values in {**found["sources"], "all": found}.items():
+        assert f"{values['acceptance_length']:.3f}" in rows[name] and f"{values['loss']:.4f}" in rows[name]
+
+
+def test_errors_are_one_line(model_dir, call, capsys, tmp_path):
+    assert call(app, "acceptance", "--model", model_dir, "--data", tmp_path / "none.txt") == 2
+    assert call(app, "report", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 2 and "none.txt does not exist" in error and "has no metrics.jsonl" in error
+
+
+def test_the_report_is_made_again(call, capsys, tmp_path):
+    line = {"kind": "train", "step": 1, "loss": 2.0, "lr": 1e-3, "tokens_per_s": 10.0}
+    line |= {"conditional_acceptance": [0.5], "acceptance_length": 1.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert call(app, "report", tmp_path) == 0
+    assert f"wrote {tmp_path / 'report.html'}" in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "report.html").read_text()

@@ -1,0 +1,103 @@
+"""Evaluation by source, in a run and of a model directory."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from mtpkit.checkpoint import save_hf_model, save_model
+from mtpkit.data import Columns, build_dataset, load_tokenizer
+from mtpkit.errors import UserError
+from mtpkit.training.depths import DECODINGS, measure_depths
+from mtpkit.training.evaluation import EvaluationSettings, evaluate_directory, evaluate_sources
+from mtpkit.training.loss import LossOptions
+from tests.training.toy import toy_model
+
+WEIGHTS = (0.5, 0.3, 0.2)
+
+
+@pytest.fixture(scope="module")
+def sources(text_files):
+    return [f"cats={text_files[0]}", f"code={text_files[1]}"]
+
+
+@pytest.fixture(scope="module")
+def dataset(sources, tokenizer_dir):
+    return build_dataset(sources, load_tokenizer(tokenizer_dir), 32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(vocab_size=300)
+
+
+def settings(**changes):
+    return EvaluationSettings(3, "serving", LossOptions(), WEIGHTS, **changes)
+
+
+def run(model, dataset, **changes):
+    model.requires_grad_(False)
+    return evaluate_sources(model, dataset, settings(**changes), parallel_state.get_data_parallel_group())
+
+
+def test_each_source_is_evaluated_by_itself(model, dataset):
+    found = run(model, dataset, batch_size=3)
+    assert list(found.sources) == ["cats", "code"]
+    for name, sums in found.sources.items():
+        batch = dataset.batch(dataset.source_rows(name))
+        expected = measure_depths(model, batch, 3, "serving", LossOptions())
+        torch.testing.assert_close(sums.values, expected.values, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.overall.values, sum(sums.values for sums in found.sources.values()))
+
+
+def test_what_is_reported(model, dataset):
+    found = run(model, dataset, batch_size=4, max_sequences=4)
+    values, overall = found.to_dict(), found.overall
+    assert list(values["sources"]) == ["cats", "code"]
+    assert values["positions"] == sum(each["positions"] for each in values["sources"].values()) > 0
+    assert values["loss"] == pytest.approx(sum(w * loss for w, loss in zip(WEIGHTS, overall.losses(), strict=True)))
+    for prefix, decoding in zip(("", "sampling_", "draft_sampling_"), DECODINGS, strict=True):
+        assert values[f"{prefix}acceptance_length"] == overall.acceptance_length(decoding)
+        assert values[f"{prefix}conditional_acceptance"] == overall.conditional_acceptance(decoding)
+        assert 1 <= values[f"{prefix}acceptance_length"] < 4
+    assert f"held-out AL {overall.acceptance_length():.3f}" in str(found) and "cats" in str(found)
+
+
+def test_few_sequences_are_spread_over_a_source(model, dataset, monkeypatch):
+    read, batch = [], dataset.batch
+    monkeypatch.setattr(dataset, "batch", lambda rows: read.extend(rows) or batch(rows))
+    run(model, dataset, max_sequences=4)
+    for source in dataset.sources:
+        rows = dataset.source_rows(source)
+        mine = [row for row in read if row in rows]
+        assert mine == [rows[len(rows) * number // 4] for number in range(4)]
+
+
+@pytest.mark.parametrize("layout", ["megatron", "hf"])
+def test_a_directory_of_either_layout(layout, model, dataset, sources, tokenizer_dir, tmp_path):
+    directory = tmp_path / layout
+    shutil.copytree(tokenizer_dir, directory)
+    (save_model if layout == "megatron" else save_hf_model)(model, directory)
+    found = evaluate_directory(directory, sources, Columns(), 32, batch_size=8, dtype="float32")
+    expected = run(model, dataset, batch_size=8)
+    assert (found["num_depths"], found["attention"]) == (3, "serving")
+    assert found["sources"]["code"]["positions"] == int(expected.sources["code"].values[2, 0])
+    assert found["acceptance_length"] == pytest.approx(expected.overall.acceptance_length(), abs=1e-3)
+    json.dumps(found)
+
+
+def test_what_cannot_be_evaluated(sources, tokenizer_dir, tmp_path):
+    for name, changes in {
+        "base": dict(mtp_pattern="", mtp_num_depths=0),
+        "distinct": dict(mtp_use_repeated_layer=False),
+    }.items():
+        shutil.copytree(tokenizer_dir, tmp_path / name)
+        save_model(toy_model(vocab_size=300, **changes), tmp_path / name)
+    with pytest.raises(UserError, match="base has no MTP heads"):
+        evaluate_directory(tmp_path / "base", sources, Columns(), 32)
+    with pytest.raises(UserError, match="ask for 3 or less"):
+        evaluate_directory(tmp_path / "distinct", sources, Columns(), 32, num_depths=4)
+    with pytest.raises(UserError, match="per_depth"):
+        evaluate_directory(tmp_path / "distinct", sources, Columns(), 32, attention="serving")

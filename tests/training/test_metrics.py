@@ -1,0 +1,108 @@
+"""Where metrics go: lines that a killed run left, scalars of boards, and W&B by a stub of its package."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from mtpkit.errors import UserError
+from mtpkit.training.metrics import MetricsLog, check_wandb, read_metrics
+
+
+def lines(output):
+    return [(line["kind"], line["step"]) for line in read_metrics(output / "metrics.jsonl")]
+
+
+def test_a_run_goes_on_after_the_lines_of_its_checkpoint(tmp_path):
+    log = MetricsLog(tmp_path, 0, 9, enabled=True)
+    log.write("eval", 0, {"loss": 3.0})
+    for step in (1, 2, 3):
+        log.write("train", step, {"loss": 1 / step})
+    log.sync()
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    MetricsLog(tmp_path, 2, 9, enabled=True).close()
+    assert lines(tmp_path) == [("eval", 0), ("train", 1), ("train", 2)]
+    assert read_metrics(tmp_path / "metrics.jsonl")[2]["loss"] == 1 / 2
+    MetricsLog(tmp_path, 0, 9, enabled=True).close()  # there was no checkpoint: everything is done again
+    assert lines(tmp_path) == []
+
+
+def test_a_rank_without_results_writes_nothing(tmp_path):
+    log = MetricsLog(tmp_path, 0, 9, enabled=False, wandb="project")
+    log.write("train", 1, {"loss": 1.0})
+    log.sync()
+    log.close()
+    assert not list(tmp_path.iterdir())
+
+
+class StubRun:
+    def __init__(self, settings):
+        self.settings, self.logged, self.finished, self.metrics = settings, [], False, []
+
+    def define_metric(self, name, step_metric):
+        self.metrics.append((name, step_metric))
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """The package as far as it is used; `runs` are those that were started."""
+    stub = ModuleType("wandb")
+    stub.__spec__ = SimpleNamespace(name="wandb")
+    stub.runs, stub.errors = [], SimpleNamespace(Error=RuntimeError)
+    stub.init = lambda **settings: stub.runs.append(StubRun(settings)) or stub.runs[-1]
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    return stub
+
+
+def test_wandb_gets_scalars_and_goes_on_with_the_same_run(wandb, tmp_path):
+    check_wandb("heads")
+    for first in (0, 1):
+        log = MetricsLog(tmp_path, first, 9, enabled=True, wandb="heads", settings={"steps": 9})
+        log.write("eval", first, {"loss": 2.0, "rates": [0.5, 0.25], "sources": {"code": {"loss": 1.0}}})
+        log.close()
+    first, second = wandb.runs
+    assert first.settings["project"] == "heads" and first.settings["config"] == {"steps": 9}
+    assert first.settings["id"] == second.settings["id"] and second.settings["resume"] == "allow"
+    assert second.logged == [
+        {"eval/loss": 2.0, "eval/rates_1": 0.5, "eval/rates_2": 0.25, "eval/sources/code/loss": 1.0, "step": 1}
+    ]
+    assert first.metrics == [("*", "step")] and first.finished
+
+
+def test_wandb_that_does_not_take_the_run_is_said_in_one_line(wandb, tmp_path):
+    def refuse(**settings):
+        raise RuntimeError("no API key")
+
+    wandb.init = refuse
+    with pytest.raises(UserError, match="no API key; run `wandb login`"):
+        MetricsLog(tmp_path, 0, 9, enabled=True, wandb="heads")
+
+
+def test_wandb_that_is_asked_for_and_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_wandb("")
+    with pytest.raises(UserError, match="pip install wandb"):
+        check_wandb("heads")
+
+
+def test_tensorboard_has_every_scalar(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, 0, 9, enabled=True)
+    log.write("eval", 4, {"loss": 2.0, "sources": {"code": {"conditional_acceptance": [0.5, 0.25]}}})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    code = "eval/sources/code/conditional_acceptance"
+    assert found == {"eval/loss": [(4, 2.0)], f"{code}_1": [(4, 0.5)], f"{code}_2": [(4, 0.25)]}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 4

@@ -1,0 +1,68 @@
+"""The report of a run: whole, self-contained, and of what the metrics say."""
+
+import json
+import re
+
+import pytest
+
+from mtpkit.errors import UserError
+from mtpkit.training.report import MAX_POINTS, write_report
+
+
+def train_line(step, **more):
+    rates = {"conditional_acceptance": [0.5, 0.4], "acceptance_length": 1.7}
+    return {"kind": "train", "step": step, "loss": 3 / step, "lr": 1e-3, "tokens_per_s": 1e4, **rates, **more}
+
+
+def eval_line(step, length=1.7, names=("code", "<chat>")):
+    values = {"loss": 2.5, "positions": 1234, "conditional_acceptance": [0.5, 0.4], "acceptance_length": length}
+    values |= {"sampling_acceptance_length": length - 0.25, "draft_sampling_acceptance_length": length - 0.125}
+    return {"kind": "eval", "step": step, **values, "sources": dict.fromkeys(names, values)}
+
+
+def write(directory, lines, cut=""):
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
+    return write_report(directory).read_text()
+
+
+def titles(page):
+    return re.findall(r">([a-zA-Z/, -]+)</text>", page)
+
+
+def test_curves_and_the_last_evaluation(tmp_path):
+    (tmp_path / "best.json").write_text('{"iteration": 2, "acceptance_length": 1.9}')
+    (tmp_path / "config.yaml").write_text("model: <base>\n")
+    lines = [eval_line(0, 1.0), train_line(1), train_line(2), eval_line(2, 1.9), train_line(3), train_line(4)]
+    page = write(tmp_path, [*lines, eval_line(4, 1.8)], cut='{"kind": "tr')
+    assert page.count("<svg") == 6
+    shown = titles(page)
+    for title in (
+        "loss",
+        "conditional acceptance, held-out",
+        "acceptance length, held-out",
+        "learning rate",
+        "tokens/s",
+    ):
+        assert title in shown
+    assert {"depth 1", "code", "all", "drawn drafts"} <= set(re.findall(r">([^<>]+)</text>", page))
+    assert "best held-out acceptance length 1.900 at step 2" in page and "at step 4</h2>" in page
+    assert "<td>1.800</td><td>1.550</td><td>1.675</td>" in page
+    assert "<td>&lt;chat&gt;</td>" in page and "model: &lt;base&gt;" in page
+    assert not re.search(r"<(script|link|img)", page) and "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_without_held_out_data_and_with_utilization(tmp_path):
+    page = write(tmp_path, [train_line(step, mfu=0.4) for step in (1, 2)])
+    assert "conditional acceptance, training" in titles(page) and "model FLOPs utilization" in titles(page)
+    assert "<h2>" not in page
+
+
+def test_long_runs_have_short_curves(tmp_path):
+    page = write(tmp_path, [train_line(step) for step in range(1, 20 * MAX_POINTS)])
+    assert len(page) < 400_000
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
+        write_report(tmp_path)
