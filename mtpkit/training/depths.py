@@ -123,13 +123,14 @@ def run_depths(
     attention: HeadAttention,
     options: LossOptions,
     mix: HiddenMix | None = None,
+    recompute: bool = False,
 ) -> tuple[Tensor, DepthSums]:
     """Sum of each depth's loss over its selected tokens, [K] with its gradient, and the batch's sums.
 
     The base runs without gradients. Positions that no depth selects cost no lm_head; a depth that does not select
-    a position that another does reads some finite row there, which its mask drops.
+    a position that another does reads some finite row there, which its mask drops. `recompute` as in `unroll_depths`.
     """
-    compared = _unroll(model, batch, num_depths, attention, mix)
+    compared = _unroll(model, batch, num_depths, attention, mix, recompute)
     losses, matches = head_losses(**compared.inputs, options=options)
     counts = count_accepted(compared.spread(matches), compared.selected)
     return losses, compared.sums(losses.detach(), counts)
@@ -186,6 +187,7 @@ def _unroll(
     num_depths: int,
     attention: HeadAttention,
     mix: HiddenMix | None = None,
+    recompute: bool = False,
 ) -> _Compared:
     """Run the base and all depths over a batch."""
     assert attention != "auto", "the settings are not resolved"
@@ -194,7 +196,7 @@ def _unroll(
     selected = select_targets(batch.loss_mask, batch.documents, num_depths)
     rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
     drafted = unroll_depths(
-        model, hidden, batch.token_ids, num_depths, attention, batch.documents, batch.positions, mix
+        model, hidden, batch.token_ids, num_depths, attention, batch.documents, batch.positions, mix, recompute
     )
     students = [
         states.flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)] for depth, states in enumerate(drafted, start=1)

@@ -35,6 +35,7 @@ MAY_CHANGE = {
     "model",
     "output",
     "cache",
+    "heads.recompute",
     "steps",
     "log_interval",
     "eval_interval",

@@ -47,7 +47,9 @@ def train_step(
     sums = DepthSums.zero(num_depths, tokens.device)
     mix = _hidden_mix(model, config, step, group)
     for batch in batches:
-        losses, batch_sums = run_depths(model, batch, num_depths, config.heads.attention, loss_options(config), mix)
+        losses, batch_sums = run_depths(
+            model, batch, num_depths, config.heads.attention, loss_options(config), mix, config.heads.recompute
+        )
         (losses * scale).sum().backward()
         optimizer.accumulate()
         sums += batch_sums

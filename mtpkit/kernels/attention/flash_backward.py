@@ -142,7 +142,7 @@ def _key_kernel(
     for member in range(REP):
         head = group * REP + member
         line = batch * (tl.num_programs(1) * REP) + head
-        for start in range(first // M * M, last, M):
+        for start in range(first, last, M):
             token = start + tl.arange(0, M)
             queries = load_rows(q, batch, head, start, length, WIDTH, M, D)
             pull = load_rows(grad_out, batch, head, start, length, WIDTH, M, D)

@@ -167,8 +167,9 @@ class MambaMixer(MegatronModule):
         """
         conv_out, windows = causal_conv1d_varlen(conv_in, self.conv1d_weight, self.conv1d_bias, windows, lens)
         x, dt, B, C = self._scan_inputs(conv_out, dt)
-        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
-        y, final = ssd_varlen(*inputs, states, lens, self.chunk_size)
+        rows: Any = (states, lens, self.chunk_size)
+        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit, *rows)
+        y, final = ssd_varlen(*inputs)
         return y, windows, final
 
     def _step(self, conv_in: Tensor, dt: Tensor, step: StepInput) -> Tensor:

@@ -1,0 +1,75 @@
+"""Activations made again in the backward change no bit, and fewer are kept."""
+
+import pytest
+import torch
+
+from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.depths import run_depths
+from mtpkit.training.freeze import freeze_base
+from mtpkit.training.loss import LossOptions
+from mtpkit.training.mixing import HiddenMix
+from mtpkit.training.optimizer import HeadOptimizer
+from mtpkit.training.step import train_step
+from tests.training.test_step import toy_config
+from tests.training.toy import toy_batch, toy_model
+
+MOE = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
+CASES = {
+    "attention": ("serving", dict(mtp_pattern="*-")),
+    "two layers that leave entries": ("serving", dict(mtp_pattern="*M*")),
+    "rotary": ("serving", dict(mtp_pattern="*-", position_embedding_type="rope")),
+    "experts": ("serving", dict(mtp_pattern="*E", **MOE)),
+    "per depth": ("per_depth", dict(mtp_pattern="M*")),
+    "distinct": ("per_depth", dict(mtp_pattern="*-", mtp_use_repeated_layer=False)),
+}
+
+
+def run(model, attention, recompute, weights=(1.0, 0.6, 0.3), mix=None):
+    """Losses, gradients, and the bytes that autograd keeps outside of what it makes again."""
+    heads, kept = freeze_base(model), {}
+    model.zero_grad()
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    torch.manual_seed(5)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses, _ = run_depths(
+            model, toy_batch([[7, 10, 3], [20]]), 3, attention, LossOptions(), mix, recompute=recompute
+        )
+    (losses * torch.tensor(weights)).sum().backward()
+    return losses.detach(), [parameter.grad for parameter in heads.values()], sum(kept.values())
+
+
+@pytest.mark.parametrize(("attention", "changes"), CASES.values(), ids=CASES)
+def test_losses_and_gradients_are_the_same_to_the_bit(attention, changes):
+    model = toy_model(**changes)
+    losses, grads, kept = run(model, attention, recompute=False)
+    again, grads_again, kept_again = run(model, attention, recompute=True)
+    assert torch.equal(losses, again) and all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    assert kept_again < kept / 3
+
+
+def test_whichever_depths_are_differentiated():
+    """A depth of no weight runs again too, as later ones did or before them."""
+    model = toy_model(mtp_pattern="*M")
+    for weights in ((1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0)):
+        plain, again = (run(model, "serving", recompute, weights) for recompute in (False, True))
+        assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
+
+
+def test_mixed_states_are_drawn_once():
+    model, mix = toy_model(), HiddenMix(0.5, "sample")
+    plain, again = (run(model, "serving", recompute, mix=mix) for recompute in (False, True))
+    assert torch.equal(plain[0], again[0])
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_setting_reaches_the_depths(recompute):
+    model, calls = toy_model(), []
+    optimizer = HeadOptimizer(freeze_base(model).values(), OptimizerConfig())
+    model.mtp.layers[0].mtp_model_layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    train_step(model, [toy_batch([[20]])], optimizer, toy_config(f"heads.recompute={str(recompute).lower()}"), 1e-3)
+    assert len(calls) == (6 if recompute else 3)
