@@ -37,6 +37,19 @@ def _of_head(tile, h, head):
 
 
 @triton.jit
+def _new_steps(dt_ptrs, t, A, bias, low, high, TOKENS: tl.constexpr, FORGOTTEN: tl.constexpr):
+    """Step sizes of the tokens t [X] that heads [H] have at `dt_ptrs`, and log decays up to each, both [X, H].
+
+    A log decay from one token to another is a difference of two of these. Terms are bounded, so that an input that
+    forgets nearly everything does not lose it the small decays that follow.
+    """
+    is_new = (t < TOKENS)[:, None]
+    step = step_size(tl.load(dt_ptrs, mask=is_new, other=0.0), bias[None, :], low, high)
+    step = tl.where(is_new, step, 0.0)
+    return step, tl.cumsum(tl.maximum(step * A[None, :], FORGOTTEN), 0)
+
+
+@triton.jit
 def _replay_kernel(
     state_ptr,
     ring_x_ptr,
@@ -109,15 +122,13 @@ def _replay_kernel(
     heads = first + h if BLOCK_H > 1 else first + h * 0
     A = -tl.exp(tl.load(A_log_ptr + heads).to(tl.float32))
     bias = tl.load(bias_ptr + heads).to(tl.float32)
-    raw = tl.load(dt_ptr + row * dt_row + t[:, None] * dt_token + heads[None, :], mask=is_new[:, None], other=0.0)
-    step = tl.where(is_new[:, None], step_size(raw, bias[None, :], low, high), 0.0)  # [T, H]
+    dt_ptrs = dt_ptr + row * dt_row + heads[None, :]
+    step, since = _new_steps(dt_ptrs + t[:, None] * dt_token, t, A, bias, low, high, TOKENS, FORGOTTEN)
+    _, out_since = _new_steps(dt_ptrs + o[:, None] * dt_token, o, A, bias, low, high, TOKENS, FORGOTTEN)
     old_step_ptrs = ring_dt_ptr + old_place[:, None] * HEADS + heads[None, :]
     old_step = tl.load(old_step_ptrs, mask=is_old[:, None], other=0.0)  # [E, H]
     if part == 0:
         tl.store(ring_dt_ptr + new_place[:, None] * HEADS + heads[None, :], step, mask=is_new[:, None])
-    # Log decays are sums, and differences of sums where each term is bounded: an input that forgets nearly everything
-    # must not lose the small decays that follow it.
-    since = tl.cumsum(tl.maximum(step * A[None, :], FORGOTTEN), 0)
     old_log = tl.maximum(old_step * A[None, :], FORGOTTEN)
     to_last, whole = tl.cumsum(old_log, 0, reverse=True) - old_log, tl.sum(old_log, 0)  # [E, H], [H]
 
@@ -145,7 +156,7 @@ def _replay_kernel(
         old_x = tl.load(old_x_ptrs + head * WIDTH, mask=old_x_mask, other=0.0)  # [P, E]
         tl.store(new_x_ptrs + head * WIDTH, x.to(ring_x_ptr.dtype.element_ty), mask=x_mask)
         steps, sums = _of_head(step, h, head), _of_head(since, h, head)  # [T]
-        out_sums = tl.sum(tl.where(same, sums[:, None], 0.0), 0)  # [O]
+        out_sums = _of_head(out_since, h, head)  # [O]
         old_steps, to_lasts = _of_head(old_step, h, head), _of_head(to_last, h, head)  # [E]
         all_old = tl.sum(tl.where(h == head, whole, 0.0), 0)
         D = tl.load(D_ptr + first + head).to(tl.float32)
