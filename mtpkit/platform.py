@@ -100,9 +100,9 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
     model_parallel = tensor_parallel * pipeline_parallel * expert_parallel
     if dist.get_world_size() % model_parallel:
         raise UserError(
-            f"{dist.get_world_size()} processes cannot be split into groups of tensor_parallel {tensor_parallel} x "
-            f"pipeline_parallel {pipeline_parallel} x expert_parallel {expert_parallel}; change --nproc-per-node or "
-            "the parallel sizes"
+            f"{dist.get_world_size()} processes cannot be split into groups of {model_parallel} (tensor-parallel "
+            f"{tensor_parallel} x pipeline-parallel {pipeline_parallel} x expert-parallel {expert_parallel}); change "
+            "--nproc-per-node or the parallel sizes"
         )
     if parallel_state.model_parallel_is_initialized():
         sizes = (

@@ -1,6 +1,8 @@
 """Build megatron-core's HybridModel from a `ModelConfig`."""
 
+import itertools
 import math
+import re
 import zlib
 from typing import Any, Literal, get_args
 
@@ -19,9 +21,10 @@ from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.specs import stack_spec, transformer_config
 from mtpkit.platform import cpu_redirect, ensure_distributed
 
-Init = Literal["portable", "device"]
+Init = Literal["portable", "device", "none"]
 """Where initial weights are drawn: "portable" on the CPU, the same on every machine; "device" where each parameter is,
-which takes a GPU seconds for billions of them, but other numbers than a CPU gives."""
+which takes a GPU seconds for billions of them, but other numbers than a CPU gives; "none": nowhere, for weights that
+are loaded at once."""
 
 
 def build_model(
@@ -34,14 +37,18 @@ def build_model(
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
     init: Init = "portable",
+    sequence_parallel: bool | None = None,
     base_layers: bool = True,
 ) -> HybridModel:
     """A model with freshly initialised weights, in eval mode.
 
-    Sets up torch.distributed and megatron-core's groups if that was not done. `model.mtpkit_config` is `config`. On a
-    pipeline stage other than the first and last, only that stage's layers are built.
+    Sets up torch.distributed and megatron-core's groups if that was not done. `model.mtpkit_config` is `config`. A
+    pipeline stage has its own layers alone, see `stage_patterns`, and the last one has the heads and, for them, an
+    embedding.
 
     Args:
+        sequence_parallel: tensor-parallel ranks share the sequence outside their linears; for whole sequences alone,
+            whose length they divide. None: where a mixture of experts needs it.
         base_layers: False: without the base's layers, of which then only embedding, final norm and lm_head are there;
             the heads are the same.
 
@@ -54,13 +61,19 @@ def build_model(
     ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stage, stages = groups.pp.rank(), groups.pp.size()
+    if sequence_parallel is None:
+        sequence_parallel = tensor_parallel > 1 and config.num_moe_experts > 0
+    sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
+    pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
+    if base_layers:
+        pattern = "|".join(stage_patterns(config.pattern, stages)) + pattern
     with cpu_redirect() if not torch.cuda.is_available() else torch.no_grad():
         model = HybridModel(
-            config=transformer_config(config, dtype, tensor_parallel, pipeline_parallel, expert_parallel),
+            config=transformer_config(config, dtype, *sizes, sequence_parallel),
             hybrid_stack_spec=stack_spec(modules, config),
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_position_embeddings,
-            hybrid_layer_pattern=config.hybrid_layer_pattern.removeprefix("" if base_layers else config.pattern),
+            hybrid_layer_pattern=pattern,
             pre_process=stage == 0,
             post_process=stage == stages - 1,
             parallel_output=True,
@@ -73,7 +86,8 @@ def build_model(
     model.mtpkit_config = config
     for name, layer in caching_layers(model).items():
         layer.cache_name = name
-    init_weights(model, config, seed, init=init)
+    if init != "none":
+        init_weights(model, config, seed, init=init)
     if device is not None:
         model = model.to(device)
     return model.eval()
@@ -93,8 +107,16 @@ def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
     return {name: layer.cache_spec() for name, layer in caching_layers(model).items()}
 
 
-def _is_split(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "tensor_model_parallel", False)
+def stage_patterns(pattern: str, stages: int) -> list[str]:
+    """The base's layers on each pipeline stage; the first stages have one more where it does not come out even.
+
+    Raises:
+        UserError: fewer layers than stages.
+    """
+    if stages > len(pattern):
+        raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
+    ends = [-(-len(pattern) * stage // stages) for stage in range(stages + 1)]
+    return [pattern[start:end] for start, end in itertools.pairwise(ends)]
 
 
 @torch.no_grad()
@@ -102,7 +124,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str =
     """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
     So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Of
-    parameters that are split over tensor-parallel ranks each rank draws its own part.
+    what is split over ranks each draws the whole and takes its part: the model is the same however it is split.
     Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are
     one; Mamba2's A, dt and convolution as in its paper's code.
     """
@@ -118,9 +140,8 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str =
         if not name.startswith(prefix):
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
-        part = parallel_state.get_tensor_model_parallel_rank() if _is_split(parameter) else 0
-        generator.manual_seed((seed + zlib.crc32(f"{name}/{part}".encode() if part else name.encode())) % 2**32)
-        kind, shape = name.rpartition(".")[2], parameter.shape
+        generator.manual_seed((seed + zlib.crc32(_global_name(name, config).encode())) % 2**32)
+        kind, shape = name.rpartition(".")[2], _whole_shape(parameter)
         if kind == "A_log":
             value = uniform(shape, 1, 16).log()
         elif kind == "D" or "norm" in name.rpartition(".")[0].rpartition(".")[2] or kind == "layer_norm_weight":
@@ -136,4 +157,46 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str =
         else:
             writes_residual = any(part in name for part in ("out_proj", "linear_proj", "linear_fc2"))
             value = normal(shape, residual_std if writes_residual else config.init_std)
-        parameter.copy_(value)
+        gated = config.activation == "swiglu" and "linear_fc1" in name
+        parameter.copy_(_own_part(value, parameter, 2 if gated and kind == "weight" else 1))
+
+
+def _global_name(name: str, config: ModelConfig) -> str:
+    """The name in an undivided model: experts are numbered over all ranks, and base layers over all stages."""
+    experts = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    stages = stage_patterns(config.pattern, parallel_state.get_pipeline_model_parallel_world_size())
+    firsts = {
+        "local_experts.": experts * parallel_state.get_expert_model_parallel_rank(),
+        "decoder.layers.": sum(map(len, stages[: parallel_state.get_pipeline_model_parallel_rank()])),
+    }
+    pattern = r"(local_experts\.|^decoder\.layers\.)(\d+)"
+    return re.sub(pattern, lambda found: f"{found[1]}{int(found[2]) + firsts[found[1]]}", name)
+
+
+def _tensor_ranks(parameter: nn.Parameter) -> int:
+    """Ranks that a parameter is split over."""
+    split = getattr(parameter, "tensor_model_parallel", False)
+    return parallel_state.get_tensor_model_parallel_world_size() if split else 1
+
+
+def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+    shape = list(parameter.shape)
+    if (ranks := _tensor_ranks(parameter)) > 1:
+        shape[parameter.partition_dim] *= ranks  # type: ignore[attr-defined]
+    return torch.Size(shape)
+
+
+def _own_part(whole: torch.Tensor, parameter: nn.Parameter, blocks: int) -> torch.Tensor:
+    """What this rank holds of a whole tensor.
+
+    `blocks` equal parts of it, or those of `parameter.partition_sizes` (which counts this rank's rows), are each split
+    over the ranks: the gates and values of a gated linear, or z, x, B, C and dt of a Mamba2 projection.
+    """
+    ranks = _tensor_ranks(parameter)
+    if ranks == 1:
+        return whole
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    sizes = getattr(parameter, "partition_sizes", None) or [parameter.shape[dim] // blocks] * blocks
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    parts = whole.split([size * ranks for size in sizes], dim)
+    return torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)

@@ -45,6 +45,16 @@ def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInpu
     return model.decoder(hidden_states=hidden, attention_mask=None, inference_context=inputs)
 
 
+def gather_sequence(model: HybridModel, hidden: Tensor) -> Tensor:
+    """[s, b, h] of every rank's hidden [s / tp, b, h] under sequence parallelism; as it is without.
+
+    The ranks must do the same with the result, so that each comes to the whole gradient of it.
+    """
+    if not model.config.sequence_parallel:
+        return hidden
+    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+
+
 def output_weight(model: HybridModel) -> Tensor:
     """This rank's rows of the lm_head, [v / tp, h]."""
     if model.share_embeddings_and_output_weights:
@@ -137,10 +147,9 @@ def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:
 
 def shift_states(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
     """hidden [s, b, h] (s / tp under sequence parallelism) moved to the front by `depth`, 0 where there is none."""
-    parallel = model.config.sequence_parallel
-    whole = gather_from_sequence_parallel_region(hidden) if parallel else hidden
+    whole = gather_sequence(model, hidden)
     moved = F.pad(whole[depth:], (0, 0, 0, 0, 0, min(depth, len(whole))))
-    return scatter_to_sequence_parallel_region(moved) if parallel else moved
+    return scatter_to_sequence_parallel_region(moved) if model.config.sequence_parallel else moved
 
 
 def unroll_depths(

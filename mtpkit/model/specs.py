@@ -33,7 +33,12 @@ from mtpkit.model.layers.residual import AttentionLayer, MambaLayer, MixtureLaye
 
 
 def transformer_config(
-    config: ModelConfig, dtype: torch.dtype, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    expert_parallel: int,
+    sequence_parallel: bool,
 ) -> TransformerConfig:
     """megatron-core's view of a model; the `ModelConfig` itself is its attribute `mtpkit`."""
     settings: dict[str, Any] = dict(
@@ -66,7 +71,7 @@ def transformer_config(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
         expert_model_parallel_size=expert_parallel,
-        sequence_parallel=tensor_parallel > 1 and config.num_moe_experts > 0,
+        sequence_parallel=sequence_parallel,
     )
     if "M" in config.pattern + config.mtp_pattern:
         settings |= dict(

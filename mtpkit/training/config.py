@@ -117,6 +117,20 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
+    distributed: bool = True
+    """Each data-parallel rank keeps its share of the fp32 weights and moments, rather than all of them."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is split over processes; what is left of them is data-parallel, each with its own sequences."""
+
+    tensor: int = 1
+    """Ranks that split matrices, attention heads and the vocabulary, and the sequence between them."""
+    pipeline: int = 1
+    """Stages of the base's layers. The last one trains the heads; the others only run forward, ahead of it."""
+    expert: int = 1
+    """Data-parallel ranks that split the experts of a mixture among themselves."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,7 @@ class TrainConfig:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     steps: int = 1000
     """Optimizer steps of the whole run."""
     seed: int = 0
@@ -151,7 +166,8 @@ class TrainConfig:
     """Of weights and activations; the optimizer works in fp32 either way."""
     cache: str = ""
     """Directory of the base's final hidden states, of all sequences, written first where they are not there yet: heads
-    are then trained without the base in memory. See `mtpkit data cache`. Empty: the base runs along."""
+    are then trained without the base in memory, which `heads.init: base` alone still loads, to start from. See
+    `mtpkit data cache`. Empty: the base runs along."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = "auto"
     """Of the cache; `float8_e4m3fn` has a scale for each token. `auto`: `dtype`, with which losses are the same."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
@@ -188,6 +204,7 @@ class TrainConfig:
             **dict.fromkeys(("optimizer.warmup_steps", "optimizer.clip_grad", "optimizer.min_lr"), 0),
             **dict.fromkeys(("optimizer.weight_decay", "loss.beta", "heads.fit_tokens"), 0),
             **dict.fromkeys(("loss.chunk_size", "loss.top_k"), 0),
+            **dict.fromkeys(("parallel.tensor", "parallel.pipeline", "parallel.expert"), 1),
         }
         for key, smallest in least.items():
             value = self._get(key)
@@ -195,6 +212,13 @@ class TrainConfig:
                 yield f"{key} must be at least {smallest}, not {value}"
         if not data.train:
             yield "data.train is empty: name at least one file"
+        if self.cache and self.parallel.pipeline > 1:
+            yield "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1 or cache="
+        if data.sequence_length % max(1, self.parallel.tensor):
+            yield (
+                f"data.sequence_length {data.sequence_length} cannot be split over parallel.tensor="
+                f"{self.parallel.tensor} ranks: make it a multiple"
+            )
         if data.global_batch_size % max(1, data.micro_batch_size):
             yield (
                 f"data.global_batch_size {data.global_batch_size} is not a multiple of "

@@ -18,7 +18,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.data import PackedBatch
-from mtpkit.model import output_weight, unroll_depths
+from mtpkit.model import gather_sequence, output_weight, unroll_depths
 from mtpkit.training.cache import base_states
 from mtpkit.training.config import HeadAttention
 from mtpkit.training.loss import LossOptions, head_agreement, head_losses
@@ -123,14 +123,17 @@ def run_depths(
     attention: HeadAttention,
     options: LossOptions,
     mix: HiddenMix | None = None,
+    hidden: Tensor | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, DepthSums]:
     """Sum of each depth's loss over its selected tokens, [K] with its gradient, and the batch's sums.
 
-    The base runs without gradients. Positions that no depth selects cost no lm_head; a depth that does not select
-    a position that another does reads some finite row there, which its mask drops. `recompute` as in `unroll_depths`.
+    `hidden` [s, b, h] (s / tp under sequence parallelism) are the base's hidden states; None: the base runs, without
+    gradients. Tensor-parallel ranks come to the same losses and sums. Positions that no depth selects cost no lm_head;
+    a depth that does not select a position that another does reads some finite row there, which its mask drops.
+    `recompute` as in `unroll_depths`.
     """
-    compared = _unroll(model, batch, num_depths, attention, mix, recompute)
+    compared = _unroll(model, batch, num_depths, attention, mix, hidden, recompute)
     losses, matches = head_losses(**compared.inputs, options=options)
     counts = count_accepted(compared.spread(matches), compared.selected)
     return losses, compared.sums(losses.detach(), counts)
@@ -138,7 +141,12 @@ def run_depths(
 
 @torch.no_grad()
 def measure_depths(
-    model: HybridModel, batch: PackedBatch, num_depths: int, attention: HeadAttention, options: LossOptions
+    model: HybridModel,
+    batch: PackedBatch,
+    num_depths: int,
+    attention: HeadAttention,
+    options: LossOptions,
+    hidden: Tensor | None = None,
 ) -> DepthSums:
     """The sums of a batch with acceptance under all `DECODINGS`, and no gradient.
 
@@ -147,7 +155,7 @@ def measure_depths(
     where it is the draft, or for drawn drafts with probability min(1, q(t) / p(t)), which makes min(p, q) in all. On
     other text they are about the places where the text goes on as the heads would.
     """
-    compared = _unroll(model, batch, num_depths, attention)
+    compared = _unroll(model, batch, num_depths, attention, hidden=hidden)
     losses, found = head_agreement(**compared.inputs, options=options)
     chances = {
         "greedy": (found.match, found.match),
@@ -187,11 +195,12 @@ def _unroll(
     num_depths: int,
     attention: HeadAttention,
     mix: HiddenMix | None = None,
+    hidden: Tensor | None = None,
     recompute: bool = False,
 ) -> _Compared:
-    """Run the base and all depths over a batch."""
+    """Run all depths over a batch, and the base if that was not done."""
     assert attention != "auto", "the settings are not resolved"
-    hidden = base_states(model, batch)
+    hidden = base_states(model, batch) if hidden is None else hidden
     batch_size = batch.token_ids.shape[0]
     selected = select_targets(batch.loss_mask, batch.documents, num_depths)
     rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
@@ -199,11 +208,12 @@ def _unroll(
         model, hidden, batch.token_ids, num_depths, attention, batch.documents, batch.positions, mix, recompute
     )
     students = [
-        states.flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)] for depth, states in enumerate(drafted, start=1)
+        gather_sequence(model, states).flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)]
+        for depth, states in enumerate(drafted, start=1)
     ]
     compared = dict(
         students=students,
-        teacher=hidden.flatten(0, 1)[rows],
+        teacher=gather_sequence(model, hidden).flatten(0, 1)[rows],
         weight=output_weight(model),
         targets=batch.token_ids.t().flatten()[rows + batch_size],
         mask=selected.flatten(1)[:, rows],

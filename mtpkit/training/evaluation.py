@@ -1,7 +1,6 @@
 """Acceptance on held-out data, by source: the same in the loop of a run and for any checkpoint."""
 
 import functools
-import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mtpkit.training.config import HeadAttention, LossConfig, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums
 from mtpkit.training.heads import resolve_attention
 from mtpkit.training.loss import LossOptions
+from mtpkit.training.parallel import even_share
 from mtpkit.training.step import evaluate, loss_options
 
 
@@ -106,7 +106,7 @@ def evaluate_sources(
     sources = {}
     for source in dataset.sources:
         batches = _batches(dataset, source, settings.batch_size, settings.max_sequences)
-        share = (batch.to(device) for batch in itertools.islice(batches, group.rank(), None, group.size()))
+        share = (batch.to(device) for batch in even_share(batches, group))
         sources[source] = evaluate(model, share, settings.num_depths, settings.attention, settings.options, group)
     return Evaluation(sources, settings.depth_weights)
 

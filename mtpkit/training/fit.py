@@ -9,13 +9,17 @@ Shape legend: s sequence, b batch, h hidden size, n tokens that count.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
 from mtpkit.data import PackedBatch
-from mtpkit.model import SequenceInput, base_forward, embed
+from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence
+from mtpkit.model.build import stage_patterns
+from mtpkit.training.parallel import own_rows
+from mtpkit.training.pipeline import from_last_stage, stream_base
 
 RIDGE = 1e-2
 """Penalty on the weights, in units of the inputs' mean square."""
@@ -25,54 +29,67 @@ RIDGE = 1e-2
 def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> float:
     """Set every head's `eh_proj` to the ridge regression onto what enters the copied layers one token later.
 
-    All ranks must be given the same batches.
+    All ranks must be given the same batches. Collective, over pipeline stages too.
 
     Returns:
         The share of the target's square that the regression explains on these batches, at most 1.
     """
     sums: tuple[Tensor, ...] | None = None  # over tokens: x^T x, x^T y and y^T y
-    for batch in batches:
-        x, y = (part.double() for part in _pairs(model, batch))
+    explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for batch, states in stream_base(model, batches, partial(_run_base, model), width=2):
+        x, y = (part.double() for part in _pairs(model, batch, states))
         parts = (x.t() @ x, x.t() @ y, y.square().sum())
         sums = parts if sums is None else tuple(a + b for a, b in zip(sums, parts, strict=True))
-    assert sums is not None, "no batch was given"
-    inputs, targets, total = sums
+    if model.mtp_process:
+        assert sums is not None, "no batch was given"
+        explained += _solve(model, *sums)
+    return float(from_last_stage(model, explained))
+
+
+def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -> Tensor:
+    """Set the projections by the sums over tokens; the share explained."""
     penalty = RIDGE * inputs.diagonal().mean() * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
     solution = torch.linalg.solve(inputs + penalty, targets)  # [2h, h]
     for head in model.mtp.layers:
-        head.eh_proj.weight.copy_(_own_rows(solution.t(), head.eh_proj.weight, model))
-    return float((solution * (2 * targets - inputs @ solution)).sum() / total)
+        head.eh_proj.weight.copy_(own_rows(solution.t(), head.eh_proj.weight, model))
+    return (solution * (2 * targets - inputs @ solution)).sum() / total
 
 
-def _pairs(model: HybridModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor]:
     """What a head reads [n, 2h], and what should enter its layers [n, h], wherever both are of one document."""
     head = model.mtp.layers[0]
-    hidden, residual = _run_base(model, batch)
-    x = torch.cat([head.enorm(embed(model, batch.token_ids[:, 1:])), head.hnorm(hidden[:-1])], -1)
+    embedding, hidden, residual = (gather_sequence(model, t) for t in (embed(model, batch.token_ids), *states))
+    x = torch.cat([head.enorm(embedding[1:]), head.hnorm(hidden[:-1])], -1)
     same = (batch.documents[:, 1:] == batch.documents[:, :-1]).t()
     return x[same], residual[1:][same]
 
 
-def _run_base(model: HybridModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """The base's hidden states, and its last residual stream less what the copied layers added to it, [s, b, h]."""
-    config, added = model.mtpkit_config, {}
+def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = None) -> Tensor:
+    """A stage's hidden states, and what it makes of the residual stream for the fit, [2, s, b, h].
+
+    On the last stage the second is the base's last residual stream less what the copied layers added to it; before,
+    what those of the stages up to there took from it.
+    """
+    config, group = model.mtpkit_config, model.pg_collection.pp
+    taken = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
         before = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         after = output[0] if isinstance(output, tuple) else output
-        added[module] = before if module is model.decoder.final_norm else before - after
+        taken.append(before if module is getattr(model.decoder, "final_norm", None) else before - after)
 
-    copied = {config.pattern.rindex(letter) for letter in config.mtp_pattern}
-    modules = [model.decoder.final_norm, *(model.decoder.layers[index] for index in copied)]
+    if received is not None:
+        hidden, so_far = received
+        model.set_input_tensor(hidden)
+        taken.append(so_far)
+    first = sum(map(len, stage_patterns(config.pattern, group.size())[: group.rank()]))
+    copied = {config.pattern.rindex(letter) - first for letter in config.mtp_pattern}
+    modules = [layer for number, layer in enumerate(model.decoder.layers) if number in copied]
+    modules += [model.decoder.final_norm] if model.post_process else []
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
         hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
     finally:
         for hook in hooks:
             hook.remove()
-    return hidden, torch.stack(list(added.values())).sum(0)
-
-
-def _own_rows(weight: Tensor, local: Tensor, model: HybridModel) -> Tensor:
-    """This tensor-parallel rank's rows of a whole weight [h, 2h], of which `local` is its part."""
-    return weight.chunk(weight.shape[0] // local.shape[0])[model.pg_collection.tp.rank()]
+    return torch.stack([hidden, sum(taken, torch.zeros_like(hidden))])

@@ -1,19 +1,26 @@
 """The model of a run: a base from a directory, with its own heads or fresh ones."""
 
+import bisect
 import dataclasses
 import gc
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import nn
 
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, init_weights
+from mtpkit.model.build import stage_patterns
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.freeze import HEAD_PREFIX
+from mtpkit.training.parallel import own_rows
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
@@ -92,7 +99,18 @@ def build_with_heads(
         UserError: the weights in `config.model` do not fit its config.
     """
     dtype = getattr(torch, config.dtype)
-    model = build_model(model_config, dtype=dtype, device=device, seed=config.seed, base_layers=base_layers)
+    parallel = config.parallel
+    model = build_model(
+        model_config,
+        dtype=dtype,
+        device=device,
+        tensor_parallel=parallel.tensor,
+        pipeline_parallel=parallel.pipeline,
+        expert_parallel=parallel.expert,
+        sequence_parallel=parallel.tensor > 1,
+        init="none",
+        base_layers=base_layers,
+    )
     if load_weights:
         new = config.heads.init != "checkpoint"
         load_model_weights(model, Path(config.model), strict=base_layers, allow_missing_heads=new)
@@ -107,16 +125,40 @@ def build_with_heads(
 def init_from_base(model: HybridModel) -> None:
     """Start each head as the base's last layers of its kinds, reading the sum of embedding and hidden state.
 
-    What is there before stays as noise in `eh_proj`; everything else but the input norms is replaced.
+    What is there before stays as noise in `eh_proj`; everything else but the input norms is replaced. Collective over a
+    pipeline, whose earlier stages may hold these layers.
     """
-    pattern = model.mtpkit_config.pattern
-    for head in model.mtp.layers:
+    heads = model.mtp.layers if model.mtp_process else []
+    for place, letter in enumerate(model.mtpkit_config.mtp_pattern):
+        layers = [head.mtp_model_layer.layers[place] for head in heads]
+        _copy_layer(model, model.mtpkit_config.pattern.rindex(letter), layers)
+    for head in heads:
         weight = head.eh_proj.weight
-        identity = torch.eye(weight.shape[0], dtype=weight.dtype, device=weight.device)
-        weight.add_(torch.cat([identity, identity], dim=1))
-        for letter, layer in zip(model.mtpkit_config.mtp_pattern, head.mtp_model_layer.layers, strict=True):
-            layer.load_state_dict(model.decoder.layers[pattern.rindex(letter)].state_dict())
+        identity = torch.eye(weight.shape[1] // 2, dtype=weight.dtype, device=weight.device)
+        weight.add_(own_rows(torch.cat([identity, identity], dim=1), weight, model))
         head.final_layernorm.weight.copy_(model.decoder.final_norm.weight)
+
+
+def _copy_layer(model: HybridModel, number: int, layers: Sequence[nn.Module]) -> None:
+    """Give `layers`, which the last stage has, the weights of a base layer; its stage sends them."""
+    group = model.pg_collection.pp
+    last = group.size() - 1
+    counts = [len(part) for part in stage_patterns(model.mtpkit_config.pattern, group.size())]
+    ends = list(itertools.accumulate(counts))
+    holder = bisect.bisect_right(ends, number)
+    if group.rank() == holder:
+        source = model.decoder.layers[number - ends[holder] + counts[holder]].state_dict()
+        for value in source.values() if holder != last else ():
+            if isinstance(value, torch.Tensor):
+                dist.send(value.contiguous(), group=group, group_dst=last)
+    elif group.rank() == last:
+        source = layers[0].state_dict()
+        for name, value in source.items():
+            if isinstance(value, torch.Tensor):
+                source[name] = torch.empty_like(value)
+                dist.recv(source[name], group=group, group_src=holder)
+    for layer in layers:
+        layer.load_state_dict(source)
 
 
 def drop_base_layers(model: HybridModel) -> None:

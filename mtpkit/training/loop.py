@@ -21,6 +21,7 @@ from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.metrics import MetricsLog, Throughput, check_wandb
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
+from mtpkit.training.parallel import check_layout, has_results
 from mtpkit.training.report import write_report
 from mtpkit.training.run import RunDirectory
 from mtpkit.training.signals import StopSignal
@@ -34,7 +35,7 @@ def train(config: TrainConfig) -> Path:
         UserError: the model, the data or an earlier run in `output` does not fit the settings.
         MtpkitError: the gradient is not finite, or a frozen tensor changed.
     """
-    ensure_distributed()
+    ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(config.matmul_precision)
     trainer = Trainer(config)
@@ -56,6 +57,7 @@ class Trainer:
         self.rank, self.num_ranks = self.group.rank(), self.group.size()
         check_wandb(config.log.wandb)
         self.config, model_config = resolve(config)
+        check_layout(config.parallel, model_config)
         self.directory = RunDirectory(self.config)
         self.loader: PackedLoader | ReadAhead = self._loader()
         self.eval_data = open_dataset(config, config.data.eval) if config.data.eval else None
@@ -79,7 +81,7 @@ class Trainer:
             self.directory.path,
             self.step,
             config.steps,
-            enabled=dist.get_rank() == 0,
+            enabled=has_results(),
             wandb=config.log.wandb,
             settings=dataclasses.asdict(self.config),
         )

@@ -5,11 +5,11 @@ in fewer steps than with AdamW. Steps are scaled to the size of AdamW's (Liu et 
 arXiv:2502.16982), so that one learning rate serves both.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from mtpkit.training.flat import FlatBuffer, Region, is_matrix
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz step, from the method's authors: steep at zero, and not exact at one."""
@@ -38,39 +38,55 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Muon:
-    """Nesterov momentum, orthogonalised, on matrices whose gradients are neighbours in one flat buffer.
+    """Nesterov momentum, orthogonalised, on the matrices of flat buffers.
 
-    Under tensor parallelism a rank's part of a matrix is a matrix of its own.
+    A matrix that tensor-parallel ranks split is put together first: its directions are those of the whole.
 
     Args:
-        matrices: fp32, [m, n] each, with their gradients in `grad`.
-        flat_grad: the buffer that these gradients are views of, in order and nothing else.
         momentum: decay of the running sum of gradients.
         weight_decay: decoupled, as AdamW's.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], flat_grad: Tensor, momentum: float, weight_decay: float):
-        self.matrices, self.flat_grad = list(matrices), flat_grad
+    def __init__(self, momentum: float, weight_decay: float):
         self.momentum, self.weight_decay = momentum, weight_decay
-        self.buffers = [torch.zeros_like(matrix) for matrix in self.matrices]
+        self._parts: list[tuple[FlatBuffer, Region]] = []
+
+    def add(self, buffer: FlatBuffer, region: Region) -> None:
+        """Update this region, which is what a rank owns of all matrices of the buffer."""
+        region.tensors["momentum_buffer"] = torch.zeros_like(region.master)
+        self._parts.append((buffer, region))
 
     @torch.no_grad()
-    def step(self, lr: float, group: dist.ProcessGroup | None = None) -> None:
-        """Update the matrices by gradients that are the same on all ranks of `group`, which share the work.
+    def step(self, lr: float) -> None:
+        """Update the regions by the summed gradients in their buffers, which are overwritten, all of them.
 
-        Collective. Each rank orthogonalises some of the matrices; the gradients become what was made of them.
+        Collective. Each data-parallel rank orthogonalises some of the matrices.
         """
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        for index, (matrix, buffer) in enumerate(zip(self.matrices, self.buffers, strict=True)):
-            grad = matrix.grad
-            assert grad is not None
-            buffer.mul_(self.momentum).add_(grad)
-            if index % ranks == rank:
-                grad.copy_(orthogonalize(grad.add_(buffer, alpha=self.momentum)))
-            else:
-                grad.zero_()
-        dist.all_reduce(self.flat_grad, group=group)
-        for matrix in self.matrices:
-            assert matrix.grad is not None
-            matrix.mul_(1 - lr * self.weight_decay)
-            matrix.add_(matrix.grad, alpha=-lr * RMS_OF_ADAMW * max(matrix.shape) ** 0.5)
+        for buffer, region in self._parts:
+            momentum = region.tensors["momentum_buffer"]
+            momentum.mul_(self.momentum).add_(region.grad)
+            region.grad.add_(momentum, alpha=self.momentum)
+            buffer.gather()
+            matrices = [pair for pair in zip(buffer.parameters, buffer.grads, strict=True) if is_matrix(pair[0])]
+            for index, (parameter, grad) in enumerate(matrices):
+                if index % buffer.group.size() == buffer.group.rank():
+                    grad.copy_(_orthogonal_step(parameter, grad, buffer.tensor_group))
+                else:
+                    grad.zero_()
+            buffer.reduce()
+            region.master.mul_(1 - lr * self.weight_decay).add_(region.grad, alpha=-lr)
+
+
+def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the step at a learning rate of 1, from its part of the gradient."""
+    ranks = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
+    if ranks == 1:
+        return _scaled(grad)
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    parts = [torch.empty_like(grad) for _ in range(ranks)]
+    dist.all_gather(parts, grad.contiguous(), group=group)
+    return _scaled(torch.cat(parts, dim)).chunk(ranks, dim)[group.rank()]
+
+
+def _scaled(matrix: Tensor) -> Tensor:
+    return orthogonalize(matrix) * (RMS_OF_ADAMW * max(matrix.shape) ** 0.5)

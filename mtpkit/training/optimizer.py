@@ -1,19 +1,18 @@
-"""AdamW or Muon on fp32 master weights of the heads, whose gradients live in one flat fp32 buffer."""
+"""AdamW or Muon on fp32 master weights of the heads, spread over data-parallel ranks as `flat` has it."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-)
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from torch import Tensor, nn
 
 from mtpkit.errors import MtpkitError
 from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region
 from mtpkit.training.muon import Muon
 
 
@@ -26,101 +25,114 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class HeadOptimizer:
-    """Accumulates the heads' gradients over micro-batches, sums them over ranks, clips and steps.
+    """Accumulates the heads' gradients over micro-batches in fp32, sums them over ranks, clips and steps.
 
-    Masters of fp32 parameters are the parameters' own memory; bf16 parameters are rounded from theirs at each step.
+    Parameters are rounded from their fp32 masters at each step. Experts that ranks have split among themselves are
+    summed over the ranks that hold the same ones, all other parameters over all data-parallel ranks. On pipeline stages
+    without heads there are no parameters and nothing happens. megatron-core's groups exist.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
-        self.parameters = list(parameters)
         self.clip_grad = config.clip_grad
-        self.masters = [parameter.detach().float().requires_grad_() for parameter in self.parameters]
-        matrices = [master for master in self.masters if config.kind == "muon" and master.ndim == 2]
-        others = [master for master in self.masters if config.kind != "muon" or master.ndim != 2]
-        self._flat_grad = _flatten_grads(matrices + others)
-        self._muon = Muon(
-            matrices, self._flat_grad[: sum(m.numel() for m in matrices)], config.momentum, config.weight_decay
+        self.parameters = list(parameters)
+        tensor, expert_tensor = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
         )
-        groups = [
-            {"params": [m for m in others if m.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [m for m in others if m.ndim < 2], "weight_decay": 0.0},
+        experts = [parameter for parameter in self.parameters if not getattr(parameter, "allreduce", True)]
+        others = [parameter for parameter in self.parameters if getattr(parameter, "allreduce", True)]
+        self.buffers = [
+            FlatBuffer(some, group, tensor_group, config.distributed)
+            for some, group, tensor_group in (
+                (others, parallel_state.get_data_parallel_group(), tensor),
+                (experts, parallel_state.get_expert_data_parallel_group(), expert_tensor),
+            )
+            if some
+        ]
+        self._muon = Muon(config.momentum, config.weight_decay)
+        matrices, vectors = (MATRIX, PARTIAL_MATRIX), (PARTIAL_VECTOR, VECTOR)
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": config.weight_decay},
+            {"params": [], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        for master in others:  # AdamW would make these at its first step; a checkpoint is loaded before
-            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        for buffer in self.buffers:
+            if config.kind == "muon":
+                self._muon.add(buffer, buffer.region(matrices))
+                self._add_adamw(0, buffer.region((DECAYED,)))
+            else:
+                self._add_adamw(0, buffer.region((DECAYED, *matrices)))
+            self._add_adamw(1, buffer.region(vectors))
+
+    def _add_adamw(self, group: int, region: Region) -> None:
+        """Have AdamW update a region; its moments are made here, not at its first step, for a checkpoint to fill."""
+        master = region.master.requires_grad_()
+        master.grad = region.grad
+        moments = {name: torch.zeros_like(region.grad) for name in ("exp_avg", "exp_avg_sq")}
+        region.tensors |= moments
+        if len(master):
+            self._adamw.param_groups[group]["params"].append(master)
             self._adamw.state[master] = {"step": torch.tensor(0.0), **moments}
 
     def accumulate(self) -> None:
-        """Move the gradients of one backward into the fp32 buffer."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter.grad is not None and master.grad is not None:
-                master.grad.add_(parameter.grad)
-                parameter.grad = None
+        """Move the gradients of one backward into the fp32 buffers."""
+        for buffer in self.buffers:
+            buffer.accumulate()
 
     @torch.no_grad()
-    def step(self, lr: float, group: dist.ProcessGroup | None = None) -> float:
-        """Sum the gradients over `group`, clip, update the parameters, and clear the gradients.
+    def step(self, lr: float) -> float:
+        """Sum the gradients over ranks, clip, update the parameters, and clear the gradients.
+
+        Collective over the ranks that have heads.
 
         Returns:
-            The gradient's global norm before clipping.
+            The global norm of the gradient before clipping, every parameter counted once; 0 without parameters.
 
         Raises:
             MtpkitError: the gradient is not finite; nothing is updated.
         """
-        dist.all_reduce(self._flat_grad, group=group)
-        norm = float(self._flat_grad.norm())
+        if not self.buffers:
+            return 0.0
+        norm = self.reduce()
         if not math.isfinite(norm):
             raise MtpkitError(f"the gradient's norm is {norm}; lower optimizer.lr or set dtype=float32")
         if self.clip_grad and norm > self.clip_grad:
-            self._flat_grad.mul_(self.clip_grad / norm)
+            for buffer in self.buffers:
+                buffer.own.mul_(self.clip_grad / norm)
         for param_group in self._adamw.param_groups:
             param_group["lr"] = lr
         self._adamw.step()
-        if self._muon.matrices:
-            self._muon.step(lr, group)
-        self._flat_grad.zero_()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.copy_(master)
+        self._muon.step(lr)
+        for buffer in self.buffers:
+            buffer.write_back()
         return norm
 
-    def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Masters and moments for `mtpkit.checkpoint`, cut over ranks as `model_state` cuts the parameters.
+    def reduce(self) -> float:
+        """Sum every gradient over the ranks that have a part of it; the global norm."""
+        square = torch.zeros((), dtype=torch.float64, device=self.buffers[0].flat.device)
+        for buffer in self.buffers:
+            buffer.sum_partial()
+            buffer.reduce()
+            square += buffer.square_norm()
+        dist.all_reduce(square, group=parallel_state.get_tensor_and_data_parallel_group())
+        return float(square.sqrt())
 
-        `model_state` is the model's own `sharded_state_dict()`, of whatever nesting.
+    def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Masters and moments for `mtpkit.checkpoint`, in pieces of the parameters as `model_state` has them.
+
+        `model_state` is the model's own `sharded_state_dict()`, of whatever nesting. The pieces load at any layout.
         """
-        sharded = get_param_id_to_sharded_param_map(dict(model_state), self.parameters)
-        return {
-            str(index): {
-                name: make_sharded_optimizer_tensor(sharded[index], tensor, prefix=f"optimizer.state.{name}")
-                for name, tensor in self._tensors(index).items()
-            }
-            for index in range(len(self.parameters))
-        }
+        if not self.buffers:
+            return {}
+        found = get_param_id_to_sharded_param_map(dict(model_state), self.parameters)
+        parts = {id(parameter): found[index] for index, parameter in enumerate(self.parameters)}
+        return {str(index): buffer.sharded_state(parts) for index, buffer in enumerate(self.buffers)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]], step: int) -> None:
         """Take the tensors that `sharded_state_dict` asked for, after `step` updates; sets the parameters too."""
-        for index, parameter in enumerate(self.parameters):
-            for name, tensor in self._tensors(index).items():
-                tensor.copy_(state[str(index)][name])
-            if (moments := self._adamw.state.get(self.masters[index])) is not None:
-                moments["step"].fill_(step)
-            parameter.copy_(self.masters[index])
-
-    def _tensors(self, index: int) -> dict[str, Tensor]:
-        master = self.masters[index]
-        if master in self._adamw.state:
-            moments = {name: self._adamw.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
-        else:
-            place = next(i for i, matrix in enumerate(self._muon.matrices) if matrix is master)
-            moments = {"momentum_buffer": self._muon.buffers[place]}
-        return {"fp32_param": master.detach(), **moments}
-
-
-def _flatten_grads(tensors: Sequence[Tensor]) -> Tensor:
-    """One fp32 buffer of zeros; the `grad` of each tensor becomes its part of it, in order."""
-    sizes = [tensor.numel() for tensor in tensors]
-    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=tensors[0].device)
-    for tensor, grad in zip(tensors, flat.split(sizes), strict=True):
-        tensor.grad = grad.view_as(tensor)
-    return flat
+        for index, buffer in enumerate(self.buffers):
+            buffer.load(state.get(str(index), {}))
+            buffer.write_back()
+        for moments in self._adamw.state.values():
+            moments["step"].fill_(step)

@@ -44,6 +44,10 @@ MAY_CHANGE = {
     "keep_best",
     "log.wandb",
     "resume",
+    "optimizer.distributed",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.expert",
 }
 """Settings that a resumed run may have otherwise than before."""
 
@@ -137,7 +141,7 @@ class RunDirectory:
             return 0
         state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=bool(self._config.cache))
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"], state["iteration"])
+        optimizer.load_state_dict(state.get("optimizer", {}), state["iteration"])
         loader.load_state_dict(state["loader"])
         if state.get("best") and self._config.keep_best:
             best = Best(**state["best"])

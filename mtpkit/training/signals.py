@@ -16,6 +16,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._noted = False
         self._previous: signal.Handlers | object = signal.SIG_DFL
+        self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
     def __enter__(self) -> "StopSignal":
         self._previous = signal.signal(signal.SIGTERM, self._note)
@@ -23,12 +24,24 @@ class StopSignal:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
+        if error is None and self._asked is not None:
+            self._asked[1].wait()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Whether any rank was signalled; all ranks get the same answer. Collective."""
+        """Whether any rank was signalled before the last call; all ranks get the same answer.
+
+        Collective. The answer to a call is that of the one before, so that no rank waits for the slowest one: the first
+        stages of a pipeline run ahead of the last.
+        """
+        asked = self._asked
         noted = torch.tensor(float(self._noted), device=device)
-        dist.all_reduce(noted, op=dist.ReduceOp.MAX)
-        return bool(noted)
+        work = dist.all_reduce(noted, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._asked = noted, work
+        if asked is None:
+            return False
+        asked[1].wait()
+        return bool(asked[0])

@@ -13,6 +13,7 @@ from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths, run_dep
 from mtpkit.training.loss import LossOptions
 from mtpkit.training.mixing import HiddenMix
 from mtpkit.training.optimizer import HeadOptimizer
+from mtpkit.training.pipeline import from_last_stage, stream_base
 
 
 def loss_options(config: TrainConfig) -> LossOptions:
@@ -36,7 +37,8 @@ def train_step(
     of every rank in `group`: however the tokens are spread, each counts the same.
 
     Returns:
-        The sums over the global batch, and the gradient's norm before clipping.
+        The sums over the global batch, and the gradient's norm before clipping; zeros on pipeline stages without heads,
+        which do not wait for the last one.
     """
     num_depths = config.heads.num_depths
     selected = [select_targets(batch.loss_mask, batch.documents, num_depths) for batch in batches]
@@ -46,14 +48,15 @@ def train_step(
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
     mix = _hidden_mix(model, config, step, group)
-    for batch in batches:
+    attention, options = config.heads.attention, loss_options(config)
+    for batch, hidden in stream_base(model, batches):
         losses, batch_sums = run_depths(
-            model, batch, num_depths, config.heads.attention, loss_options(config), mix, config.heads.recompute
+            model, batch, num_depths, attention, options, mix, hidden, config.heads.recompute
         )
         (losses * scale).sum().backward()
         optimizer.accumulate()
         sums += batch_sums
-    norm = optimizer.step(lr, group)
+    norm = optimizer.step(lr)
     return sums.all_reduce(group), norm
 
 
@@ -80,8 +83,11 @@ def evaluate(
     options: LossOptions,
     group: dist.ProcessGroup | None = None,
 ) -> DepthSums:
-    """Losses and acceptance on held-out batches, see `measure_depths`, of all ranks in `group` together."""
+    """Losses and acceptance on held-out batches, see `measure_depths`, of all ranks in `group` together.
+
+    Collective; every pipeline stage gets the result.
+    """
     sums = DepthSums.zero(num_depths, next(model.parameters()).device, len(DECODINGS))
-    for batch in batches:
-        sums += measure_depths(model, batch, num_depths, attention, options)
-    return sums.all_reduce(group)
+    for batch, hidden in stream_base(model, batches):
+        sums += measure_depths(model, batch, num_depths, attention, options, hidden)
+    return DepthSums(from_last_stage(model, sums.all_reduce(group).values))

@@ -9,7 +9,7 @@ from mtpkit.errors import MtpkitError
 from mtpkit.training.config import OptimizerConfig, load_config
 from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
-from mtpkit.training.step import evaluate, train_step
+from mtpkit.training.step import evaluate, loss_options, train_step
 from tests.training.toy import cut, toy_batch, toy_model
 
 
@@ -79,7 +79,7 @@ def gradients(batches, *overrides):
     model = toy_model()
     optimizer = HeadOptimizer(freeze_base(model).values(), OptimizerConfig())
     found = []
-    optimizer.step = lambda lr, group: found.extend(master.grad.clone() for master in optimizer.masters) or 0.0
+    optimizer.step = lambda lr: found.extend(grad.clone() for grad in optimizer.buffers[0].grads) or 0.0
     sums, _ = train_step(model, batches, optimizer, toy_config(*overrides), 0.0)
     return sums.losses(), found
 
@@ -133,6 +133,7 @@ def test_a_changed_base_is_named():
 
 def test_evaluation_sums_over_batches():
     model, batch = toy_model(), toy_batch([[7, 10, 3], [20]])
-    whole = evaluate(model, [batch], toy_config())
-    parts = evaluate(model, [cut(batch, 0, 0, 20), cut(batch, 1, 0, 20)], toy_config())
+    settings = (3, "serving", loss_options(toy_config()))
+    whole = evaluate(model, [batch], *settings)
+    parts = evaluate(model, [cut(batch, 0, 0, 20), cut(batch, 1, 0, 20)], *settings)
     torch.testing.assert_close(whole.values, parts.values, rtol=1e-5, atol=1e-6)

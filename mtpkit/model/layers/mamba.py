@@ -64,6 +64,7 @@ class MambaMixer(MegatronModule):
             tp_comm_buffer_name="fc1",
             **common,
         )
+        self.in_proj.weight.partition_sizes = list(self._in_proj_parts().values())
         device, dtype = torch.cuda.current_device(), config.params_dtype
 
         def sharded(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -73,6 +74,8 @@ class MambaMixer(MegatronModule):
 
         self.conv1d_weight = sharded(self.conv_dim, 1, self.conv_kernel, dtype=dtype)
         self.conv1d_bias = sharded(self.conv_dim, dtype=dtype)
+        for parameter in (self.conv1d_weight, self.conv1d_bias):
+            parameter.partition_sizes = [self.inner, self.bc_width, self.bc_width]  # type: ignore[attr-defined]
         self.dt_bias = sharded(self.num_heads, dtype=dtype)
         self.A_log = sharded(self.num_heads, dtype=torch.float32)
         self.D = sharded(self.num_heads, dtype=torch.float32)

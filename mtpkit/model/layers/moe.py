@@ -19,6 +19,7 @@ class DuplicatedLinear(nn.Linear):
         super().__init__(
             input_size, output_size, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """x [..., input_size] to ([..., output_size], None)."""

@@ -74,6 +74,7 @@ class GatedRMSNorm(nn.Module):
         self.eps = config.layernorm_epsilon
         self.group_size, self.tp_group = group_size, tp_group
         self.weight = _ones(hidden_size, config)
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z: [..., hidden_size]; returns the dtype of x, computed in fp32."""

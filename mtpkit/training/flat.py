@@ -1,0 +1,225 @@
+"""fp32 gradients, master weights and moments of the heads, spread over data-parallel ranks.
+
+The gradients of all parameters with one data-parallel group are views of one flat fp32 buffer. A rank owns one of the
+buffer's equal parts: it alone gets that part's sum over ranks, keeps master weights and moments of it, and updates it
+(ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054). The updated weights are gathered in the same buffer. Summing
+into parts and gathering them sends as much as summing everywhere.
+"""
+
+import itertools
+import math
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor, nn
+
+DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR = range(5)
+"""Kinds of parameters in the order in which a buffer has them. Neighbours share their treatment: weight decay (all but
+vectors), Muon (matrices), and a sum over tensor-parallel ranks, of whose sequence each rank has seen a part (partial).
+"""
+PADDING = 64  # a rank's part has a multiple of so many elements, for aligned loads
+
+
+def kind_of(parameter: nn.Parameter) -> int:
+    """The kind of a parameter."""
+    partial = getattr(parameter, "sequence_parallel", False)
+    if parameter.ndim < 2:
+        return PARTIAL_VECTOR if partial else VECTOR
+    if parameter.ndim == 2:
+        return PARTIAL_MATRIX if partial else MATRIX
+    assert not partial, "no such parameter is known"
+    return DECAYED
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether Muon is for it."""
+    return parameter.ndim == 2
+
+
+@dataclass
+class Region:
+    """Neighbouring elements of a buffer that this rank owns and updates in one way."""
+
+    first: int
+    """Place of the first one in the buffer."""
+    grad: Tensor
+    """[n] fp32, in the buffer."""
+    tensors: dict[str, Tensor]
+    """[n] fp32 each: `fp32_param` and what the optimizer keeps, as checkpoints name them."""
+
+    @property
+    def master(self) -> Tensor:
+        """The fp32 weights."""
+        return self.tensors["fp32_param"]
+
+
+@dataclass
+class FlatBuffer:
+    """Parameters of one data-parallel `group`, their summed gradients, and this rank's part of both.
+
+    Args:
+        parameters: in any order; the buffer sorts them.
+        group: ranks that hold copies of these parameters and see other data.
+        tensor_group: ranks that split these parameters.
+        distributed: False: every rank owns the whole buffer.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    group: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup
+    distributed: bool
+    regions: list[Region] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parameters = sorted(self.parameters, key=kind_of)
+        shards = self.group.size() if self.distributed else 1
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._bounds = list(itertools.accumulate(sizes, initial=0))
+        part = -(-sum(sizes) // (shards * PADDING)) * PADDING
+        device = self.parameters[0].device
+        self.flat = torch.zeros(shards * part, dtype=torch.float32, device=device)
+        self.first = part * (self.group.rank() if self.distributed else 0)
+        self.own = self.flat[self.first : self.first + part]
+        views = self.flat[: sum(sizes)].split(sizes)
+        self.grads = [view.view_as(parameter) for view, parameter in zip(views, self.parameters, strict=True)]
+        """fp32, of each parameter's shape; after `gather` the parameters' values in full precision."""
+
+    def region(self, kinds: Sequence[int]) -> Region:
+        """What this rank owns of neighbouring kinds, with masters of the parameters as they are."""
+        start, end = self._span(kinds)
+        start, end = (min(max(place, self.first), self.first + len(self.own)) for place in (start, end))
+        master = torch.empty(end - start, dtype=torch.float32, device=self.flat.device)
+        for begin, parameter in zip(self._bounds, self.parameters, strict=False):
+            low, high = max(begin, start), min(begin + parameter.numel(), end)
+            if low < high:
+                master[low - start : high - start] = parameter.detach().flatten()[low - begin : high - begin]
+        region = Region(start, self.flat[start:end], {"fp32_param": master})
+        self.regions.append(region)
+        return region
+
+    def accumulate(self) -> None:
+        """Move the parameters' gradients into the buffer."""
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            if parameter.grad is not None:
+                grad.add_(parameter.grad)
+                parameter.grad = None
+
+    def sum_partial(self) -> None:
+        """Add up the gradients of which each tensor-parallel rank has a part."""
+        start, end = self._span((PARTIAL_MATRIX, PARTIAL_VECTOR))
+        if self.tensor_group.size() > 1 and start < end:
+            dist.all_reduce(self.flat[start:end], group=self.tensor_group)
+
+    def reduce(self) -> None:
+        """Sum the buffer over ranks, where this rank owns it."""
+        if self.group.size() == 1:
+            return
+        if self.distributed:
+            dist.reduce_scatter_tensor(self.own, self.flat, group=self.group)
+        else:
+            dist.all_reduce(self.flat, group=self.group)
+
+    def gather(self) -> None:
+        """Fill the buffer with what each rank has in its own part."""
+        if self.distributed and self.group.size() > 1:
+            dist.all_gather_into_tensor(self.flat, self.own, group=self.group)
+
+    def square_norm(self) -> Tensor:
+        """[] fp64: of this rank's share of the summed gradient; over all ranks every parameter counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.flat.device)
+        if not self.distributed and self.group.rank() > 0:
+            return total
+        for start, end in self._counted():
+            start, end = max(start, self.first), min(end, self.first + len(self.own))
+            if start < end:
+                total += torch.linalg.vector_norm(self.flat[start:end]).double().square()
+        return total
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Set the parameters to the masters of all ranks, and clear the gradients."""
+        for region in self.regions:
+            region.grad.copy_(region.master)
+        self.gather()
+        for parameter, value in zip(self.parameters, self.grads, strict=True):
+            parameter.copy_(value)
+        self.flat.zero_()
+
+    def sharded_state(self, parts: Mapping[int, ShardedTensor | ShardedTensorFactory]) -> dict[str, Any]:
+        """What this rank owns, for megatron-core's checkpoints; `load` takes the same nesting back.
+
+        Args:
+            parts: how the model's own checkpoint has each parameter, by `id` of it.
+        """
+        state: dict[str, Any] = {}
+        for region in self.regions:
+            for name, tensor in region.tensors.items():
+                for low, piece in self._pieces(region, name, tensor, parts):
+                    state.setdefault(name, {})[str(low)] = piece
+        return state
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take tensors that `sharded_state` asked for."""
+        for region in self.regions:
+            for name, tensor in region.tensors.items():
+                for low, piece in state.get(name, {}).items():
+                    start = int(low) - region.first
+                    if 0 <= start < len(tensor):
+                        tensor[start : start + piece.numel()].copy_(piece.flatten())
+
+    def _pieces(
+        self, region: Region, name: str, tensor: Tensor, parts: Mapping[int, ShardedTensor | ShardedTensorFactory]
+    ) -> Iterator[tuple[int, ShardedTensor]]:
+        """(place in the buffer, piece) of what a region has of each parameter, in blocks of whole tensors' entries."""
+        for begin, parameter in zip(self._bounds, self.parameters, strict=False):
+            entry = parts[id(parameter)]
+            whole = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+            for part in whole:
+                offset = begin + part.data.storage_offset() - parameter.storage_offset()
+                low, high = max(offset, region.first), min(offset + part.data.numel(), region.first + len(tensor))
+                while low < high:
+                    block = _block(part, low - offset, high - offset, replicated=not self.distributed)
+                    place, count = low - region.first, math.prod(block.local_shape)
+                    data = tensor.detach()[place : place + count].view(block.local_shape)
+                    yield low, replace(block, key=f"optimizer.state.{name}.{part.key}", data=data, dtype=data.dtype)
+                    low += count
+
+    def _span(self, kinds: Sequence[int]) -> tuple[int, int]:
+        """First place of neighbouring kinds, and that after them."""
+        own = [kind_of(parameter) for parameter in self.parameters]
+        return self._bounds[bisect_left(own, kinds[0])], self._bounds[bisect_right(own, kinds[-1])]
+
+    def _counted(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the buffer that no other tensor-parallel rank counts, neighbours in one."""
+        start = end = 0
+        for parameter, (first, after) in zip(self.parameters, itertools.pairwise(self._bounds), strict=True):
+            if self.tensor_group.rank() == 0 or getattr(parameter, "tensor_model_parallel", False):
+                if first > end:
+                    yield start, end
+                    start = first
+                end = after
+        yield start, end
+
+
+def _block(part: ShardedTensor, low: int, high: int, replicated: bool) -> ShardedTensor:
+    """The largest block of a tensor's entries that starts at `low` and ends by `high` in their order in memory.
+
+    Example, entries 2 .. 12 of a part of shape [4, 3]: [0, 2], then rows 1 .. 3, then [3, 0].
+    """
+    shape = part.local_shape
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    dim = next(d for d, stride in enumerate(strides) if low % stride == 0 and high - low >= stride)
+    place = [low // stride % size for stride, size in zip(strides, shape, strict=True)]
+    count = min((high - low) // strides[dim], shape[dim] - place[dim])
+    lead = part.prepend_axis_num
+    offset = (*part.global_offset[:lead], *map(operator.add, part.global_offset[lead:], place))
+    replica = part.replica_id if replicated or isinstance(part.replica_id, int) else (*part.replica_id[:-1], 0)
+    block = (*[1] * (lead + dim), count, *shape[dim + 1 :])
+    return ShardedTensor(part.key, None, part.dtype, block, part.global_shape, offset, None, replica)

@@ -1,0 +1,108 @@
+"""How a run is spread over processes, and what has to fit for that.
+
+DP: every rank has all heads and its own sequences. TP with sequence parallelism: ranks split matrices, heads of
+attention and the vocabulary, and between them the sequence. PP: see `pipeline`. EP: data-parallel ranks split the
+experts among themselves. All are megatron-core's, and products of them are allowed.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor
+
+from mtpkit.config import ModelConfig
+from mtpkit.data import PackedBatch
+from mtpkit.errors import UserError
+from mtpkit.training.config import ParallelConfig
+
+SPLIT_BY_TENSOR = {
+    "": ("hidden_size", "vocab_size"),
+    "M": ("mamba_num_heads", "mamba_num_groups"),
+    "*": ("num_attention_heads",),
+    "-": ("ffn_hidden_size",),
+    "E": ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+}
+"""What tensor-parallel ranks divide among themselves, by the layer that has it."""
+
+
+def has_results() -> bool:
+    """Whether this is the one rank that logs: the first of those with heads."""
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
+    )
+
+
+def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Whether a model can be spread so.
+
+    Raises:
+        UserError: it cannot; names every setting and what it may be.
+    """
+    problems = list(_problems(parallel, model))
+    if problems:
+        raise UserError("parallel: " + "; ".join(problems))
+
+
+def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+    letters = model.pattern + model.mtp_pattern
+    for letter, fields in SPLIT_BY_TENSOR.items():
+        for field in fields if letter in letters else ():
+            if getattr(model, field) % parallel.tensor:
+                yield (
+                    f"the model's {field} {getattr(model, field)} cannot be split over tensor={parallel.tensor} ranks; "
+                    "set parallel.tensor to a divisor of it"
+                )
+    groups = model.num_query_groups
+    if "*" in letters and groups % parallel.tensor and parallel.tensor % groups:
+        yield (
+            f"the model's num_query_groups {groups} and tensor={parallel.tensor} do not divide each other; set "
+            "parallel.tensor to a divisor or a multiple of it"
+        )
+    if parallel.pipeline > len(model.pattern):
+        yield (
+            f"the base has {len(model.pattern)} layers, too few for pipeline={parallel.pipeline} stages; set "
+            f"parallel.pipeline to at most {len(model.pattern)}"
+        )
+    if parallel.expert > 1 and "E" not in letters:
+        yield f"the model has no experts to split over expert={parallel.expert} ranks; set parallel.expert=1"
+    elif parallel.expert > 1 and model.num_moe_experts % parallel.expert:
+        yield (
+            f"the model's {model.num_moe_experts} experts cannot be split over expert={parallel.expert} ranks; set "
+            "parallel.expert to a divisor of it"
+        )
+
+
+def even_share(batches: Iterable[PackedBatch], group: dist.ProcessGroup) -> Iterator[PackedBatch]:
+    """This rank's share of batches, every n-th of n ranks, as many on all ranks and of one shape at a time.
+
+    Ranks that share experts run every layer together. What is short is filled up with sequences that have nothing to
+    learn and so count for nothing.
+    """
+    for turn in itertools.batched(batches, group.size()):
+        spare = dataclasses.replace(turn[0], loss_mask=torch.zeros_like(turn[0].loss_mask))
+        yield _filled(turn[group.rank()] if group.rank() < len(turn) else spare, len(turn[0].token_ids))
+
+
+def _filled(batch: PackedBatch, rows: int) -> PackedBatch:
+    """A batch with its first sequence repeated, unwanted, until there are so many."""
+    short = rows - len(batch.token_ids)
+    if not short:
+        return batch
+    repeat = torch.arange(rows, device=batch.token_ids.device) % len(batch.token_ids)
+    changes: dict[str, Any] = {name: getattr(batch, name)[repeat] for name in ("token_ids", "documents", "positions")}
+    if (cached := batch.hidden) is not None:
+        changes["hidden"] = lambda: cached().map(lambda states: states[repeat.cpu()])
+    return dataclasses.replace(batch, **changes, loss_mask=F.pad(batch.loss_mask, (0, 0, 0, short)))
+
+
+def own_rows(weight: Tensor, local: Tensor, model: HybridModel) -> Tensor:
+    """This tensor-parallel rank's rows of a whole weight [m, n], of which `local` is its part."""
+    return weight.chunk(weight.shape[0] // local.shape[0])[model.pg_collection.tp.rank()]

@@ -1,0 +1,102 @@
+"""What the processes of `test_parallel` do: gradients and whole runs at one layout after the other."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from megatron.core import parallel_state
+
+from mtpkit.checkpoint.load import _global_shape, _local_slice, _targets
+from mtpkit.model import build_model
+from mtpkit.training import load_config, train
+from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.freeze import freeze_base
+from mtpkit.training.optimizer import HeadOptimizer
+from mtpkit.training.step import train_step
+from tests.training.toy import CONFIG, cut, toy_batch
+
+EXPERTS = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16, ffn_hidden_size=48)
+PACKED, WHOLE = [[7, 10, 7], [4, 18, 2], [11, 2, 11], [1, 22, 1]], [[24]] * 4
+LEARNING = ["model=base", "output=run", "data.train=[a.txt]", "loss.chunk_size=16"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data and what it learns."""
+
+    model: dict
+    lengths: list
+    settings: list = field(default_factory=list)
+
+    def config(self):
+        return CONFIG.replace(**{"mtp_num_depths": 2, "qk_layernorm": True, **EXPERTS, **self.model})
+
+
+CASES = {
+    "experts": Case(
+        dict(pattern="M*E-", mtp_pattern="*E", moe_latent_size=8), PACKED, ["heads.attention=serving", "loss.kind=kl"]
+    ),
+    "experts_whole": Case(dict(pattern="*EM", mtp_pattern="E*"), WHOLE, ["heads.attention=serving", "loss.kind=tv"]),
+    "mamba": Case(
+        dict(pattern="M*-M", mtp_pattern="M-", activation="swiglu"), PACKED, ["heads.attention=serving", "loss.kind=ce"]
+    ),
+    "distinct": Case(
+        dict(pattern="M-*", mtp_pattern="*M-", mtp_use_repeated_layer=False, position_embedding_type="rope"),
+        WHOLE,
+        ["heads.attention=per_depth", "loss.kind=kl", "loss.top_k=5"],
+    ),
+}
+
+
+class Recorder(HeadOptimizer):
+    """Puts the summed gradients in the parameters' place, instead of a step."""
+
+    def step(self, lr):
+        norm = self.reduce() if self.buffers else 0.0
+        for buffer in self.buffers:
+            buffer.gather()
+            for parameter, grad in zip(buffer.parameters, buffer.grads, strict=True):
+                parameter.data.copy_(grad)
+        return norm
+
+
+def gradients(case, layout, distributed=True):
+    """(losses, norm, {name: (shape of the whole, [(place, part)])}) of a step over the case's sequences."""
+    tensor = layout.get("tensor_parallel", 1)
+    model = build_model(case.config(), device="cpu", seed=3, sequence_parallel=tensor > 1, **layout)
+    optimizer = Recorder(freeze_base(model).values(), OptimizerConfig(distributed=distributed))
+    group = parallel_state.get_data_parallel_group()
+    batch = toy_batch(case.lengths)
+    batch.loss_mask[1, 5:] = False  # sequences have different numbers of targets
+    share = len(case.lengths) // group.size()
+    rows = range(group.rank() * share, (group.rank() + 1) * share)
+    config = load_config(None, [*LEARNING, "heads.num_depths=2", *case.settings])
+    sums, norm = train_step(model, [cut(batch, row, 0, 24) for row in rows], optimizer, config, 0.0, group)
+    parts = {
+        name: (_global_shape(shards[0]), [(_local_slice(shard), shard.data.clone()) for shard in shards])
+        for name, shards in _targets(model).items()
+        if name.startswith("mtp.") and not name.endswith("expert_bias")
+    }
+    return sums.losses(), norm, parts
+
+
+def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
+    """Every job in turn: ("gradients", name, case, layout, distributed) or ("train", overrides)."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for kind, *what in jobs:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        if kind == "train":
+            train(load_config(None, what[0]))
+        else:
+            name, case, layout, distributed = what
+            torch.save(gradients(CASES[case], layout, distributed), out / f"{name}.{rank}.pt")
+
+
+def launch(out: Path, ranks: int, port: int, jobs: list) -> None:
+    """Run jobs in so many processes."""
+    mp.spawn(work, (out, ranks, port, jobs), nprocs=ranks)

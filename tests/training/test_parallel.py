@@ -1,0 +1,229 @@
+"""Tensor, sequence, pipeline, expert and data parallelism and their products against one process."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpkit.checkpoint import load_model, save_model
+from mtpkit.errors import UserError
+from mtpkit.model import build_model
+from mtpkit.training import load_config, train
+from mtpkit.training.config import ParallelConfig
+from mtpkit.training.parallel import check_layout
+from tests.training.parallel_ranks import CASES, EXPERTS, gradients, launch
+from tests.training.toy import CONFIG
+
+TWO = {
+    "data": {},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "expert": {"expert_parallel": 2},
+}
+FOUR = {
+    "tensor_pipeline": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "tensor_expert": {"tensor_parallel": 2, "expert_parallel": 2},
+    "pipeline_expert": {"pipeline_parallel": 2, "expert_parallel": 2},
+    "tensor_data": {"tensor_parallel": 2},
+}
+TOLERANCE = 1e-4
+
+
+def fits(layout, case):
+    return "expert_parallel" not in layout or "E" in CASES[case].model["pattern"]
+
+
+def gradient_jobs(layouts):
+    jobs = [
+        ("gradients", f"{name}-{case}", case, layout, True)
+        for name, layout in layouts.items()
+        for case in CASES
+        if fits(layout, case)
+    ]
+    return [*jobs, ("gradients", "undistributed", "experts", layouts.get("expert", layouts.get("tensor_data")), False)]
+
+
+def run_settings(base, text_files):
+    """Of short runs at one learning rate, so that they can be carried on by more steps."""
+    values = {
+        "model": base,
+        "data.train": f"[{text_files[0]}]",
+        "data.eval": f"[{text_files[1]}]",
+        "data.sequence_length": 32,
+        "data.micro_batch_size": 2,
+        "data.global_batch_size": 8,
+        "data.eval_sequences": 5,
+        "heads.num_depths": 2,
+        "heads.pattern": "'*E'",
+        "heads.init": "base",
+        "heads.fit_tokens": 256,
+        "optimizer.warmup_steps": 1,
+        "optimizer.lr": 2e-3,
+        "optimizer.min_lr": 2e-3,
+        "steps": 4,
+        "log_interval": 1,
+        "eval_interval": 4,
+        "save_interval": 100,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer_dir):
+    """A base with experts, and a tokenizer."""
+    directory = tmp_path_factory.mktemp("moe_base")
+    sizes = dict(pattern="*EM-M", mtp_pattern="", mtp_num_depths=0, vocab_size=300, init_std=0.3)
+    save_model(build_model(CONFIG.replace(**{**EXPERTS, **sizes}), device="cpu"), directory)
+    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def settings(base, text_files):
+    return run_settings(base, text_files)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, settings):
+    """What two processes wrote: gradients of all cases, and runs."""
+    out = tmp_path_factory.mktemp("two")
+    runs = {
+        "tensor": ["parallel.tensor=2", "optimizer.kind=muon"],
+        "pipeline": ["parallel.pipeline=2"],
+        "expert": ["parallel.expert=2", "optimizer.kind=muon", "data.micro_batch_size=1"],
+        "moves": ["parallel.tensor=2", "steps=1"],
+    }
+    jobs = [("train", [*settings, f"output={out / name}", *changes]) for name, changes in runs.items()]
+    for changes in (
+        ["parallel.pipeline=2", "steps=2"],
+        ["parallel.expert=2", "steps=3", "optimizer.distributed=false"],
+    ):
+        jobs.append(("train", [*settings, f"output={out / 'moves'}", *changes]))
+    launch(out, 2, free_port(), [*gradient_jobs(TWO), *jobs])
+    return out
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """What four processes wrote: gradients of all cases."""
+    out = tmp_path_factory.mktemp("four")
+    launch(out, 4, free_port(), gradient_jobs(FOUR))
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Losses, norm and gradients of one process, by case."""
+    return {name: gradients(case, {}) for name, case in CASES.items()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def assembled(out: Path, name: str):
+    """Losses, norm, and every whole gradient, put together from all ranks; parts that several have must be equal."""
+    wholes: dict[str, torch.Tensor] = {}
+    results = [torch.load(path, weights_only=False) for path in sorted(out.glob(f"{name}.*.pt"))]
+    for _, _, parts in results:
+        for key, (shape, pieces) in parts.items():
+            whole = wholes.setdefault(key, torch.full(shape, torch.nan))
+            for place, part in pieces:
+                held = whole[place]
+                assert held.isnan().all() or torch.allclose(held, part, rtol=1e-5, atol=1e-8), f"ranks differ in {key}"
+                whole[place] = part
+    losses, norm, _ = next(result for result in results if result[2])  # pipeline stages without heads have none
+    return losses, norm, wholes
+
+
+def assert_equal_gradients(found, expected):
+    losses, norm, wholes = found
+    want_losses, want_norm, want_parts = expected
+    assert losses == pytest.approx(want_losses, rel=1e-5)
+    assert norm == pytest.approx(want_norm, rel=TOLERANCE)
+    assert wholes.keys() == want_parts.keys()
+    for name, (shape, pieces) in want_parts.items():
+        want = torch.full(shape, torch.nan)
+        for place, part in pieces:
+            want[place] = part
+        assert want.any(), name
+        error = (wholes[name] - want).norm() / want.norm()
+        assert error < TOLERANCE, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("layout", "case"), [(n, c) for n, layout in TWO.items() for c in CASES if fits(layout, c)])
+def test_two_processes_have_the_gradients_of_one(two, alone, layout, case):
+    assert_equal_gradients(assembled(two, f"{layout}-{case}"), alone[case])
+
+
+@pytest.mark.parametrize(("layout", "case"), [(n, c) for n, layout in FOUR.items() for c in CASES if fits(layout, c)])
+def test_products_have_the_gradients_of_one(four, alone, layout, case):
+    assert_equal_gradients(assembled(four, f"{layout}-{case}"), alone[case])
+
+
+def test_an_optimizer_that_is_not_distributed_has_the_same_gradients(two, alone):
+    assert_equal_gradients(assembled(two, "undistributed"), alone["experts"])
+
+
+def metrics(output, kind="train"):
+    lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == kind}
+
+
+@pytest.fixture(scope="module")
+def runs_alone(tmp_path_factory, settings):
+    """Runs of one process, by optimizer."""
+    out = tmp_path_factory.mktemp("alone")
+    return {
+        kind: train(load_config(None, [*settings, f"output={out / kind}", f"optimizer.kind={kind}"]))
+        for kind in ("adamw", "muon")
+    }
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("tensor", "muon"), ("pipeline", "adamw"), ("expert", "muon")])
+def test_runs_have_the_losses_of_one_process(two, runs_alone, name, optimizer):
+    for kind in ("train", "eval"):
+        want, have = metrics(runs_alone[optimizer], kind), metrics(two / name, kind)
+        assert have.keys() == want.keys()
+        for step, line in want.items():
+            assert have[step]["loss"] == pytest.approx(line["loss"], rel=TOLERANCE)
+            assert have[step]["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
+    for step, line in metrics(runs_alone[optimizer]).items():
+        assert metrics(two / name)[step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+    trained, other = (load_model(path).state_dict() for path in (runs_alone[optimizer], two / name))
+    for key, value in trained.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(other[key], value, rtol=1e-2, atol=1e-3)
+
+
+def test_a_run_goes_on_at_another_layout(two, runs_alone, settings):
+    """From two tensor-parallel ranks over two stages and two expert-parallel ranks to one process."""
+    train(load_config(None, [*settings, f"output={two / 'moves'}"]))
+    have, want = (metrics(path) for path in (two / "moves", runs_alone["adamw"]))
+    assert [have[step]["loss"] for step in (1, 2, 3, 4)] == pytest.approx(
+        [want[step]["loss"] for step in (1, 2, 3, 4)], rel=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tensor": 3}, r"hidden_size 32 cannot be split over tensor=3 .* set parallel\.tensor to a divisor"),
+        ({"tensor": 4}, r"mamba_num_groups 2 cannot"),
+        ({"pipeline": 4}, r"3 layers, too few for pipeline=4 stages; set parallel\.pipeline to at most 3"),
+        ({"expert": 2}, r"no experts .* set parallel\.expert=1"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(sizes, says):
+    with pytest.raises(UserError, match=says):
+        check_layout(ParallelConfig(**sizes), CONFIG)
+
+
+def test_settings_that_cannot_be_split_are_refused():
+    with pytest.raises(UserError, match=r"data\.sequence_length 31 .* make it a multiple"):
+        load_config(None, ["model=a", "output=b", "data.train=[c]", "data.sequence_length=31", "parallel.tensor=2"])
