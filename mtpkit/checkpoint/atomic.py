@@ -119,6 +119,18 @@ def write_file(path: Path, text: str) -> None:
             staging.unlink(missing_ok=True)
 
 
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a small file over another in one step."""
+    staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    with storage_errors(path):
+        try:
+            shutil.copyfile(source, staging)
+            fsync_path(staging)
+            staging.replace(path)
+        finally:
+            staging.unlink(missing_ok=True)
+
+
 def fsync_tree(root: Path) -> None:
     """Flush every file below `root`, and `root` itself, to the disk."""
     for path in root.rglob("*"):

@@ -1,7 +1,6 @@
 """Hugging Face checkpoints: safetensors shards read and written one tensor at a time."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from mtpkit.checkpoint.atomic import copy_file
 from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, list_names
 from mtpkit.errors import UserError
 
@@ -158,4 +158,4 @@ def copy_companions(source: Path, destination: Path) -> None:
     """Copy the files beside the weights: tokenizer, generation settings, chat template, remote code."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in COMPANION_SUFFIXES and path.name not in OWN_FILES:
-            shutil.copyfile(path, destination / path.name)
+            copy_file(path, destination / path.name)

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mtpkit.checkpoint.atomic import fsync_tree, replace_directory, storage_errors, write_file
+from mtpkit.checkpoint.atomic import copy_file, fsync_tree, replace_directory, storage_errors, write_file
 from mtpkit.checkpoint.base import add_base
 from mtpkit.checkpoint.hf import copy_companions
 from mtpkit.checkpoint.layout import (
@@ -134,7 +134,7 @@ def write_companions(directory: Path, source: Path) -> None:
         return
     copy_companions(source, directory)
     if (source / "config.json").exists():
-        shutil.copyfile(source / "config.json", directory / "config.json")
+        copy_file(source / "config.json", directory / "config.json")
 
 
 def load_checkpoint(
