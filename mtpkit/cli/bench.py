@@ -1,7 +1,7 @@
-"""`mtpkit bench`: how fast decoding, prefill and each kernel are, beside a copy and a matrix product."""
+"""`mtpkit bench`: how fast decoding, prefill, training and each kernel are, beside a copy and a matrix product."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -112,6 +112,81 @@ def prefill(
 
     config = PrefillConfig(batch_size, prompt_len, max_num_batched_tokens, k, repeats, seed)
     _finish(measure_prefill(_open(model, dtype), config, model), out)
+
+
+@app.command(cls=ListCommand)
+def train(
+    model: Annotated[
+        str, typer.Option(help="A shape (nemotron-h-8b, nemotron-h-tiny), or a model directory whose shape is taken.")
+    ] = NVIDIA_8B,
+    sequence_length: Annotated[list[int], typer.Option(help="Tokens of a packed sequence.")] = [4096],  # noqa: B006
+    loss: Annotated[list[str], typer.Option(help="kl, tv, ce.")] = ["kl"],  # noqa: B006
+    k: Annotated[int, typer.Option(help="Depths.")] = 3,
+    pattern: Annotated[str, typer.Option(help="Layers of one depth.")] = "*-",
+    distinct: Annotated[bool, typer.Option("--distinct", help="A block for each depth; needs per_depth.")] = False,
+    attention: Annotated[Literal["serving", "per_depth"], typer.Option(help="What a depth attends to.")] = "serving",
+    dtype: options.Dtype = "auto",
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences of one forward and backward.")] = 1,
+    micro_batches: Annotated[int, typer.Option(help="Of an optimizer step on each data-parallel rank.")] = 1,
+    document_len: Annotated[int | None, typer.Option(help="Tokens of a document; by default one a sequence.")] = None,
+    optimizer: Annotated[Literal["adamw", "muon"], typer.Option(help="What updates the heads.")] = "adamw",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Run each depth again in the backward.")] = False,
+    cached: Annotated[
+        bool, typer.Option("--cached", help="Take the base's hidden states from the host's memory; no base.")
+    ] = False,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks that split matrices, under torchrun.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(help="Stages of the base, under torchrun.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(help="Ranks that split experts, under torchrun.")] = 1,
+    backend: Annotated[str, typer.Option(help="What the layers are built from.")] = "local",
+    steps: Annotated[int, typer.Option(help="Optimizer steps; the median counts.")] = 5,
+    warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 3,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Time the trainer's own step on random tokens and weights: base, heads and optimizer, tokens/s, memory, TFLOP/s.
+
+    Counted are 2 FLOPs a base weight and token, 6 a head weight and depth, 4 a lm_head weight and depth. For several
+    GPUs: torchrun --no-python --nproc-per-node N mtpkit bench train ...
+    """
+    import torch
+
+    from mtpkit.bench.shapes import get_config
+    from mtpkit.bench.train import TrainBenchConfig, measure_training
+    from mtpkit.kernels.head_loss import LossKind
+    from mtpkit.training.config import ParallelConfig
+    from mtpkit.training.parallel import has_results
+
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    unknown = sorted(set(loss) - set(get_args(LossKind)))
+    if unknown:
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: not among {', '.join(get_args(LossKind))}", param_hint="--loss"
+        )
+    config = TrainBenchConfig(
+        sequence_lengths=tuple(sequence_length),
+        losses=tuple(loss),  # type: ignore[arg-type]
+        k=k,
+        pattern=pattern,
+        repeated=not distinct,
+        attention=attention,
+        dtype=dtype,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        document_len=document_len,
+        optimizer=optimizer,
+        recompute=recompute,
+        cached=cached,
+        parallel=ParallelConfig(tensor_parallel, pipeline_parallel, expert_parallel),
+        backend=backend,
+        steps=steps,
+        warm_up=warm_up,
+        seed=seed,
+    )
+    keep = None if out is None else lambda result: result.save(out)
+    result = measure_training(get_config(model), config, model, keep)
+    if has_results():
+        result.show()
 
 
 @app.command(cls=ListCommand)

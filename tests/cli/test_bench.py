@@ -80,6 +80,20 @@ def test_prefill(call, capsys):
     assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (2, 12, 16, 1)
 
 
+def test_train(call, capsys, tmp_path):
+    options = (
+        "--model nemotron-h-tiny --sequence-length 24 40 --loss kl tv ce --k 2 --pattern M* --distinct --recompute"
+    )
+    options += " --attention per_depth --document-len 9 --micro-batches 2 --steps 1 --warm-up 0 --optimizer muon"
+    assert call(app, "train", *options.split(), "--out", tmp_path) == 0
+    found = last_line(capsys)
+    cases = [(row["sequence_length"], row["loss"], row["tokens"]) for row in found["rows"]]
+    assert cases == [(n, kind, 2 * n) for n in (24, 40) for kind in ("kl", "tv", "ce")]
+    settings = found["settings"]
+    assert (settings["k"], settings["pattern"], settings["repeated"], settings["recompute"]) == (2, "M*", False, True)
+    assert json.loads((tmp_path / "train.json").read_text()) == found
+
+
 def test_kernels(call, capsys):
     options = "--model nemotron-h-tiny --rows 1 2 --k 1 --context-len 9 --ops rms_norm store_kv --device cpu"
     assert call(app, "kernels", *options.split()) == 0
@@ -101,6 +115,11 @@ def test_kernels_without_a_gpu(call, capsys, monkeypatch):
         ("decode --model nemotron-h-tiny --k 1 some", "'some' is neither a number nor 'auto'"),
         ("prefill --model nemotron-h-tiny --batch-size 0", "batch_size is 0, must be at least 1"),
         ("roofline --model nowhere", "model 'nowhere' is neither a shape"),
+        ("train --model nowhere", "model 'nowhere' is neither a shape"),
+        ("train --model nemotron-h-tiny --loss kl mse", "mse: not among kl, tv, ce"),
+        ("train --model nemotron-h-tiny --distinct", "serving attention is for one repeated head"),
+        ("train --model nemotron-h-tiny --sequence-length 64 3", "data.sequence_length must be at least 5"),
+        ("train --model nemotron-h-tiny --tensor-parallel 3", "set parallel.tensor to a divisor"),
     ],
 )
 def test_what_cannot_be_measured(command, error, call, capsys):

@@ -1,0 +1,87 @@
+"""The training benchmark drives the trainer's step, and its figures hang together."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mtpkit.bench import train
+from mtpkit.bench.roofline import layer_matrices
+from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
+from mtpkit.bench.stopwatch import Stopwatch
+from mtpkit.bench.train import TrainBenchConfig, measure_training
+from mtpkit.errors import MtpkitError, UserError
+
+CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm_up=1)
+
+
+def measure(**changes):
+    (row,) = measure_training(NEMOTRON_H_TINY, dataclasses.replace(CONFIG, **changes), "tiny").rows
+    return row
+
+
+def flops(config, pattern, k, base=True) -> float:
+    """From the shapes of matrices alone."""
+    matrices = sum(layer_matrices(config, letter) for letter in config.pattern) if base else 0
+    head = sum(layer_matrices(config, letter) for letter in pattern) + 2 * config.hidden_size**2
+    return 2 * matrices + 6 * k * head + 4 * k * config.vocab_size * config.hidden_size
+
+
+def test_the_count_is_the_one_of_the_field():
+    """25.0 GFLOP a token of Nemotron-H-8B with three depths of `*-`."""
+    assert flops(NEMOTRON_H_8B, "*-", 3) == pytest.approx(25.0e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_figures_hang_together(cached, monkeypatch):
+    calls, step = [], train.train_step
+    monkeypatch.setattr(train, "train_step", lambda *args: calls.append(args) or step(*args))
+    row = measure(micro_batch_size=2, micro_batches=2, document_len=10, cached=cached)
+    assert len(calls) == 3 and row.tokens == 128
+    assert row.tokens_per_s == pytest.approx(128 / row.seconds)
+    assert row.seconds == pytest.approx(row.base_seconds + row.heads_seconds + row.optimizer_seconds)
+    assert min(row.heads_seconds, row.optimizer_seconds) > 0
+    # Matrices, and a little for norms and convolutions.
+    want = flops(NEMOTRON_H_TINY, "*-", 3, base=not cached)
+    assert want < row.flops_per_token < 1.05 * want
+    assert row.flops_per_s == pytest.approx(row.flops_per_token * row.tokens_per_s)
+    assert 0 < row.matrix_share < 1 and row.peak_memory is None
+    assert (row.base_seconds == 0) == cached
+    model, batches = calls[0][:2]
+    assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
+    assert batches[0].documents[0].tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 2
+    assert not torch.equal(batches[0].token_ids, batches[1].token_ids)
+
+
+def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
+    step = train.train_step
+
+    def broken(*args):
+        sums, norm = step(*args)
+        sums.values[0, 1] = torch.nan
+        return sums, norm
+
+    monkeypatch.setattr(train, "train_step", broken)
+    with pytest.raises(MtpkitError, match="the loss kl is not finite"):
+        measure()
+
+
+def test_settings_that_cannot_be_measured_are_all_named():
+    with pytest.raises(UserError, match=r"micro_batches is 0.*; steps is 0.*; document_len is -1.*; serving attention"):
+        dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1, repeated=False)
+
+
+def test_the_stopwatch_adds_up_spans(device):
+    watch = Stopwatch(torch.device(device))
+    for name in ("a", "b", "a"):
+        with watch.span(name):
+            torch.ones(300, 300, device=device) @ torch.ones(300, 300, device=device)
+    first = watch.take()
+    assert set(first) == {"a", "b"} and min(first.values()) > 0
+    assert watch.take() == {}
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_memory_is_seen():
+    row = measure(dtype="bfloat16", sequence_lengths=(256,))
+    assert row.peak_memory > 0 and row.base_seconds > 0
