@@ -154,6 +154,9 @@ def measure_depths(
     wrote greedily, the others on text that it sampled at temperature 1. There a step goes on past the text's token t
     where it is the draft, or for drawn drafts with probability min(1, q(t) / p(t)), which makes min(p, q) in all. On
     other text they are about the places where the text goes on as the heads would.
+
+    All positions count alike. A decoder starts fewer steps where drafts are accepted, having jumped ahead: its own
+    count is lower where acceptance comes in runs. `served_acceptance` counts where greedy decoding starts.
     """
     compared = _unroll(model, batch, num_depths, attention, hidden=hidden)
     losses, found = head_agreement(**compared.inputs, options=options)
