@@ -70,10 +70,6 @@ class ReadAhead:
         self._num_read -= 1
         self.start()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     def _draw(self) -> None:
         readings = []
         for batch in next(self._loader):

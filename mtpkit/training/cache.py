@@ -188,38 +188,35 @@ class HiddenReader:
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: Split):
-        self._split = split
-        self._shards = []
+        self._rows_per_shard = split.rows_per_shard
+        fp8 = getattr(torch, manifest.cache_dtype) == FP8
+        self._shards: dict[str, list[Tensor]] = {"hidden": [], **({"scale": []} if fp8 else {})}
         for number, name in enumerate(split.files):
-            path = directory / name
-            self._shards.append(_open(path))
-            header = self._shards[-1].get_slice("hidden")
+            for key, tensors in self._shards.items():
+                tensors.append(_map_tensor(directory / name, key))
+            found = list(self._shards["hidden"][-1].shape)
             shape = [len(split.rows(number)), manifest.sequence_length, manifest.hidden_size]
-            if header.get_shape() != shape:
-                raise UserError(f"{path} has shape {header.get_shape()}, not {shape}; remove it, it is written anew")
-        self._has_scale = getattr(torch, manifest.cache_dtype) == FP8
+            if found != shape:
+                raise UserError(f"{directory / name} has shape {found}, not {shape}; remove it, it is written anew")
         self._pin = torch.cuda.is_available()
 
     def read(self, rows: np.ndarray) -> HiddenStates:
         """Of the sequences `rows` [b], in memory; pinned where there is a GPU."""
-        values = self._gather("hidden", rows)
-        return HiddenStates(values, self._gather("scale", rows) if self._has_scale else None)
-
-    def _gather(self, name: str, rows: np.ndarray) -> Tensor:
-        parts = []
-        for row in rows:
-            shard, place = divmod(int(row), self._split.rows_per_shard)
-            parts.append(self._shards[shard].get_slice(name)[place : place + 1])
-        first = parts[0]
-        whole = torch.empty((len(parts), *first.shape[1:]), dtype=first.dtype, pin_memory=self._pin)
-        for place, part in enumerate(parts):
-            whole[place] = part[0]
-        return whole
+        places = [divmod(int(row), self._rows_per_shard) for row in rows]
+        gathered = []
+        for tensors in self._shards.values():
+            first = tensors[0]
+            whole = torch.empty((len(places), *first.shape[1:]), dtype=first.dtype, pin_memory=self._pin)
+            for target, (shard, place) in zip(whole, places, strict=True):
+                target.copy_(tensors[shard][place])
+            gathered.append(whole)
+        return HiddenStates(*gathered)
 
 
-def _open(path: Path) -> Any:
+def _map_tensor(path: Path, name: str) -> Tensor:
+    """A tensor that stays in its file until it is read."""
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework="pt").get_tensor(name)
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; write it with mtpkit data cache") from error
     except (SafetensorError, OSError) as error:

@@ -41,6 +41,7 @@ from mtpkit.training.cache import (
 )
 from mtpkit.training.config import TrainConfig
 from mtpkit.training.heads import build_with_heads, drop_base_layers
+from mtpkit.training.parallel import check_layout
 
 Missing = dict[str, list[int]]
 """Numbers of the shards that are not there, by split."""
@@ -54,11 +55,13 @@ def write_cache(config: TrainConfig) -> None:
     """
     if not config.cache:
         raise UserError("no cache to write: set cache=DIR")
-    ensure_distributed()
+    parallel, model_config = config.parallel, load_model_config(config.model)
+    ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
+    check_layout(parallel, model_config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     train = open_dataset(config, config.data.train)
     heldout = open_dataset(config, config.data.eval) if config.data.eval else None
-    attach_cache(config, load_model_config(config.model), train, heldout, default_device())
+    attach_cache(config, model_config, train, heldout, default_device())
 
 
 def attach_cache(

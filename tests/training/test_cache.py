@@ -19,11 +19,14 @@ from mtpkit.checkpoint import load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.data import PackedLoader, build_dataset, load_tokenizer
 from mtpkit.errors import UserError
+from mtpkit.model import build_model
 from mtpkit.training import cache as cache_format
 from mtpkit.training import load_config, train, write_cache
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache import HiddenStates, Split
 from mtpkit.training.cache_write import attach_cache
+from tests.training.parallel_ranks import EXPERTS, launch
+from tests.training.toy import CONFIG
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +49,7 @@ def settings(toy_base, text_files, tmp_path):
         "log_interval": 1,
         "eval_interval": 2,
         "save_interval": 100,
+        "keep_best": "false",
     }
 
 
@@ -144,9 +148,13 @@ def test_checkpoints_share_the_base_and_hold_it_whole(settings, tmp_path, toy_ba
     assert all(torch.equal(tensor, first[name]) for name, tensor in base.items())
 
 
-def test_the_base_is_not_in_memory(settings, tmp_path, monkeypatch):
+@pytest.mark.parametrize("init", ["fresh", "base"])
+def test_the_base_is_not_in_memory(settings, tmp_path, monkeypatch, init):
+    write_cache(load_config(None, overrides(settings, cache=tmp_path / "cache")))
     monkeypatch.setattr("mtpkit.training.loop.Trainer.run", lambda self, stop: self.model)
-    model = run(settings, cache=tmp_path / "cache")
+    if init == "fresh":  # it never was
+        monkeypatch.setattr("mtpkit.training.loop.drop_base_layers", lambda model: None)
+    model = run(settings, cache=tmp_path / "cache", **{"heads.init": init, "heads.fit_tokens": 64})
     assert {name for name, _ in model.named_parameters() if not name.startswith("mtp.")} == {
         "embedding.word_embeddings.weight",
         "decoder.final_norm.weight",
@@ -281,7 +289,7 @@ def test_killed_and_begun_again_on_two_ranks(settings, tmp_path, monkeypatch):
     kept = files(directory)
     shards = [name for name in kept if name.endswith(".safetensors")]
     assert process.returncode == -signal.SIGKILL and 5 <= len(shards) < 74
-    torn = directory / ".train-00063-of-00064.safetensors.writing"
+    torn = directory / f".{shards[0]}.writing"
     torn.write_bytes(b"torn")
     process = start(settings, tmp_path, ranks=2, cache=directory)
     printed, _ = process.communicate()
@@ -303,6 +311,32 @@ def test_two_do_not_write_at_once(settings, tmp_path):
     finally:
         os.close(lock)
     assert not any((tmp_path / "cache").iterdir())
+
+
+def test_there_must_be_a_cache_to_write(settings):
+    with pytest.raises(UserError, match="set cache=DIR"):
+        write_cache(load_config(None, overrides(settings)))
+    with pytest.raises(UserError, match=r"cache_dtype=bfloat16 has no effect without a cache"):
+        load_config(None, overrides(settings, cache_dtype="bfloat16"))
+
+
+def test_ranks_that_split_the_base_write_and_read_as_one(settings, tokenizer_dir, tmp_path, free_port):
+    sizes = dict(pattern="*EM-", mtp_pattern="", mtp_num_depths=0, vocab_size=300)
+    settings["model"] = tmp_path / "base"
+    save_model(build_model(CONFIG.replace(**{**EXPERTS, **sizes}), device="cpu"), tmp_path / "base")
+    shutil.copytree(tokenizer_dir, tmp_path / "base", dirs_exist_ok=True)
+    alone = run(settings, cache=tmp_path / "alone", output=tmp_path / "run")
+    runs = {
+        kind: {f"parallel.{kind}": 2, "cache": tmp_path / f"cache_{kind}", "output": tmp_path / kind}
+        for kind in ("tensor", "expert")
+    }
+    launch(tmp_path, 2, free_port, [("train", overrides(settings, **changes)) for changes in runs.values()])
+    for kind, changes in runs.items():
+        for name in contents(changes["cache"]).keys() | contents(tmp_path / "alone").keys():
+            found, wanted = (load_file(path / name)["hidden"] for path in (changes["cache"], tmp_path / "alone"))
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        losses, expected = ([line["loss"] for line in numbers(output)] for output in (tmp_path / kind, alone))
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def test_reading_ahead_is_in_order_and_counts_what_was_handed_out(text_files, tokenizer_dir):
