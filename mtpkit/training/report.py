@@ -122,8 +122,8 @@ class _Panel:
 
     title: str
     curves: list[Curve]
-    share: bool = False
-    """Values are between 0 and 1."""
+    limits: tuple[float | None, float | None] = (None, None)
+    """Of the values that are shown; None: as they come."""
 
 
 def _panels(train: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[_Panel]:
@@ -147,15 +147,17 @@ def _panels(train: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[_P
     decodings = {"greedy": "", "sampling": "sampling_", "drawn drafts": "draft_sampling_"}
     return [
         _Panel("loss", [_plain(train, "loss", "training"), _plain(evals, "loss", "held-out")]),
-        _Panel(f"conditional acceptance, {where}", rates, share=True),
+        _Panel(f"conditional acceptance, {where}", rates, limits=(0, 1)),
         _Panel(f"acceptance length, {where}", by_source),
         _Panel(
             "acceptance length by decoding, held-out",
             [_plain(evals, f"{prefix}acceptance_length", label) for label, prefix in decodings.items()],
         ),
         _Panel("learning rate", [_plain(train, "lr", "")]),
-        _Panel("tokens/s", [_plain(train, "tokens_per_s", "")]),
-        _Panel("model FLOPs utilization", [_plain([line for line in train if "mfu" in line], "mfu", "")], share=True),
+        _Panel("tokens/s", [_plain(train, "tokens_per_s", "")], limits=(0, None)),
+        _Panel(
+            "model FLOPs utilization", [_plain([line for line in train if "mfu" in line], "mfu", "")], limits=(0, 1)
+        ),
     ]
 
 
@@ -185,7 +187,7 @@ def _draw(panel: _Panel) -> str:
         for label, steps, values in panel.curves:
             marker = "o" if len(steps) < 30 else ""
             axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.2)
-        axes.set(title=panel.title, xlabel="step", ylim=(0, 1) if panel.share else None)
+        axes.set(title=panel.title, xlabel="step", ylim=panel.limits)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if any(label for label, *_ in panel.curves):

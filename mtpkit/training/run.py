@@ -91,7 +91,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             for path in self.path.iterdir():
                 if LEFT_OVER.fullmatch(path.name):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             save_config(self._config, self._settings)
             self._mark_best()
         dist.barrier()

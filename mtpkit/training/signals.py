@@ -11,7 +11,7 @@ class StopSignal:
     """While entered, SIGTERM is noted instead of ending the process.
 
     A launcher that is told to stop tells its workers, and a scheduler may tell both: a second signal says nothing new.
-    torchrun leaves its workers 30 s to save before it kills them; larger checkpoints need the signal sent to them alone.
+    torchrun leaves its workers 30 s before it kills them; where a save takes longer, signal the workers alone.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mtpkit.kernels.head_loss import fold, matches, number_tokens, row_losses
+from mtpkit.kernels.head_loss import draft_tokens, fold, log_probs, matches, number_tokens, row_losses
 
 pytestmark = [  # the interpreter's loops, and lanes that are behind the row
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -97,6 +97,25 @@ def assert_right(twin, inputs, kind, **settings):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_losses_and_gradient(twin, shape, kind):
     assert_right(twin, make_logits(*shape), kind)
+
+
+@pytest.mark.parametrize("cut", [None, 250])
+def test_overlap_and_probabilities_from_the_statistics_of_kl(twin, cut):
+    teacher, students, mask, targets = make_logits(2, 5, 500)
+    losses, own = [], []
+    for first, last in itertools.pairwise([0, *([cut] if cut else []), 500]):
+        parts = (in_buffer(part[:, first:last], twin.device) for part in (teacher, students))
+        losses.append(twin("head_loss").HeadLoss(*parts, mask.to(twin.device), targets.to(twin.device), "kl"))
+        own.append(number_tokens(fold(losses[-1].statistics(), "kl"), first))
+    whole = fold(torch.stack(own), "kl")
+    distances = torch.stack([loss.overlap(whole).sum(0) for loss in losses]).sum(0)[0].cpu()
+    assert error(distances, definition(teacher, students, mask, targets, "tv")[0]) < TOLERANCE
+    rows, each = mask.nonzero()[:, 1], torch.arange(len(students))
+    drafts = draft_tokens(whole).cpu()
+    assert torch.equal(drafts, students.argmax(-1))
+    have = log_probs(whole.cpu(), students[each, drafts], teacher[rows, drafts])
+    want = students.double().log_softmax(-1)[each, drafts], teacher.double().log_softmax(-1)[rows, drafts]
+    assert all(error(*pair) < TOLERANCE for pair in zip(have, want, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 3.0])

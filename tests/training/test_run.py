@@ -130,6 +130,8 @@ def test_the_best_checkpoint_is_kept(settings, monkeypatch):
     (output / "best.json").write_text("{")
     (output / ".iter_0000004.writing").mkdir()
     (output / ".iter_0000003.removing").mkdir()
+    (output / ".best.writing").symlink_to("iter_0000002")
+    (output / ".best.json.writing-123").write_text("{")
     run(settings, "steps=6")
     assert json.loads((output / "best.json").read_text())["iteration"] == 2 and (output / "best" / ".metadata").exists()
     assert not list(output.glob(".*"))
