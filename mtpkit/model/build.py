@@ -84,6 +84,8 @@ def build_model(
             pg_collection=groups,
         )
     model.mtpkit_config = config
+    if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
+        model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
     for name, layer in caching_layers(model).items():
         layer.cache_name = name
     if init != "none":

@@ -211,7 +211,7 @@ class FlatBuffer:
 def _block(part: ShardedTensor, low: int, high: int, replicated: bool) -> ShardedTensor:
     """The largest block of a tensor's entries that starts at `low` and ends by `high` in their order in memory.
 
-    Example, entries 2 .. 12 of a part of shape [4, 3]: [0, 2], then rows 1 .. 3, then [3, 0].
+    Example, entries 2 .. 9 of a part of shape [4, 3]: [0, 2], then rows 1 and 2, then [3, 0].
     """
     shape = part.local_shape
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

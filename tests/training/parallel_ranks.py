@@ -1,6 +1,7 @@
-"""What the processes of `test_parallel` do: gradients and whole runs at one layout after the other."""
+"""What the processes of `test_parallel` do: gradients, streams and whole runs at one layout after the other."""
 
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mtpkit.training import load_config, train
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.freeze import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer
+from mtpkit.training.pipeline import stream_base
 from mtpkit.training.step import train_step
 from tests.training.toy import CONFIG, cut, toy_batch
 
@@ -40,7 +42,9 @@ CASES = {
     ),
     "experts_whole": Case(dict(pattern="*EM", mtp_pattern="E*"), WHOLE, ["heads.attention=serving", "loss.kind=tv"]),
     "mamba": Case(
-        dict(pattern="M*-M", mtp_pattern="M-", activation="swiglu"), PACKED, ["heads.attention=serving", "loss.kind=ce"]
+        dict(pattern="M*-M", mtp_pattern="M-", activation="swiglu", tie_word_embeddings=True),
+        PACKED,
+        ["heads.attention=serving", "loss.kind=ce"],
     ),
     "distinct": Case(
         dict(pattern="M-*", mtp_pattern="*M-", mtp_use_repeated_layer=False, position_embedding_type="rope"),
@@ -62,18 +66,20 @@ class Recorder(HeadOptimizer):
         return norm
 
 
-def gradients(case, layout, distributed=True):
-    """(losses, norm, {name: (shape of the whole, [(place, part)])}) of a step over the case's sequences."""
+def gradients(case, layout, distributed=True, batch=None):
+    """(losses, norm, {name: (shape of the whole, [(place, part)])}) of a step over the case's sequences, or `batch`."""
     tensor = layout.get("tensor_parallel", 1)
     model = build_model(case.config(), device="cpu", seed=3, sequence_parallel=tensor > 1, **layout)
     optimizer = Recorder(freeze_base(model).values(), OptimizerConfig(distributed=distributed))
     group = parallel_state.get_data_parallel_group()
-    batch = toy_batch(case.lengths)
-    batch.loss_mask[1, 5:] = False  # sequences have different numbers of targets
-    share = len(case.lengths) // group.size()
-    rows = range(group.rank() * share, (group.rank() + 1) * share)
+    if batch is None:
+        batch = toy_batch(case.lengths)
+        batch.loss_mask[1, 5:] = False  # sequences have different numbers of targets
+    rows, length = batch.token_ids.shape
+    share = rows // group.size()
+    own = range(group.rank() * share, (group.rank() + 1) * share)
     config = load_config(None, [*LEARNING, "heads.num_depths=2", *case.settings])
-    sums, norm = train_step(model, [cut(batch, row, 0, 24) for row in rows], optimizer, config, 0.0, group)
+    sums, norm = train_step(model, [cut(batch, row, 0, length) for row in own], optimizer, config, 0.0, group)
     parts = {
         name: (_global_shape(shards[0]), [(_local_slice(shard), shard.data.clone()) for shard in shards])
         for name, shards in _targets(model).items()
@@ -82,8 +88,29 @@ def gradients(case, layout, distributed=True):
     return sums.losses(), norm, parts
 
 
+def stream(out: Path) -> None:
+    """The last of two stages does not finish with the first micro-batch before the other one is at the third."""
+    model = build_model(CONFIG, device="cpu", pipeline_parallel=2)
+    batches = [toy_batch([[24]], seed=seed) for seed in range(5)]
+    flag, seen = out / "third", []
+
+    def watched():
+        for number, batch in enumerate(batches):
+            if number == 2 and model.pre_process:
+                flag.touch()
+            yield batch
+
+    for batch, _ in stream_base(model, watched()):
+        seen.append(batch)
+        deadline = time.monotonic() + 20
+        while not flag.exists():
+            assert time.monotonic() < deadline, "the first stage waits for the last one"
+            time.sleep(0.01)
+    assert len(seen) == (0 if model.pre_process else len(batches))
+
+
 def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
-    """Every job in turn: ("gradients", name, case, layout, distributed) or ("train", overrides)."""
+    """Every job in turn: ("gradients", name, case, layout, distributed), ("train", overrides) or ("stream",)."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -92,11 +119,14 @@ def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
             parallel_state.destroy_model_parallel()
         if kind == "train":
             train(load_config(None, what[0]))
+        elif kind == "stream":
+            stream(out)
         else:
             name, case, layout, distributed = what
             torch.save(gradients(CASES[case], layout, distributed), out / f"{name}.{rank}.pt")
 
 
 def launch(out: Path, ranks: int, port: int, jobs: list) -> None:
-    """Run jobs in so many processes."""
-    mp.spawn(work, (out, ranks, port, jobs), nprocs=ranks)
+    """Run jobs in so many processes, forked from one that has imported everything: each would take 10 s for it."""
+    mp.get_context("forkserver").set_forkserver_preload([__name__])
+    mp.start_processes(work, (out, ranks, port, jobs), nprocs=ranks, start_method="forkserver")

@@ -15,7 +15,7 @@ from mtpkit.training import load_config, train
 from mtpkit.training.config import ParallelConfig
 from mtpkit.training.parallel import check_layout
 from tests.training.parallel_ranks import CASES, EXPERTS, gradients, launch
-from tests.training.toy import CONFIG
+from tests.training.toy import CONFIG, cut, toy_batch
 
 TWO = {
     "data": {},
@@ -29,21 +29,23 @@ FOUR = {
     "pipeline_expert": {"pipeline_parallel": 2, "expert_parallel": 2},
     "tensor_data": {"tensor_parallel": 2},
 }
+TWO_PAIRS = [(n, c) for n in TWO for c in CASES if n != "expert" or "E" in CASES[c].model["pattern"]]
+FOUR_PAIRS = [
+    ("tensor_pipeline", "experts"),
+    ("tensor_pipeline", "distinct"),
+    ("tensor_expert", "experts"),
+    ("pipeline_expert", "experts_whole"),
+    ("tensor_data", "mamba"),
+]
 TOLERANCE = 1e-4
 
 
-def fits(layout, case):
-    return "expert_parallel" not in layout or "E" in CASES[case].model["pattern"]
+def gradient_jobs(layouts, pairs):
+    return [("gradients", f"{name}-{case}", case, layouts[name], True) for name, case in pairs]
 
 
-def gradient_jobs(layouts):
-    jobs = [
-        ("gradients", f"{name}-{case}", case, layout, True)
-        for name, layout in layouts.items()
-        for case in CASES
-        if fits(layout, case)
-    ]
-    return [*jobs, ("gradients", "undistributed", "experts", layouts.get("expert", layouts.get("tensor_data")), False)]
+MOVES = (("pipeline",), ("tensor",), ("expert", "optimizer.distributed=false"))
+"""What is split in each of a run's first steps, and other settings of it."""
 
 
 def run_settings(base, text_files):
@@ -65,7 +67,7 @@ def run_settings(base, text_files):
         "optimizer.min_lr": 2e-3,
         "steps": 4,
         "log_interval": 1,
-        "eval_interval": 4,
+        "eval_interval": 1,
         "save_interval": 100,
     }
     return [f"{key}={value}" for key, value in values.items()]
@@ -75,7 +77,7 @@ def run_settings(base, text_files):
 def base(tmp_path_factory, tokenizer_dir):
     """A base with experts, and a tokenizer."""
     directory = tmp_path_factory.mktemp("moe_base")
-    sizes = dict(pattern="*EM-M", mtp_pattern="", mtp_num_depths=0, vocab_size=300, init_std=0.3)
+    sizes = dict(pattern="*EM-M", mtp_pattern="", mtp_num_depths=0, vocab_size=300, init_std=0.3, qk_layernorm=True)
     save_model(build_model(CONFIG.replace(**{**EXPERTS, **sizes}), device="cpu"), directory)
     shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
     return directory
@@ -90,19 +92,15 @@ def settings(base, text_files):
 def two(tmp_path_factory, settings):
     """What two processes wrote: gradients of all cases, and runs."""
     out = tmp_path_factory.mktemp("two")
-    runs = {
-        "tensor": ["parallel.tensor=2", "optimizer.kind=muon"],
-        "pipeline": ["parallel.pipeline=2"],
-        "expert": ["parallel.expert=2", "optimizer.kind=muon", "data.micro_batch_size=1"],
-        "moves": ["parallel.tensor=2", "steps=1"],
-    }
-    jobs = [("train", [*settings, f"output={out / name}", *changes]) for name, changes in runs.items()]
-    for changes in (
-        ["parallel.pipeline=2", "steps=2"],
-        ["parallel.expert=2", "steps=3", "optimizer.distributed=false"],
-    ):
-        jobs.append(("train", [*settings, f"output={out / 'moves'}", *changes]))
-    launch(out, 2, free_port(), [*gradient_jobs(TWO), *jobs])
+    runs = [
+        ["parallel.tensor=2", "optimizer.kind=muon", f"output={out / 'tensor'}"],
+        *(
+            [f"parallel.{kind}=2", f"steps={steps}", f"output={out / 'moves'}", *more]
+            for steps, (kind, *more) in enumerate(MOVES, start=1)
+        ),
+    ]
+    gradients = [*gradient_jobs(TWO, TWO_PAIRS), ("gradients", "undistributed", "experts", TWO["expert"], False)]
+    launch(out, 2, free_port(), [*gradients, ("stream",), *(("train", [*settings, *changes]) for changes in runs)])
     return out
 
 
@@ -110,7 +108,7 @@ def two(tmp_path_factory, settings):
 def four(tmp_path_factory):
     """What four processes wrote: gradients of all cases."""
     out = tmp_path_factory.mktemp("four")
-    launch(out, 4, free_port(), gradient_jobs(FOUR))
+    launch(out, 4, free_port(), gradient_jobs(FOUR, FOUR_PAIRS))
     return out
 
 
@@ -141,33 +139,48 @@ def assembled(out: Path, name: str):
     return losses, norm, wholes
 
 
+def whole(shape, pieces):
+    """A tensor from its pieces."""
+    tensor = torch.full(shape, torch.nan)
+    for place, part in pieces:
+        tensor[place] = part
+    return tensor
+
+
 def assert_equal_gradients(found, expected):
     losses, norm, wholes = found
     want_losses, want_norm, want_parts = expected
     assert losses == pytest.approx(want_losses, rel=1e-5)
     assert norm == pytest.approx(want_norm, rel=TOLERANCE)
     assert wholes.keys() == want_parts.keys()
-    for name, (shape, pieces) in want_parts.items():
-        want = torch.full(shape, torch.nan)
-        for place, part in pieces:
-            want[place] = part
+    for name, entry in want_parts.items():
+        want = whole(*entry)
         assert want.any(), name
         error = (wholes[name] - want).norm() / want.norm()
         assert error < TOLERANCE, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize(("layout", "case"), [(n, c) for n, layout in TWO.items() for c in CASES if fits(layout, c)])
+@pytest.mark.parametrize(("layout", "case"), TWO_PAIRS)
 def test_two_processes_have_the_gradients_of_one(two, alone, layout, case):
     assert_equal_gradients(assembled(two, f"{layout}-{case}"), alone[case])
 
 
-@pytest.mark.parametrize(("layout", "case"), [(n, c) for n, layout in FOUR.items() for c in CASES if fits(layout, c)])
+@pytest.mark.parametrize(("layout", "case"), FOUR_PAIRS)
 def test_products_have_the_gradients_of_one(four, alone, layout, case):
     assert_equal_gradients(assembled(four, f"{layout}-{case}"), alone[case])
 
 
 def test_an_optimizer_that_is_not_distributed_has_the_same_gradients(two, alone):
     assert_equal_gradients(assembled(two, "undistributed"), alone["experts"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_document_between_others_has_the_gradients_it_has_alone(case):
+    """Not of processes, but of the same sums: what packing adds is nothing."""
+    batch = toy_batch([[7, 10, 7]])
+    batch.loss_mask[:, :7] = batch.loss_mask[:, 17:] = False
+    packed, alone = (gradients(CASES[case], {}, batch=one) for one in (batch, cut(batch, 0, 7, 17)))
+    assert_equal_gradients((packed[0], packed[1], {key: whole(*entry) for key, entry in packed[2].items()}), alone)
 
 
 def metrics(output, kind="train"):
@@ -185,29 +198,29 @@ def runs_alone(tmp_path_factory, settings):
     }
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("tensor", "muon"), ("pipeline", "adamw"), ("expert", "muon")])
-def test_runs_have_the_losses_of_one_process(two, runs_alone, name, optimizer):
+def assert_equal_runs(have, want):
     for kind in ("train", "eval"):
-        want, have = metrics(runs_alone[optimizer], kind), metrics(two / name, kind)
-        assert have.keys() == want.keys()
-        for step, line in want.items():
-            assert have[step]["loss"] == pytest.approx(line["loss"], rel=TOLERANCE)
-            assert have[step]["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
-    for step, line in metrics(runs_alone[optimizer]).items():
-        assert metrics(two / name)[step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-    trained, other = (load_model(path).state_dict() for path in (runs_alone[optimizer], two / name))
-    for key, value in trained.items():
+        lines, expected = metrics(have, kind), metrics(want, kind)
+        assert lines.keys() == expected.keys()
+        for step, line in expected.items():
+            assert lines[step]["loss"] == pytest.approx(line["loss"], rel=TOLERANCE)
+            assert lines[step]["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
+            if kind == "train":
+                assert lines[step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+    trained, expected = (load_model(path).state_dict() for path in (have, want))
+    for key, value in expected.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(other[key], value, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(trained[key], value, rtol=1e-2, atol=1e-3)
+
+
+def test_muon_steps_whole_matrices_that_ranks_split(two, runs_alone):
+    assert_equal_runs(two / "tensor", runs_alone["muon"])
 
 
 def test_a_run_goes_on_at_another_layout(two, runs_alone, settings):
-    """From two tensor-parallel ranks over two stages and two expert-parallel ranks to one process."""
+    """One step at each of `MOVES`, then one in a single process."""
     train(load_config(None, [*settings, f"output={two / 'moves'}"]))
-    have, want = (metrics(path) for path in (two / "moves", runs_alone["adamw"]))
-    assert [have[step]["loss"] for step in (1, 2, 3, 4)] == pytest.approx(
-        [want[step]["loss"] for step in (1, 2, 3, 4)], rel=TOLERANCE
-    )
+    assert_equal_runs(two / "moves", runs_alone["adamw"])
 
 
 @pytest.mark.parametrize(
