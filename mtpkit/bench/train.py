@@ -71,6 +71,8 @@ class TrainBenchConfig:
     no base then."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     backend: str = "local"
+    base_fp8: bool = False
+    """The base multiplies in fp8; backend `te` alone."""
     steps: int = 5
     """The median counts."""
     warm_up: int = 3
@@ -223,6 +225,7 @@ class _Bench:
             init="device",
             sequence_parallel=parallel.tensor > 1,
             base_layers=not config.cached,
+            base_fp8=config.base_fp8,
         )
         optimizer = OptimizerConfig(kind=config.optimizer, warmup_steps=0)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), optimizer)

@@ -1,12 +1,15 @@
 """Which modules a model is made of, by name."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.models.backends import LocalSpecProvider
 
 from mtpkit.errors import UserError
+from mtpkit.model.layers.attention import CoreAttention
 from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mtpkit.model.layers.norm import NormColumnParallelLinear, RMSNorm
 
@@ -21,24 +24,64 @@ class Backend:
     """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
     row_linear: type
     """Row-parallel linear that can add its output to a residual stream, see `RowParallelLinear.adding_to`."""
+    core_attention: type
+    """Causal attention over sequences, called as `kernels.attention.sequence_attention`."""
     moe_provider: Any
     """megatron-core's spec provider for the experts."""
 
 
 def _local() -> Backend:
-    return Backend(RMSNorm, ColumnParallelLinear, NormColumnParallelLinear, RowParallelLinear, LocalSpecProvider())
+    return Backend(
+        RMSNorm, ColumnParallelLinear, NormColumnParallelLinear, RowParallelLinear, CoreAttention, LocalSpecProvider()
+    )
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"local": _local}
+def _te() -> Backend:
+    reason = _why_not_te()
+    if reason:
+        raise UserError(f"backend 'te' needs {reason}; or choose backend 'local'")
+    from mtpkit.model.layers import te
+
+    return Backend(
+        te.RMSNorm,
+        te.ColumnParallelLinear,
+        te.NormColumnParallelLinear,
+        te.RowParallelLinear,
+        te.CoreAttention,
+        te.SpecProvider(),
+    )
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"local": _local, "te": _te}
 """Lazy factories, so that an optional package is imported only when its backend is chosen."""
 
 
 def get_backend(name: str) -> Backend:
-    """The backend called `name`.
+    """The backend called `name`: `local`, torch and mtpkit's kernels; `te`, Transformer Engine's modules.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is none of that name, or what it needs is not there.
     """
     if name not in BACKENDS:
         raise UserError(f"backend {name!r} is unknown; choose one of: {', '.join(BACKENDS)}")
     return BACKENDS[name]()
+
+
+def resolve_backend(name: str) -> str:
+    """`name`, or for `auto` the name of the backend that this machine has best: `te` with a GPU and Transformer Engine,
+    else `local`."""
+    if name != "auto":
+        return name
+    return "local" if _why_not_te() else "te"
+
+
+def _why_not_te() -> str | None:
+    """What Transformer Engine lacks here."""
+    if not torch.cuda.is_available():
+        return "a GPU"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # OSError: one of the libraries that it links to
+        reason = " ".join(str(error).split())
+        return f"Transformer Engine, which cannot be imported ({reason}): pip install 'mtpkit[te]'"
+    return None

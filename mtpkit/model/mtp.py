@@ -42,7 +42,8 @@ def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInpu
         [s, b, h] (s / tp under sequence parallelism).
     """
     hidden = embed(model, token_ids) if token_ids is not None and model.pre_process else None
-    return model.decoder(hidden_states=hidden, attention_mask=None, inference_context=inputs)
+    with model.base_context():
+        return model.decoder(hidden_states=hidden, attention_mask=None, inference_context=inputs)
 
 
 def gather_sequence(model: HybridModel, hidden: Tensor) -> Tensor:

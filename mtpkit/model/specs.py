@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mtpkit.config import ModelConfig
 from mtpkit.kernels.activation import relu2
 from mtpkit.model.backends import Backend
-from mtpkit.model.layers.attention import CoreAttention, SelfAttention
+from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.moe import moe_spec
 from mtpkit.model.layers.residual import AttentionLayer, MambaLayer, MixtureLayer, MLPLayer
@@ -135,7 +135,7 @@ def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
                     params={"attn_mask_type": AttnMaskType.causal},
                     submodules=SelfAttentionSubmodules(
                         linear_qkv=backend.norm_column_linear,
-                        core_attention=CoreAttention,
+                        core_attention=backend.core_attention,
                         linear_proj=backend.row_linear,
                         **qk_norm,
                     ),

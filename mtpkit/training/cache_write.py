@@ -113,7 +113,7 @@ def _plan(
         base_name=str(Path(config.model).resolve()),
         base_files=files,
         tokenizer=fingerprint(load_tokenizer(config.model)),
-        dtype=config.dtype,
+        dtype=config.dtype + (" with base_fp8" if config.base_fp8 else ""),
         cache_dtype=dtype,
         hidden_size=model_config.hidden_size,
         sequence_length=config.data.sequence_length,

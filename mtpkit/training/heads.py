@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from mtpkit.checkpoint import load_model_weights
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, init_weights
+from mtpkit.model.backends import resolve_backend
 from mtpkit.model.build import stage_patterns
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.freeze import HEAD_PREFIX
@@ -60,7 +62,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     attention = resolve_attention(heads.attention, model)
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, attention=attention)
-    return dataclasses.replace(config, heads=settled), model
+    backend = cast(Any, resolve_backend(config.backend))
+    return dataclasses.replace(config, heads=settled, backend=backend), model
 
 
 def _same_layers(a: ModelConfig, b: ModelConfig) -> bool:
@@ -110,6 +113,8 @@ def build_with_heads(
         sequence_parallel=parallel.tensor > 1,
         init="none",
         base_layers=base_layers,
+        backend=config.backend,
+        base_fp8=config.base_fp8 and base_layers,
     )
     if load_weights:
         new = config.heads.init != "checkpoint"

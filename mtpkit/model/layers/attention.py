@@ -12,10 +12,14 @@ from mtpkit.model.inputs import AttentionCache, AttentionCacheSpec, DepthInput, 
 
 
 class CoreAttention(nn.Module):
-    """Holds megatron-core's place for the attention core; `SelfAttention` calls the kernels itself."""
+    """Attention over sequences. What depths and decoding need beside it `SelfAttention` calls itself."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """See `sequence_attention`."""
+        return sequence_attention(q, k, v, documents)
 
 
 def apply_rotary(x: Tensor, positions: Tensor, base: float, percent: float) -> Tensor:
@@ -72,7 +76,7 @@ class SelfAttention(MegatronSelfAttention):
             if isinstance(inputs, DepthInput):
                 out = self._depth(q, k, v, inputs).transpose(0, 1)
             else:
-                out = sequence_attention(q, k, v, inputs.documents).transpose(0, 1)
+                out = self.core_attention(q, k, v, inputs.documents).transpose(0, 1)
         return self.linear_proj(out.reshape(*out.shape[:2], -1))
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,8 +34,8 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         return super().forward(input_, weight, runtime_gather_output)
 
 
-class RowParallelLinear(MegatronRowParallelLinear):
-    """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
+class AddsToResidual:
+    """A linear whose next output can be added to a residual stream, which the mixer that owns it need not know of."""
 
     _residual: Tensor | None = None
 
@@ -44,7 +44,7 @@ class RowParallelLinear(MegatronRowParallelLinear):
         """The one call inside returns `residual` [s, b, out] plus its output.
 
         `residual` may be overwritten by that sum: the matrix product accumulates into it where it can, and the addition
-        costs neither a kernel nor a copy. This way the mixer that owns the linear need not know of the residual.
+        costs neither a kernel nor a copy.
         """
         self._residual = residual
         try:
@@ -52,6 +52,15 @@ class RowParallelLinear(MegatronRowParallelLinear):
             assert self._residual is None, "the linear was not called"
         finally:
             self._residual = None
+
+    def take_residual(self) -> Tensor | None:
+        """What the output is to be added to, once."""
+        residual, self._residual = self._residual, None
+        return residual
+
+
+class RowParallelLinear(AddsToResidual, MegatronRowParallelLinear):
+    """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """input_ [s, b, in / tp] to (output [s, b, out], bias for the caller to add)."""
@@ -64,7 +73,7 @@ class RowParallelLinear(MegatronRowParallelLinear):
     def _forward(
         self, input_: Tensor, gate: Tensor | None, norm: "GatedRMSNorm | None"
     ) -> tuple[Tensor, Tensor | None]:
-        residual, self._residual = self._residual, None
+        residual = self.take_residual()
         if not is_plain(self, input_, self.weight, residual, gate, None if norm is None else norm.weight):
             output, bias = super().forward(input_ if norm is None else norm(input_, gate))
             return (output if residual is None else residual + output), bias

@@ -1,0 +1,144 @@
+"""Transformer Engine's linears, norms and attention with the parameters, checkpoint keys and calls of the local ones.
+
+Import this only where the `te` backend was chosen: Transformer Engine is optional, and builds its modules on a GPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import transformer_engine.pytorch as te
+from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from mtpkit.errors import UserError
+from mtpkit.model.layers.linear import AddsToResidual
+from mtpkit.model.layers.norm import ACTIVATIONS
+
+
+class _NoExtraState:
+    """What is kept beside the weights are scales of fp8, which are made anew from the tensors themselves."""
+
+    def get_extra_state(self) -> None:
+        """Nothing; the key stays, with what the local modules write there."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignored."""
+
+
+class RMSNorm(_NoExtraState, te.RMSNorm):
+    """Root mean square norm over the last dimension."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(
+            hidden_size,
+            eps=eps,
+            sequence_parallel=config.sequence_parallel,
+            dtype=config.params_dtype,
+            device=torch.cuda.current_device(),
+        )
+
+
+class ColumnParallelLinear(_NoExtraState, megatron_te.TEColumnParallelLinear):
+    """Linear whose output features are split over tensor-parallel ranks."""
+
+
+class NormColumnParallelLinear(_NoExtraState, megatron_te.TELayerNormColumnParallelLinear):
+    """Column-parallel linear of the RMS norm of its input, in one module."""
+
+    def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
+        """The activation of the output."""
+        return ACTIVATIONS[activation](self(input_)[0])
+
+
+class RowParallelLinear(AddsToResidual, _NoExtraState, megatron_te.TERowParallelLinear):
+    """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """input_ [s, b, in / tp] to (output [s, b, out], bias for the caller to add)."""
+        residual = self.take_residual()
+        output, bias = super().forward(input_)
+        return (output if residual is None else residual + output), bias
+
+    def gated(self, input_: Tensor, gate: Tensor, norm: Any) -> tuple[Tensor, Tensor | None]:
+        """The linear of norm(input_, gate)."""
+        return self(norm(input_, gate))
+
+
+class CoreAttention(megatron_te.TEDotProductAttention):
+    """Causal attention over sequences by cuDNN or FlashAttention, as Transformer Engine chooses."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """See `mtpkit.kernels.attention.sequence_attention`: q [b, s, heads, d], k and v [b, s, groups, d], documents
+        [b, s] or None; returns [b, s, heads, d]."""
+        b, s = q.shape[:2]
+        packed = None if documents is None else _packed(documents)
+        if packed is None:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+            out = super().forward(q, k, v, None, AttnMaskType.causal)  # [s, b, heads * d]
+            return out.view(s, b, q.shape[2], -1).transpose(0, 1)
+        q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
+        out = super().forward(q, k, v, None, AttnMaskType.causal, packed_seq_params=packed)
+        return out.view(b, s, q.shape[1], -1)
+
+
+def _packed(documents: Tensor) -> PackedSeqParams:
+    """Where each document of each row of [b, s] begins in the rows one after another. Waits for the device."""
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    ends = torch.tensor([documents.numel()], device=documents.device)
+    offsets = torch.cat([starts.flatten().nonzero()[:, 0], ends]).to(torch.int32)
+    longest = int(offsets.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+class SpecProvider(TESpecProvider):
+    """megatron-core's choice of modules for a mixture of experts, with the linears above."""
+
+    def column_parallel_linear(self) -> type:
+        """Of experts, routed and shared."""
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """Of experts, routed and shared."""
+        return RowParallelLinear
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        """One linear an expert, whose parameters have the local experts' names."""
+        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return partial(SequentialMLP, submodules=submodules)
+
+
+def check_fp8(model: Any) -> None:
+    """Raises UserError: the GPU, or a matrix or the experts of the base `model.decoder`, are none for fp8."""
+    available, why = te.is_fp8_available(return_reason=True)
+    if not available:
+        raise UserError(f"fp8 is not possible here: {why}; set fp8=false")
+    if "E" in model.mtpkit_config.pattern:
+        raise UserError("fp8 needs a multiple of 8 tokens in each product, which experts do not get; set fp8=false")
+    odd = [
+        f"{name} {tuple(module.weight.shape)}"
+        for name, module in model.decoder.named_modules()
+        if isinstance(module, ColumnParallelLinear | NormColumnParallelLinear | RowParallelLinear)
+        and any(size % 16 for size in module.weight.shape)
+    ]
+    if odd:
+        raise UserError(f"fp8 needs matrices whose sizes are multiples of 16, unlike {', '.join(odd)}; set fp8=false")
+
+
+@contextmanager
+def fp8_forward() -> Iterator[None]:
+    """Linears inside multiply in fp8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), a scale a tensor from its own
+    largest entry. Of frozen weights the fp8 numbers are made once and kept."""
+    with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+        yield
