@@ -66,32 +66,33 @@ class Recorder(HeadOptimizer):
         return norm
 
 
-def gradients(case, layout, distributed=True, batch=None):
+def gradients(case, layout, distributed=True, device="cpu", batch=None):
     """(losses, norm, {name: (shape of the whole, [(place, part)])}) of a step over the case's sequences, or `batch`."""
     tensor = layout.get("tensor_parallel", 1)
-    model = build_model(case.config(), device="cpu", seed=3, sequence_parallel=tensor > 1, **layout)
+    model = build_model(case.config(), device=device, seed=3, sequence_parallel=tensor > 1, **layout)
     optimizer = Recorder(freeze_base(model).values(), OptimizerConfig(distributed=distributed))
     group = parallel_state.get_data_parallel_group()
     if batch is None:
         batch = toy_batch(case.lengths)
         batch.loss_mask[1, 5:] = False  # sequences have different numbers of targets
+    batch = batch.to(device)
     rows, length = batch.token_ids.shape
     share = rows // group.size()
     own = range(group.rank() * share, (group.rank() + 1) * share)
     config = load_config(None, [*LEARNING, "heads.num_depths=2", *case.settings])
     sums, norm = train_step(model, [cut(batch, row, 0, length) for row in own], optimizer, config, 0.0, group)
     parts = {
-        name: (_global_shape(shards[0]), [(_local_slice(shard), shard.data.clone()) for shard in shards])
+        name: (_global_shape(shards[0]), [(_local_slice(shard), shard.data.cpu().clone()) for shard in shards])
         for name, shards in _targets(model).items()
         if name.startswith("mtp.") and not name.endswith("expert_bias")
     }
     return sums.losses(), norm, parts
 
 
-def stream(out: Path) -> None:
+def stream(out: Path, device: str) -> None:
     """The last of two stages does not finish with the first micro-batch before the other one is at the third."""
-    model = build_model(CONFIG, device="cpu", pipeline_parallel=2)
-    batches = [toy_batch([[24]], seed=seed) for seed in range(5)]
+    model = build_model(CONFIG, device=device, pipeline_parallel=2)
+    batches = [toy_batch([[24]], seed=seed).to(device) for seed in range(5)]
     flag, seen = out / "third", []
 
     def watched():
@@ -110,8 +111,9 @@ def stream(out: Path) -> None:
 
 
 def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
-    """Every job in turn: ("gradients", name, case, layout, distributed), ("train", overrides) or ("stream",)."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    """Every job in turn: ("gradients", name, arguments), ("train", overrides) or ("stream", device)."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     for kind, *what in jobs:
@@ -120,10 +122,10 @@ def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
         if kind == "train":
             train(load_config(None, what[0]))
         elif kind == "stream":
-            stream(out)
+            stream(out, *what)
         else:
-            name, case, layout, distributed = what
-            torch.save(gradients(CASES[case], layout, distributed), out / f"{name}.{rank}.pt")
+            name, (case, *rest) = what
+            torch.save(gradients(CASES[case], *rest), out / f"{name}.{rank}.pt")
 
 
 def launch(out: Path, ranks: int, port: int, jobs: list) -> None:
