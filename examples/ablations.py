@@ -1,0 +1,157 @@
+"""What a head's training does to its acceptance: losses, attention and data at equal steps, one row each.
+
+    python examples/tiny_base/corpus.py outputs/corpus
+    python examples/ablations.py --corpus outputs/corpus --output outputs/ablations --jobs 8
+
+Heads of the tiny base start alike, and each is trained by train/train_mtp.py with the settings of
+examples/train_tiny.yaml and its own changes. `text` is the corpus itself, `own` as many tokens that the base wrote
+after prompts from it (temperature 1). Then acceptance lengths, greedy:
+
+- trained: teacher-forced on held-out text, with the attention of the training;
+- served: what teacher forcing, seeing what serving sees, predicts for held-out prompts;
+- engine: what the engine counts on these prompts.
+
+The last line printed is one JSON object. A row that is finished is not trained again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from mtpkit import LLM, SamplingParams
+from mtpkit.bench.prompts import read_prompts
+from mtpkit.checkpoint import load_model
+from mtpkit.data import load_tokenizer
+from mtpkit.platform import default_device
+from mtpkit.training import served_acceptance
+
+ROOT = Path(__file__).parents[1]
+BASE = ROOT / "examples" / "tiny_base" / "model"
+SETTINGS = [
+    (loss, attention, data, k)
+    for k in (3, 5)
+    for data in ("text", "own")
+    for loss in ("kl", "tv", "ce")
+    for attention in ("serving", "per_depth")
+    if k == 3 or (loss != "tv" and data == "text")
+]
+"""Loss, attention, data and K of each row."""
+TOKENS_A_STEP = 512
+ANSWER = 96
+"""Tokens that the base writes after a prompt."""
+PROMPT = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True, help="directory that corpus.py wrote")
+    parser.add_argument("--output", type=Path, required=True, help="directory for runs and results")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each row")
+    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts that are decoded")
+    parser.add_argument("--jobs", type=int, default=1, help="rows trained at once")
+    parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows, from 0; all by default")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    chosen = [SETTINGS[number] for number in options.rows] if options.rows else SETTINGS
+    if any(data == "own" for _, _, data, _ in chosen):
+        write_own(options.corpus, options.output, options.steps)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = pool.map(lambda setting: train(options, *setting), chosen)
+        runs = list(tqdm(runs, total=len(chosen), desc="training", disable=None))
+    prompts = list(held_out_prompts(options.corpus, options.prompts))
+    rows = [row(setting, run, prompts) for setting, run in zip(chosen, runs, strict=True)]
+    show(rows)
+    print(json.dumps({"steps": options.steps, "prompts": len(prompts), "rows": rows}))
+
+
+def write_own(corpus: Path, output: Path, steps: int) -> None:
+    """As many of the base's own tokens as all steps read."""
+    if not (output / "own.jsonl").exists():
+        limit = -(-steps * TOKENS_A_STEP // ANSWER)
+        call(
+            *("-m", "mtpkit.cli.main", "data", "regenerate", "--model", BASE, "--data", corpus / "train.jsonl"),
+            *("--output", output / "own.jsonl", "--prompt-length", PROMPT, "--limit", limit),
+            *("--max-tokens", ANSWER, "--temperature", 1.0, "--ignore-eos"),
+        )
+
+
+def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: int) -> Path:
+    """The directory of a finished run."""
+    run = options.output / f"{loss}-{attention}-{data}-k{k}"
+    source = options.output / "own.jsonl" if data == "own" else options.corpus / "train.jsonl"
+    call(
+        *("train/train_mtp.py", "--config", "examples/train_tiny.yaml", f"model={BASE}", f"output={run.resolve()}"),
+        *(f"data.train=[{source.resolve()}]", f"data.eval=[{(options.corpus / 'heldout.jsonl').resolve()}]"),
+        *("data.eval_sequences=256", f"eval_interval={options.steps}", f"save_interval={options.steps}"),
+        *(f"loss.kind={loss}", f"heads.attention={attention}", f"heads.num_depths={k}", f"steps={options.steps}"),
+        *("matmul_precision=high", f"optimizer.warmup_steps={min(10, options.steps)}", "data.prompt_column=prompt"),
+    )
+    return run
+
+
+def call(*arguments: object) -> None:
+    """Run Python in the repository; what it printed is shown when it fails."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, arguments))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def held_out_prompts(corpus: Path, count: int) -> Iterator[list[int]]:
+    """The first tokens of the corpus' prompts."""
+    tokenizer = load_tokenizer(BASE)
+    for prompt in read_prompts(corpus / "prompts.jsonl", count):
+        yield tokenizer.encode(prompt)[:PROMPT] if isinstance(prompt, str) else prompt[:PROMPT]
+
+
+def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]]) -> dict[str, object]:
+    """Acceptance lengths of a trained run."""
+    loss, attention, data, k = setting
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [values for values in metrics if values["kind"] == "eval"][-1]
+    model = load_model(run, device=default_device())
+    llm = LLM(model, k, max_num_seqs=len(prompts), max_model_len=PROMPT + ANSWER + 2 * k)
+    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    longer = SamplingParams(temperature=0, max_tokens=ANSWER + k - 1, ignore_eos=True)
+    llm.generate(prompts, greedy)
+    engine = llm.stats()
+    counted, conditional = engine.acceptance_length, engine.conditional_acceptance
+    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, longer)]
+    texts = [
+        torch.tensor(prompt + answer, device=default_device()) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    served = [served_acceptance(model, text, len(p), k) for p, text in zip(prompts, texts, strict=True)]
+    return dict(
+        loss=loss,
+        attention=attention,
+        data=data,
+        k=k,
+        trained=trained["acceptance_length"],
+        served=sum(served[1:], start=served[0]).acceptance_length(),
+        engine=counted,
+        engine_conditional_acceptance=conditional,
+    )
+
+
+def show(rows: list[dict]) -> None:
+    """The table."""
+    table = Table()
+    for name in ("loss", "attention", "data", "K", "trained", "served", "engine", "engine, each depth"):
+        table.add_column(name)
+    for values in rows:
+        lengths = [f"{values[name]:.3f}" for name in ("trained", "served", "engine")]
+        rates = " ".join(f"{rate:.0%}" for rate in values["engine_conditional_acceptance"])
+        table.add_row(values["loss"], values["attention"], values["data"], str(values["k"]), *lengths, rates)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
