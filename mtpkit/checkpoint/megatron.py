@@ -167,7 +167,8 @@ def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[
     total = sum(info.nbytes for info in source.tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="writing torch_dist", disable=None) as bar:
         planner = _StreamingPlanner(source, common_state, bar)
-        dcp.state_dict_saver.save({}, storage_writer=dcp.FileSystemWriter(directory), planner=planner, no_dist=True)
+        writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)  # one tensor after the other
+        dcp.state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=True)
     metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(metadata))
 
@@ -178,6 +179,7 @@ class _StreamingPlanner(DefaultSavePlanner):
     def __init__(self, source: TensorSource, common_state: Mapping[str, Any], bar: tqdm) -> None:
         super().__init__(flatten_state_dict=False)
         self._source, self._common_state, self._bar = source, common_state, bar
+        self._written: Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
         counts: dict[str, int] = {}
@@ -214,7 +216,11 @@ class _StreamingPlanner(DefaultSavePlanner):
         else:
             tensor = self._source.read(f"{key}[{chunk.chunk.offsets[0]}]").unsqueeze(0)
         self._bar.update(tensor.nbytes)
-        return tensor.contiguous()
+        # torch's writer keeps every tensor until its file is done: the memory of the last one is given back here.
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._written = tensor.clone(memory_format=torch.contiguous_format)
+        return self._written
 
 
 def extra_states(counts: Mapping[str, int]) -> list[str]:
