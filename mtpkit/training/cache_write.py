@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.atomic import fsync_path, storage_errors, write_file
 from mtpkit.checkpoint.fingerprint import fingerprint_base
 from mtpkit.config import ModelConfig
@@ -40,7 +39,7 @@ from mtpkit.training.cache import (
     row_bytes,
 )
 from mtpkit.training.config import TrainConfig
-from mtpkit.training.heads import build_with_heads, drop_base_layers
+from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.parallel import check_layout
 
 Missing = dict[str, list[int]]
@@ -55,7 +54,8 @@ def write_cache(config: TrainConfig) -> None:
     """
     if not config.cache:
         raise UserError("no cache to write: set cache=DIR")
-    parallel, model_config = config.parallel, load_model_config(config.model)
+    config, model_config = resolve(config)
+    parallel = config.parallel
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     check_layout(parallel, model_config)
     torch.set_float32_matmul_precision(config.matmul_precision)
