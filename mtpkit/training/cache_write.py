@@ -42,6 +42,8 @@ from mtpkit.training.config import TrainConfig
 from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.parallel import check_layout
 
+LOCK = ".lock"
+"""File that whoever writes a cache keeps locked."""
 Missing = dict[str, list[int]]
 """Numbers of the shards that are not there, by split."""
 
@@ -173,7 +175,7 @@ def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
     def begin() -> None:
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            locks.append(os.open(directory, os.O_RDONLY))
+            locks.append(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666))  # NFS locks no directories
             try:
                 fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -226,27 +228,29 @@ def _write(
                 if saving is not None:
                     saving.result()
                 if writes and shard is not None:
-                    saving = saver.submit(_save, directory / split.files[shard], tensors)
+                    own = {name: tensor[: len(split.rows(shard))] for name, tensor in tensors.items()}
+                    saving = saver.submit(_save, directory / split.files[shard], own)
         if saving is not None:
             saving.result()
 
 
-def _share(split: Split, missing: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int | None, range]]:
-    """This rank's missing shards and their rows.
+def _share(split: Split, missing: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int | None, np.ndarray]]:
+    """This rank's missing shards and the rows to run, the shard's own first.
 
-    Where ranks share experts all of them run as often, so that one without a shard runs another's in vain (None).
+    Where ranks share experts all of them run as often: one whose shard is shorter than another's begins it again, and
+    one without a shard runs another's in vain (None).
     """
     together = parallel_state.get_expert_model_parallel_world_size() > 1
     for start in range(0, len(missing), ranks):
-        if start + rank < len(missing):
-            shard = missing[start + rank]
-            yield shard, split.rows(shard)
-        elif together:
-            yield None, split.rows(missing[start])
+        turn = [split.rows(shard) for shard in missing[start : start + ranks]]
+        shard = missing[start + rank] if rank < len(turn) else None
+        if together or shard is not None:
+            rows = turn[0 if shard is None else rank]
+            yield shard, np.resize(rows, max(map(len, turn)) if together else len(rows))
 
 
 def _compute(
-    model: HybridModel, dataset: PackedDataset, rows: range, size: int, dtype: torch.dtype, bar: tqdm
+    model: HybridModel, dataset: PackedDataset, rows: np.ndarray, size: int, dtype: torch.dtype, bar: tqdm
 ) -> dict[str, Tensor]:
     """The tensors of a shard. All micro-batches have one size, since others may round differently."""
     device = next(model.parameters()).device

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
 from mtpkit.checkpoint import load_config as load_model_config
@@ -24,7 +25,7 @@ from mtpkit.training import cache as cache_format
 from mtpkit.training import load_config, train, write_cache
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache import HiddenStates, Split
-from mtpkit.training.cache_write import attach_cache
+from mtpkit.training.cache_write import _share, attach_cache
 from tests.training.parallel_ranks import EXPERTS, launch
 from tests.training.toy import CONFIG
 
@@ -301,16 +302,28 @@ def test_killed_and_begun_again_on_two_ranks(settings, tmp_path, monkeypatch):
     assert contents(directory) == contents(tmp_path / "alone")
 
 
+@pytest.mark.parametrize("missing", [[0, 1, 2], [1, 2], [0], [2]])
+def test_ranks_that_share_experts_run_as_often(monkeypatch, missing):
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+    split = Split("train", "", 9, 4)  # the last of three shards has one sequence
+    shares = [list(_share(split, missing, rank, 2)) for rank in range(2)]
+    assert all(len(first[1]) == len(second[1]) for first, second in zip(*shares, strict=True))
+    own = {
+        shard: rows[: len(split.rows(shard))].tolist() for share in shares for shard, rows in share if shard is not None
+    }
+    assert own == {shard: list(split.rows(shard)) for shard in missing}
+
+
 def test_two_do_not_write_at_once(settings, tmp_path):
     (tmp_path / "cache").mkdir()
-    lock = os.open(tmp_path / "cache", os.O_RDONLY)
+    lock = os.open(tmp_path / "cache" / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         with pytest.raises(UserError, match="is being written by another process; wait for it"):
             run(settings, cache=tmp_path / "cache")
     finally:
         os.close(lock)
-    assert not any((tmp_path / "cache").iterdir())
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_there_must_be_a_cache_to_write(settings):
