@@ -5,13 +5,14 @@ import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 
 # megatron-core warns, while it is imported, of every optional GPU package that is absent.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
@@ -121,3 +122,21 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
         pipeline_model_parallel_size=pipeline_parallel,
         expert_model_parallel_size=expert_parallel,
     )
+
+
+def on_first_rank[T](action: Callable[[], T]) -> T:
+    """What rank 0 makes of `action`, on all ranks, which wait for it. Collective.
+
+    Raises:
+        MtpkitError, OSError: what rank 0 met, on every rank.
+    """
+    found: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = action()
+        except (MtpkitError, OSError) as error:
+            found[1] = error
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]

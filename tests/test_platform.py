@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtpkit.errors import UserError
-from mtpkit.platform import cpu_redirect, default_device, ensure_distributed, prepare_megatron
+from mtpkit.platform import cpu_redirect, default_device, ensure_distributed, on_first_rank, prepare_megatron
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -72,3 +72,16 @@ def test_megatron_compiles_nothing():
     compiled = {f"{f.__module__}.{f.__qualname__}" for f in functions if hasattr(f, "get_compiler_config")}
     assert not compiled
     assert hasattr(torch.compile(lambda x: x), "get_compiler_config"), "others may still compile"
+
+
+@pytest.mark.parametrize("failure", [UserError("no such base"), OSError(28, "No space left on device")])
+def test_what_the_first_rank_meets_is_raised_as_it_is(failure):
+    ensure_distributed()
+
+    def fail():
+        raise failure
+
+    with pytest.raises(type(failure), match=str(failure.args[-1])) as error:
+        on_first_rank(fail)
+    assert type(error.value) is type(failure)
+    assert on_first_rank(lambda: [1, 2]) == [1, 2]

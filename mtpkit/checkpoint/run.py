@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from mtpkit.checkpoint.layout import (
 from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
 from mtpkit.checkpoint.tensors import Shape, list_names, require_same_names
 from mtpkit.config import ModelConfig
-from mtpkit.errors import MtpkitError, StorageError, UserError
+from mtpkit.errors import UserError
+from mtpkit.platform import on_first_rank
 
 # Every save would advise an asynchronous writer; saves here are synchronous.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
@@ -71,18 +72,19 @@ def save_checkpoint(
 
     Raises:
         StorageError: writing failed, for instance on a full disk; the previous latest iteration still is.
+        UserError: the base cannot be read.
     """
     directory = Path(directory)
     target = directory / iteration_name(iteration)
     staging = directory / f".{target.name}.writing"
     with storage_errors(target):
         try:
-            _on_first_rank(lambda: _prepare(staging))
+            on_first_rank(lambda: _prepare(staging))
             state = {**CHECKPOINT_VERSION, **common_state, **sharded_state_dict}
             dist_checkpointing.save(state, str(staging))
             if base is not None:
-                _on_first_rank(lambda: add_base(staging, Path(base), _latest(directory)))
-            _on_first_rank(lambda: _publish(staging, target, iteration, config, companions))
+                on_first_rank(lambda: _add_base(staging, target, Path(base)))
+            on_first_rank(lambda: _publish(staging, target, iteration, config, companions))
         except BaseException:
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -92,17 +94,10 @@ def save_checkpoint(
     return target
 
 
-def _on_first_rank(action: Callable[[], None]) -> None:
-    """Run on rank 0 while the others wait; a failure there is raised everywhere."""
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except (OSError, MtpkitError) as error:
-            failure = [str(error)]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise StorageError(failure[0])
+def _add_base(staging: Path, target: Path, base: Path) -> None:
+    """What fails here is to be raised on all ranks, to which torch's own exceptions cannot be sent."""
+    with storage_errors(target):
+        add_base(staging, base, _latest(target.parent))
 
 
 def _latest(directory: Path) -> Path | None:

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,8 +24,8 @@ from mtpkit.checkpoint.fingerprint import fingerprint_base
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import MtpkitError, UserError
-from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.errors import UserError
+from mtpkit.platform import default_device, ensure_distributed, on_first_rank
 from mtpkit.training.batches import open_dataset
 from mtpkit.training.cache import (
     FORMAT,
@@ -86,7 +86,7 @@ def attach_cache(
     """
     directory = Path(config.cache)
     datasets = {"train": train} | ({"eval": heldout} if heldout is not None else {})
-    manifest, missing = _on_first_rank(lambda: _plan(config, model_config, datasets))
+    manifest, missing = on_first_rank(lambda: _plan(config, model_config, datasets))
     if any(missing.values()):
         with _writing(directory, manifest):
             model = _build_base(config, model_config, device)
@@ -185,7 +185,7 @@ def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
         write_file(directory / MANIFEST, manifest.to_json())
 
     try:
-        _on_first_rank(begin)
+        on_first_rank(begin)
         yield
     finally:
         for lock in locks:
@@ -280,17 +280,3 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
             fsync_path(path.parent)
         finally:
             staging.unlink(missing_ok=True)
-
-
-def _on_first_rank[T](action: Callable[[], T]) -> T:
-    """What rank 0 finds, on all ranks; a failure there is raised everywhere."""
-    found: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = action()
-        except MtpkitError as error:
-            found[1] = error
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
