@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from mtpkit.platform import default_device, ensure_distributed
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config import TrainConfig
-from mtpkit.training.depths import DepthSums
 from mtpkit.training.evaluation import EvaluationSettings, evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.flops import model_flops_utilization, step_flops
@@ -100,8 +100,9 @@ class Trainer:
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
                 sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group, self.step)
+                values = summary(sums, config.depth_weights())  # waits for the device, the update included
             self.step += 1
-            self._log_step(sums, norm, lr, throughput)
+            self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
             length = self._evaluate() if self._due(config.eval_interval) else None
             if self._due(config.save_interval) or self.directory.improves(length):
                 self._save(length)
@@ -119,8 +120,7 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.steps
 
-    def _log_step(self, sums: DepthSums, norm: float, lr: float, throughput: Throughput) -> None:
-        values = {**summary(sums, self.config.depth_weights()), "lr": lr, "grad_norm": norm}
+    def _log_step(self, values: dict[str, Any], throughput: Throughput) -> None:
         rate = values["tokens_per_s"] = throughput.rate()
         used = model_flops_utilization(rate, self.flops, dist.get_world_size(), self.device)
         shown = f"loss {values['loss']:.4f}, AL {values['acceptance_length']:.2f}, {rate:,.0f} tokens/s"
