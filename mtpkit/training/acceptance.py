@@ -29,14 +29,14 @@ def served_acceptance(
     """
     batch = token_ids[None]
     hidden = base_forward(model, batch, SequenceInput())
-    last = len(token_ids) - num_depths - 2
+    starts = max(0, len(token_ids) - num_depths - 1)  # positions from 0 on whose K drafts lie in the text
     right = []
     for depth, states in enumerate(unroll_depths(model, hidden, batch, num_depths, attention), start=1):
-        drafts = compute_logits(model, states[: last + 1, 0]).argmax(dim=-1)
-        right.append((drafts == token_ids[depth + 1 : depth + 2 + last]).tolist())
+        drafts = compute_logits(model, states[:starts, 0]).argmax(dim=-1)
+        right.append((drafts == token_ids[depth + 1 : depth + 1 + starts]).tolist())
     sums = DepthSums.zero(num_depths, torch.device("cpu"))
     position = prompt_length - 1
-    while position <= last:
+    while position < starts:
         sums.values[1] += 1
         accepted = 0
         while accepted < num_depths:

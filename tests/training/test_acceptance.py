@@ -61,3 +61,11 @@ def test_equals_decoding(answered, num_depths):
     sums = served_acceptance(model, torch.tensor(tokens), len(PROMPT), num_depths)
     assert sums.values[2:].tolist() == [offered, accepted]
     assert 0 < accepted[0] < offered[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 3, 4, 6])
+def test_a_text_shorter_than_the_drafts_has_no_step(answered, length):
+    """The prompt's last token, the one that the base gives, and fewer than K more."""
+    model, tokens = answered
+    assert not served_acceptance(model, torch.tensor(tokens[:length]), length, num_depths=6).values.any()
