@@ -183,8 +183,13 @@ class RunDirectory:
         write_file(description, json.dumps(dataclasses.asdict(self.best)) + "\n")
 
     def _remove_old(self) -> None:
-        """Under another name first: what has an iteration's name is whole."""
+        """Under another name first: what has an iteration's name is whole.
+
+        A run that was killed before a checkpoint became the newest left one that is later than the newest now. That one
+        does not count: it is written anew when the run comes there.
+        """
         finished = sorted(path for path in self.path.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name))
+        finished = [path for path in finished if int(path.name[5:]) <= (self.iteration or 0)]
         for path in finished[: -self._config.keep_checkpoints]:
             if self.best is None or path.name != iteration_name(self.best.iteration):
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")), ignore_errors=True)

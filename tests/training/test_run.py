@@ -101,6 +101,17 @@ def test_only_the_newest_checkpoints_are_kept(settings):
     assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
 
 
+def test_a_checkpoint_that_a_killed_run_left_ahead_does_not_push_out_the_newest(settings):
+    settings = [*settings, "keep_checkpoints=1", "keep_best=false"]
+    output = run(settings, "steps=2")
+    shutil.copytree(output / "iter_0000002", output / "iter_0000005")
+    run(settings, "steps=3")
+    assert iterations(output) == [3, 5]
+    load_model(output)
+    run(settings, "steps=6")
+    assert iterations(output) == [6]
+
+
 def plan_lengths(monkeypatch, lengths):
     """Let evaluations find these acceptance lengths, by step."""
     monkeypatch.setattr(Trainer, "_evaluate", lambda self: lengths.get(self.step))
