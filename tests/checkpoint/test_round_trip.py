@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.families.table import MappedTensors, _Step
 from mtpkit.checkpoint.layout import detect_layout, load_config
-from mtpkit.checkpoint.tensors import bits_equal
+from mtpkit.checkpoint.tensors import TensorInfo, bits_equal
 from mtpkit.checkpoint.verify import compare_weights
 from tests.checkpoint.builders import GOLDEN, add_heads, write_base
 
@@ -130,3 +133,26 @@ def test_one_tensor_is_held_at_a_time(hf_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem, "_write_item", watch)
     import_checkpoint(hf_dir, tmp_path / "megatron")
     assert len(written) > 10 and compare_weights(hf_dir, tmp_path / "megatron").identical
+
+
+class Numbers:
+    """Tensors that say their own names."""
+
+    def __init__(self, names: str) -> None:
+        self.tensors = {name: TensorInfo((2, 2), torch.float32) for name in names}
+
+    def read(self, name: str) -> torch.Tensor:
+        return torch.full((2, 2), float(ord(name)))
+
+
+def test_threads_may_read_at_once():
+    steps = [_Step((name,), (name + "x", name + "y"), lambda inputs: list(inputs[0])) for name in "abcd"]
+    mapped, names = MappedTensors(Numbers("abcd"), steps), ["ax", "by", "cx", "dy", "ay", "bx"] * 3000
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            values = [value[0].item() for value in pool.map(mapped.read, names)]
+    finally:
+        sys.setswitchinterval(before)
+    assert values == [ord(name[0]) for name in names]

@@ -146,8 +146,10 @@ class MappedTensors:
 
     def read(self, name: str) -> Tensor:
         step = self._steps[name]
-        if self._current[0] is not step:
+        current = self._current  # once: other threads may read other entries meanwhile
+        if current[0] is not step:
+            del current
             self._current = (None, {})
             inputs = [self._source.read(n) for n in step.inputs]
-            self._current = (step, dict(zip(step.outputs, step.convert(inputs), strict=True)))
-        return self._current[1][name]
+            current = self._current = (step, dict(zip(step.outputs, step.convert(inputs), strict=True)))
+        return current[1][name]
