@@ -20,6 +20,7 @@ from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model import build_model
+from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.platform import default_device, ensure_distributed
 from mtpkit.training.cache import HiddenStates
 from mtpkit.training.config import (
@@ -72,7 +73,7 @@ class TrainBenchConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     backend: str = "local"
     base_fp8: bool = False
-    """The base multiplies in fp8; backend `te` alone."""
+    """The base multiplies in fp8, see `use_fp8_base`."""
     steps: int = 5
     """The median counts."""
     warm_up: int = 3
@@ -225,8 +226,9 @@ class _Bench:
             init="device",
             sequence_parallel=parallel.tensor > 1,
             base_layers=not config.cached,
-            base_fp8=config.base_fp8,
         )
+        if config.base_fp8:
+            use_fp8_base(self.model)
         optimizer = OptimizerConfig(kind=config.optimizer, warmup_steps=0)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), optimizer)
         self.flops = step_flops(self.model, config.k)

@@ -138,7 +138,7 @@ def train(
     pipeline_parallel: Annotated[int, typer.Option(help="Stages of the base, under torchrun.")] = 1,
     expert_parallel: Annotated[int, typer.Option(help="Ranks that split experts, under torchrun.")] = 1,
     backend: Annotated[str, typer.Option(help="What the layers are built from: local, te.")] = "local",
-    base_fp8: Annotated[bool, typer.Option("--base-fp8", help="The base in fp8; needs --backend te.")] = False,
+    base_fp8: Annotated[bool, typer.Option("--base-fp8", help="The base multiplies in fp8.")] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps; the median counts.")] = 5,
     warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 3,
     seed: Seed = 0,

@@ -40,7 +40,6 @@ def build_model(
     init: Init = "portable",
     sequence_parallel: bool | None = None,
     base_layers: bool = True,
-    base_fp8: bool = False,
 ) -> HybridModel:
     """A model with freshly initialised weights, in eval mode.
 
@@ -53,16 +52,13 @@ def build_model(
             whose length they divide. None: where a mixture of experts needs it.
         base_layers: False: without the base's layers, of which then only embedding, final norm and lm_head are there;
             the heads are the same.
-        base_fp8: the base's linears multiply in fp8, for forwards without gradients; backend `te` alone.
 
     Raises:
-        UserError: unknown backend or init, no fp8 for this model here, or parallel sizes that do not fit the processes.
+        UserError: unknown backend or init, or parallel sizes that do not fit the processes.
     """
     if init not in get_args(Init):
         raise UserError(f"init is {init!r}, must be one of {', '.join(get_args(Init))}")
     modules = get_backend(backend)
-    if base_fp8 and backend != "te":
-        raise UserError(f"fp8 in the base needs backend 'te', not {backend!r}; choose it, or leave fp8 out")
     ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stage, stages = groups.pp.rank(), groups.pp.size()
@@ -88,7 +84,7 @@ def build_model(
             rotary_percent=config.rotary_percent,
             pg_collection=groups,
         )
-    model.mtpkit_config, model.base_context = config, nullcontext
+    model.mtpkit_config, model.backend, model.base_context = config, backend, nullcontext
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
         model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
     for name, layer in caching_layers(model).items():
@@ -97,11 +93,6 @@ def build_model(
         init_weights(model, config, seed, init=init)
     if device is not None:
         model = model.to(device)
-    if base_fp8:
-        from mtpkit.model.layers.te import check_fp8, fp8_forward
-
-        check_fp8(model)
-        model.base_context = fp8_forward
     return model.eval()
 
 

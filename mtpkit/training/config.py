@@ -168,7 +168,8 @@ class TrainConfig:
     """What layers are built from: `local`, mtpkit's own kernels and torch; `te`, Transformer Engine. `auto`: `te` where
     it and a GPU are there. Checkpoints are the same."""
     base_fp8: bool = False
-    """Multiply in fp8 in the frozen base, whose weights stay in `dtype` beside their fp8 copies; backend `te` alone."""
+    """Multiply in fp8 in the frozen base. Backend `local` keeps its weights in fp8 alone, in half the memory (those in
+    checkpoints stay what they were); `te` keeps both."""
     cache: str = ""
     """Directory of the base's final hidden states, of all sequences, written first where they are not there yet: heads
     are then trained without the base in memory, which `heads.init: base` alone still loads, to start from. See
@@ -239,8 +240,8 @@ class TrainConfig:
             yield f"loss.hidden_mix must be between 0 and 1, not {loss.hidden_mix}"
         if loss.hidden_mix and heads.num_depths == 1:
             yield "loss.hidden_mix has no effect on one depth: set loss.hidden_mix=0 or heads.num_depths=2 or more"
-        if self.base_fp8 and (self.backend == "local" or self.dtype != "bfloat16"):
-            yield "base_fp8 needs backend=te and dtype=bfloat16: set these, or base_fp8=false"
+        if self.base_fp8 and self.dtype != "bfloat16":
+            yield "base_fp8 needs dtype=bfloat16: set it, or base_fp8=false"
         if self.cache_dtype != "auto" and not self.cache:
             yield f"cache_dtype={self.cache_dtype} has no effect without a cache: set cache=DIR or cache_dtype=auto"
         if loss.depth_weights and len(loss.depth_weights) != heads.num_depths:

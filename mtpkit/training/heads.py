@@ -20,6 +20,7 @@ from mtpkit.errors import UserError
 from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
 from mtpkit.model.build import stage_patterns
+from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.freeze import HEAD_PREFIX
 from mtpkit.training.parallel import own_rows
@@ -114,15 +115,16 @@ def build_with_heads(
         init="none",
         base_layers=base_layers,
         backend=config.backend,
-        base_fp8=config.base_fp8 and base_layers,
     )
-    if load_weights:
-        new = config.heads.init != "checkpoint"
-        load_model_weights(model, Path(config.model), strict=base_layers, allow_missing_heads=new)
-        if new:
-            init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
-        if config.heads.init == "base":
-            init_from_base(model)
+    fp8, new = config.base_fp8 and base_layers, config.heads.init != "checkpoint"
+    if load_weights or fp8:  # what a checkpoint has of the base is not in fp8
+        load_model_weights(model, Path(config.model), strict=base_layers, allow_missing_heads=new or not load_weights)
+    if load_weights and new:
+        init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
+    if load_weights and config.heads.init == "base":
+        init_from_base(model)
+    if fp8:
+        use_fp8_base(model)
     return model
 
 

@@ -27,6 +27,7 @@ from mtpkit.checkpoint.atomic import storage_errors, write_file
 from mtpkit.checkpoint.layout import iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.errors import UserError
+from mtpkit.model.fp8 import is_fp8
 from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config import TrainConfig, load_config, save_config
 from mtpkit.training.optimizer import HeadOptimizer
@@ -123,7 +124,7 @@ class RunDirectory:
         common = {"iteration": step, "loader": loader.state_dict(), "best": best and dataclasses.asdict(best)}
         tensors = _sharded_state(model, optimizer)
         source = self._config.model
-        base = source if self._config.cache else None
+        base = source if self._lacks_base else None
         path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, source, base)
         self.iteration, self.best = step, best
         if dist.get_rank() == 0:
@@ -139,14 +140,19 @@ class RunDirectory:
         """
         if self.iteration is None:
             return 0
-        state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=bool(self._config.cache))
-        model.load_state_dict(state["model"])
+        state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=self._lacks_base)
+        model.load_state_dict(state["model"], strict=not self._lacks_base)
         optimizer.load_state_dict(state.get("optimizer", {}), state["iteration"])
         loader.load_state_dict(state["loader"])
         if state.get("best") and self._config.keep_best:
             best = Best(**state["best"])
             self.best = best if (self.path / iteration_name(best.iteration)).is_dir() else None
         return state["iteration"]
+
+    @property
+    def _lacks_base(self) -> bool:
+        """Whether the model has not all weights of the base, as they are in checkpoints."""
+        return bool(self._config.cache) or (self._config.base_fp8 and self._config.backend == "local")
 
     @property
     def _settings(self) -> Path:
@@ -196,7 +202,7 @@ class RunDirectory:
 
 
 def _sharded_state(model: HybridModel, optimizer: HeadOptimizer) -> dict[str, Any]:
-    state = model.sharded_state_dict()
+    state = {name: part for name, part in model.sharded_state_dict().items() if not is_fp8(getattr(part, "data", None))}
     return {"model": state, "optimizer": optimizer.sharded_state_dict(state)}
 
 

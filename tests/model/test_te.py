@@ -8,6 +8,7 @@ from mtpkit.checkpoint import load_model
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from mtpkit.model.backends import get_backend, resolve_backend
+from mtpkit.model.fp8 import use_fp8_base
 from tests.checkpoint.builders import GOLDEN
 from tests.kernels.recurrence import relative
 from tests.model.toy import CONFIG, packed, toy_tokens
@@ -25,11 +26,6 @@ def test_without_a_gpu_it_is_refused_and_not_chosen_by_auto():
     with pytest.raises(UserError, match=r"^backend 'te' needs a GPU; or choose backend 'local'$"):
         get_backend("te")
     assert resolve_backend("auto") == "local" and resolve_backend("te") == "te"
-
-
-def test_fp8_without_it_is_refused():
-    with pytest.raises(UserError, match=r"^fp8 in the base needs backend 'te', not 'local'"):
-        build_model(CONFIG, base_fp8=True)
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
@@ -97,16 +93,14 @@ def test_gradients_as_with_the_local_backend(te):
 
 @pytest.mark.gpu
 def test_fp8_stays_near_bf16_and_needs_fitting_matrices(te):
-    from mtpkit.model.layers.te import check_fp8, fp8_forward
-
     sizes = dict(hidden_size=64, ffn_hidden_size=128, mamba_num_heads=16)  # all matrices have multiples of 16
     config = CONFIG.replace(pattern="M*-M", **sizes)
     model = build_model(config, dtype=torch.bfloat16, device="cuda", backend="te", seed=3)
     ids = toy_tokens(32).cuda()
     with torch.no_grad():
         want = base_forward(model, ids, SequenceInput())
-        with fp8_forward():
-            have = base_forward(model, ids, SequenceInput())
+        use_fp8_base(model)
+        have = base_forward(model, ids, SequenceInput())
     assert not torch.equal(have, want) and relative(have.float(), want.float()) < 0.2
     with pytest.raises(UserError, match="fp8 needs a multiple of 8 tokens in each product, which experts do not get"):
-        check_fp8(build_model(CONFIG, dtype=torch.bfloat16, device="cuda", backend="te"))
+        use_fp8_base(build_model(CONFIG, dtype=torch.bfloat16, device="cuda", backend="te"))

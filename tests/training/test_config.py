@@ -45,7 +45,7 @@ def test_depth_weights_sum_to_one():
         ("loss.depth_weights=[1,2]", "loss.depth_weights has 2 entries for heads.num_depths=3"),
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 exceeds optimizer.lr"),
         ("optimizer.warmup_steps=1001", "optimizer.warmup_steps 1001 exceeds steps 1000"),
-        ("base_fp8=true", "base_fp8 needs backend=te and dtype=bfloat16"),
+        ("base_fp8=true", "base_fp8 needs dtype=bfloat16"),
         ("verbose", "overrides must be key=value: verbose"),
         ("loss.depth_weights=[1,2", "while parsing"),
     ],

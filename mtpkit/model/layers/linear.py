@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear as MegatronColumn
 from megatron.core.tensor_parallel import RowParallelLinear as MegatronRowParallelLinear
 from torch import Tensor
 
+from mtpkit.kernels.fp8_linear import fp8_linear
 from mtpkit.kernels.linear import linear
 
 if TYPE_CHECKING:
@@ -16,13 +17,24 @@ if TYPE_CHECKING:
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
-    """Whether the linear is its matrix product and nothing else: one rank, no bias, no gradient to any of `inputs`."""
+    """Whether the linear is its matrix product and nothing else: one rank, no bias, no fp8, no gradient to `inputs`."""
     differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
-    return not differentiated and module.bias is None and module.tp_group.size() == 1
+    alone = module.tp_group.size() == 1 and module.weight_scale is None
+    return not differentiated and module.bias is None and alone
+
+
+def _in_fp8(module: "ColumnParallelLinear | RowParallelLinear", input_: Tensor) -> Tensor:
+    """input_ [.., in] to [.., out]."""
+    assert module.weight_scale is not None
+    output = fp8_linear(input_.flatten(0, -2), module.weight, module.weight_scale)
+    return output.view(*input_.shape[:-1], len(module.weight))
 
 
 class ColumnParallelLinear(MegatronColumnParallelLinear):
     """Linear whose output features are split over tensor-parallel ranks."""
+
+    weight_scale: Tensor | None = None
+    """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -31,6 +43,8 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         used = self.weight if weight is None else weight
         if is_plain(self, input_, used):
             return linear(input_.flatten(0, -2), used).view(*input_.shape[:-1], len(used)), None
+        if self.weight_scale is not None:
+            return _in_fp8(self, input_), None
         return super().forward(input_, weight, runtime_gather_output)
 
 
@@ -62,6 +76,9 @@ class AddsToResidual:
 class RowParallelLinear(AddsToResidual, MegatronRowParallelLinear):
     """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
 
+    weight_scale: Tensor | None = None
+    """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """input_ [s, b, in / tp] to (output [s, b, out], bias for the caller to add)."""
         return self._forward(input_, None, None)
@@ -75,7 +92,8 @@ class RowParallelLinear(AddsToResidual, MegatronRowParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         residual = self.take_residual()
         if not is_plain(self, input_, self.weight, residual, gate, None if norm is None else norm.weight):
-            output, bias = super().forward(input_ if norm is None else norm(input_, gate))
+            input_ = input_ if norm is None else norm(input_, gate)
+            output, bias = super().forward(input_) if self.weight_scale is None else (_in_fp8(self, input_), None)
             return (output if residual is None else residual + output), bias
         output = linear(
             input_.flatten(0, -2),

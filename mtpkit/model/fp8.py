@@ -1,0 +1,49 @@
+"""The frozen base in fp8."""
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from mtpkit.errors import UserError
+from mtpkit.kernels.fp8_linear import FP8, quantize_rows
+from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+_MULTIPLE = 16
+"""Of both sizes of a matrix that fp8 products take."""
+_FIRST_GPU = (8, 9)
+"""Compute capability with fp8 products."""
+
+
+@torch.no_grad()
+def use_fp8_base(model: HybridModel) -> None:
+    """Let the base's linears multiply in fp8, for forwards without gradients; call it when the weights are loaded.
+
+    `te`: Transformer Engine makes fp8 copies of the weights, which stay as they are. `local`: the weights themselves
+    become e4m3 with a scale for each row, half of bf16's memory; experts, and matrices of which a size is no multiple
+    of 16, stay. Such weights are not what a checkpoint holds: see `is_fp8`.
+
+    Raises:
+        UserError: not with this GPU, these sizes or this parallelism.
+    """
+    if model.backend == "te":
+        from mtpkit.model.layers.te import check_fp8, fp8_forward
+
+        check_fp8(model)
+        model.base_context = fp8_forward
+        return
+    device = next(model.parameters()).device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_GPU:
+        raise UserError(f"base_fp8: {torch.cuda.get_device_name(device)} has no fp8 products; set base_fp8=false")
+    if model.config.tensor_model_parallel_size > 1:
+        raise UserError("base_fp8 with backend=local splits no matrices: set parallel.tensor=1, or backend=te")
+    linears = [
+        module for module in model.decoder.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    ]
+    for module in linears:
+        if not any(size % _MULTIPLE for size in module.weight.shape):
+            module.weight.requires_grad_(False)
+            module.weight.data, module.weight_scale = quantize_rows(module.weight)
+
+
+def is_fp8(tensor: object) -> bool:
+    """Whether it is one of the weights that `use_fp8_base` has rounded."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype == FP8

@@ -1,0 +1,55 @@
+"""A base whose weights are kept in fp8."""
+
+import pytest
+import torch
+
+from mtpkit.errors import UserError
+from mtpkit.kernels.fp8_linear import quantize_rows
+from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
+from mtpkit.model.fp8 import is_fp8, use_fp8_base
+from tests.model.toy import CONFIG, toy_tokens
+
+
+def built(device="cpu"):
+    return build_model(CONFIG.replace(pattern="M*-M*-"), dtype=torch.bfloat16, device=device, seed=3)
+
+
+@torch.no_grad()
+def test_the_base_is_rounded_and_the_heads_are_not(device):
+    ids, plain, model = toy_tokens(32, batch=2).to(device), built(device), built(device)
+    want = base_forward(plain, ids, SequenceInput())
+    use_fp8_base(model)
+    have = base_forward(model, ids, SequenceInput())
+    assert 1e-3 < (have - want).float().norm() / want.float().norm() < 0.15
+    rounded = {name for name, parameter in model.named_parameters() if is_fp8(parameter)}
+    assert rounded and all(name.startswith("decoder.") for name in rounded)
+    assert {name.split(".")[-2] for name in rounded} == {
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+        "out_proj",
+    }
+    for name, parameter in plain.named_parameters():
+        if name in rounded:
+            values, _ = quantize_rows(parameter)
+            assert torch.equal(model.get_parameter(name).float(), values.float())
+        else:
+            assert torch.equal(model.get_parameter(name), parameter)
+    depths = zip(unroll_depths(plain, want, ids, 2), unroll_depths(model, want, ids, 2), strict=True)
+    assert all(torch.equal(a, b) for a, b in depths)
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch):
+    model = built()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(model, "parameters", lambda: iter([torch.empty(0, device="meta").as_subclass(OnGpu)]))
+    with pytest.raises(UserError, match=r"^base_fp8: NVIDIA A100 has no fp8 products; set base_fp8=false$"):
+        use_fp8_base(model)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
