@@ -92,6 +92,8 @@ class TrainBenchConfig:
             wrong.append("a sequence length and a loss are needed")
         if self.attention == "serving" and not self.repeated:
             wrong.append("serving attention is for one repeated head; take per_depth for distinct ones")
+        if self.cached and self.base_fp8:
+            wrong.append("cached hidden states leave no base for base_fp8; take one of them")
         if wrong:
             raise UserError("training benchmark: " + "; ".join(wrong))
 
@@ -122,6 +124,8 @@ class TrainBenchConfig:
             parallel=self.parallel,
             seed=self.seed,
             dtype=self.dtype,
+            base_fp8=self.base_fp8,
+            cache="memory" if self.cached else "",
         )
 
 

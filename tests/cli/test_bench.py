@@ -119,6 +119,9 @@ def test_kernels_without_a_gpu(call, capsys, monkeypatch):
         ("train --model nemotron-h-tiny --loss kl mse", "mse: not among kl, tv, ce"),
         ("train --model nemotron-h-tiny --distinct", "serving attention is for one repeated head"),
         ("train --model nemotron-h-tiny --sequence-length 64 3", "data.sequence_length must be at least 5"),
+        ("train --model nemotron-h-tiny --cached --pipeline-parallel 2", "set parallel.pipeline=1"),
+        ("train --model nemotron-h-tiny --base-fp8 --dtype float32", "base_fp8 needs dtype=bfloat16"),
+        ("train --model nemotron-h-tiny --cached --base-fp8 --dtype bfloat16", "leave no base for base_fp8"),
         ("train --model nemotron-h-tiny --tensor-parallel 3", "set parallel.tensor to a divisor"),
     ],
 )
