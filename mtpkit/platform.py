@@ -80,7 +80,8 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
     Under torchrun its environment is used; otherwise a group of one process is made without opening a port.
 
     Raises:
-        UserError: the number of processes does not divide, or groups of another shape exist already.
+        UserError: the number of processes does not divide, groups of another shape exist already, or there are more
+            processes on this machine than GPUs.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -93,7 +94,7 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+                torch.cuda.set_device(_own_gpu())
             dist.init_process_group(backend)
         else:
             store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mtpkit-"), "store"), 1)
@@ -122,6 +123,14 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
         pipeline_model_parallel_size=pipeline_parallel,
         expert_model_parallel_size=expert_parallel,
     )
+
+
+def _own_gpu() -> int:
+    """The GPU of this process, by its place among those that torchrun started on this machine."""
+    place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if place >= gpus:
+        raise UserError(f"process {place} has no GPU, there are {gpus} here; start --nproc-per-node={gpus} processes")
+    return place
 
 
 def on_first_rank[T](action: Callable[[], T]) -> T:

@@ -74,6 +74,17 @@ def test_megatron_compiles_nothing():
     assert hasattr(torch.compile(lambda x: x), "get_compiler_config"), "others may still compile"
 
 
+def test_more_processes_than_gpus(monkeypatch):
+    ensure_distributed()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="process 2 has no GPU, there are 2 here; start --nproc-per-node=2"):
+        ensure_distributed()
+
+
 @pytest.mark.parametrize("failure", [UserError("no such base"), OSError(28, "No space left on device")])
 def test_what_the_first_rank_meets_is_raised_as_it_is(failure):
     ensure_distributed()
