@@ -28,6 +28,7 @@ from mtpkit.checkpoint.layout import iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.errors import UserError
 from mtpkit.model.fp8 import is_fp8
+from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config import TrainConfig, load_config, save_config
 from mtpkit.training.optimizer import HeadOptimizer
@@ -87,15 +88,12 @@ class RunDirectory:
             self._check_resumable()
 
     def start(self) -> None:
-        """Write the settings, replacing those of an earlier part of the run, and clear what that left half-done."""
-        if dist.get_rank() == 0:
-            self.path.mkdir(parents=True, exist_ok=True)
-            for path in self.path.iterdir():
-                if LEFT_OVER.fullmatch(path.name):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            save_config(self._config, self._settings)
-            self._mark_best()
-        dist.barrier()
+        """Write the settings, replacing those of an earlier part of the run, and clear what that left half-done.
+
+        Raises:
+            StorageError: the directory cannot be written.
+        """
+        on_first_rank(self._begin)
 
     def improves(self, acceptance_length: float | None) -> bool:
         """Whether a checkpoint with this held-out acceptance length (None: not known) would be the best to keep."""
@@ -174,6 +172,15 @@ class RunDirectory:
             raise UserError(
                 f"output {self.path} is at step {self.iteration} already, beyond steps={self._config.steps}"
             )
+
+    def _begin(self) -> None:
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path in self.path.iterdir():
+                if LEFT_OVER.fullmatch(path.name):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            save_config(self._config, self._settings)
+            self._mark_best()
 
     def _mark_best(self) -> None:
         link, description = self.path / BEST, self.path / f"{BEST}.json"

@@ -14,7 +14,7 @@ import torch
 
 from mtpkit.checkpoint import find_companions, load_model
 from mtpkit.checkpoint import load_config as load_model_config
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.training import load_config, train
 from mtpkit.training.loop import Trainer
 
@@ -162,6 +162,12 @@ def test_evaluations_are_by_source_and_the_report_has_them(settings, text_files)
     assert list(line["sources"]) == ["first", "second"] and line["sampling_acceptance_length"] >= 1
     assert "second" in (output / "report.html").read_text()
     assert json.loads((output / "best.json").read_text())["acceptance_length"] == line["acceptance_length"]
+
+
+def test_an_output_that_cannot_be_written_is_one_line(settings):
+    with pytest.raises(StorageError, match="/proc/run: cannot write: No such file or directory") as error:
+        run(settings, "output=/proc/run")
+    assert "\n" not in str(error.value)
 
 
 def test_a_failed_save_leaves_the_previous_checkpoint(settings, monkeypatch):
