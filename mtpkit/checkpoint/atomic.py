@@ -111,7 +111,7 @@ def write_file(path: Path, text: str) -> None:
     staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
     with storage_errors(path):
         try:
-            staging.write_text(text)
+            staging.write_text(text, encoding="utf-8")
             fsync_path(staging)
             staging.replace(path)
             fsync_path(path.parent)

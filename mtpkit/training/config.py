@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
 from mtpkit.training.loss import LossKind
 from mtpkit.training.mixing import MixKind
@@ -303,13 +304,10 @@ def _one_line(error: Exception) -> str:
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
-    """Write the resolved config as YAML, atomically."""
+    """Write the resolved config as YAML, whole or not at all."""
     import yaml
 
-    temporary = path.with_name(path.name + ".tmp")
-    values = _plain(dataclasses.asdict(config))
-    temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    temporary.replace(path)
+    write_file(path, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
 
 
 def _plain(value: Any) -> Any:
