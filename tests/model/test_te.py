@@ -22,6 +22,7 @@ def te():
     return pytest.importorskip("transformer_engine.pytorch")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_and_not_chosen_by_auto():
     with pytest.raises(UserError, match=r"^backend 'te' needs a GPU; or choose backend 'local'$"):
         get_backend("te")

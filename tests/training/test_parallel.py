@@ -24,6 +24,7 @@ TWO = {
     "expert": {"expert_parallel": 2},
 }
 FOUR = {
+    "stages": {"pipeline_parallel": 4},
     "tensor_pipeline": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "tensor_expert": {"tensor_parallel": 2, "expert_parallel": 2},
     "pipeline_expert": {"pipeline_parallel": 2, "expert_parallel": 2},
@@ -31,6 +32,7 @@ FOUR = {
 }
 TWO_PAIRS = [(n, c) for n in TWO for c in CASES if n != "expert" or "E" in CASES[c].model["pattern"]]
 FOUR_PAIRS = [
+    ("stages", "experts"),
     ("tensor_pipeline", "experts"),
     ("tensor_pipeline", "distinct"),
     ("tensor_expert", "experts"),
