@@ -73,13 +73,18 @@ def main() -> None:
     print(json.dumps({"steps": options.steps, "prompts": len(prompts), "rows": rows}))
 
 
+def own_data(output: Path, steps: int) -> Path:
+    """Where the base's own answers for so many steps are."""
+    return output / f"own-{steps}.jsonl"
+
+
 def write_own(corpus: Path, output: Path, steps: int) -> None:
-    """As many of the base's own tokens as all steps read."""
-    if not (output / "own.jsonl").exists():
+    """As many of the base's own tokens as all steps read, or an answer to each prompt if there are not so many."""
+    if not own_data(output, steps).exists():
         limit = -(-steps * TOKENS_A_STEP // ANSWER)
         call(
             *("-m", "mtpkit.cli.main", "data", "regenerate", "--model", BASE, "--data", corpus / "train.jsonl"),
-            *("--output", output / "own.jsonl", "--prompt-length", PROMPT, "--limit", limit),
+            *("--output", own_data(output, steps), "--prompt-length", PROMPT, "--limit", limit),
             *("--max-tokens", ANSWER, "--temperature", 1.0, "--ignore-eos"),
         )
 
@@ -87,7 +92,7 @@ def write_own(corpus: Path, output: Path, steps: int) -> None:
 def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: int) -> Path:
     """The directory of a finished run."""
     run = options.output / f"{loss}-{attention}-{data}-k{k}"
-    source = options.output / "own.jsonl" if data == "own" else options.corpus / "train.jsonl"
+    source = own_data(options.output, options.steps) if data == "own" else options.corpus / "train.jsonl"
     call(
         *("train/train_mtp.py", "--config", "examples/train_tiny.yaml", f"model={BASE}", f"output={run.resolve()}"),
         *(f"data.train=[{source.resolve()}]", f"data.eval=[{(options.corpus / 'heldout.jsonl').resolve()}]"),
