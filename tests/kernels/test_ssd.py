@@ -188,6 +188,17 @@ def test_rows_in_bf16(name, state_dtype):
         assert relative(state, want_state) <= 2 * relative(low_state, want_state)
 
 
+@pytest.mark.parametrize("name", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_initial_states_are_zeros(name):
+    twin = Twin(name, "cuda" if name == "cuda" else "cpu")
+    inputs = make_rows((1, 70, 300, 5), twin.device, torch.bfloat16, (4, 64, 2, 128))
+    found = []
+    for initial in (torch.zeros_like(inputs["initial_states"]), None):
+        found.append(twin("ssd").ssd_varlen(**{**inputs, "initial_states": initial}, chunk_size=64))
+    for have, want in zip(*found, strict=True):
+        assert relative(have, want.double()) < 1e-3
+
+
 def test_chunks_stay_inside_their_rows():
     parts = chunks((5, 2), 4, torch.device("cpu"))
     assert [part.tolist() for part in vars(parts).values()] == [[0, 4, 5, 7], [0, 0, 1], [1, 2], [0, 5, 7]]
