@@ -37,7 +37,9 @@ def detect_layout(directory: Path | str) -> Layout:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such model directory")
+        raise UserError(
+            f"{directory}: no such model directory; name one that holds config.json or a Megatron checkpoint"
+        )
     if _find_torch_dist(directory) is not None:
         return "megatron"
     if (directory / "config.json").exists():

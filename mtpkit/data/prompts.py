@@ -83,7 +83,7 @@ def _prompts(
     if not known:
         raise UserError(
             f"data: {name} has the columns {', '.join(row)}, but none of {columns.messages!r}, {columns.prompt!r} and"
-            f" {columns.text!r}; rename them or name the ones to use"
+            f" {columns.text!r}; rename them, or name the ones to use (text_column, prompt_column, ..)"
         )
     text = row[known[0]] or ""
     if not isinstance(text, str):

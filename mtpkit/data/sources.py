@@ -221,7 +221,8 @@ def _choose(file: Path, row: dict[str, Any], columns: Columns) -> Callable[[dict
         return lambda row, name: Sample(_text(row, columns.text, name), name=name)
     raise UserError(
         f"data: {file} has the columns {', '.join(row)}, but neither {columns.messages!r}, nor both {columns.prompt!r}"
-        f" and {columns.response!r}, nor {columns.text!r}; rename them or name the ones to use"
+        f" and {columns.response!r}, nor {columns.text!r}; rename them, or name the ones to use"
+        " (text_column, prompt_column, ..)"
     )
 
 
