@@ -125,7 +125,9 @@ def check_fp8(model: Any) -> None:
     if not available:
         raise UserError(f"base_fp8 is not possible here: {why}; set base_fp8=false")
     if "E" in model.mtpkit_config.pattern:
-        raise UserError("fp8 needs a multiple of 8 tokens in each product, which experts do not get; set base_fp8=false")
+        raise UserError(
+            "fp8 needs a multiple of 8 tokens in each product, which experts do not get; set base_fp8=false"
+        )
     odd = [
         f"{name} {tuple(module.weight.shape)}"
         for name, module in model.decoder.named_modules()
@@ -133,7 +135,9 @@ def check_fp8(model: Any) -> None:
         and any(size % 16 for size in module.weight.shape)
     ]
     if odd:
-        raise UserError(f"fp8 needs matrices whose sizes are multiples of 16, unlike {', '.join(odd)}; set base_fp8=false")
+        raise UserError(
+            f"fp8 needs matrices whose sizes are multiples of 16, unlike {', '.join(odd)}; set base_fp8=false"
+        )
 
 
 @contextmanager
