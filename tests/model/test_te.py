@@ -1,5 +1,7 @@
 """The Transformer Engine backend: chosen, missing, and beside Megatron's own checkpoints and the local backend."""
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +17,7 @@ from tests.model.toy import CONFIG, packed, toy_tokens
 
 TOLERANCE = 1e-4
 """What products in fp32 by other kernels may differ by, TF32 off."""
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # which cuBLAS reads once: products in fp32 would take TF32
 
 
 @pytest.fixture
@@ -85,7 +88,8 @@ def test_gradients_as_with_the_local_backend(te):
         model = build_model(CONFIG, device="cuda", backend=name, seed=3)
         hidden = base_forward(model, ids, SequenceInput()).detach()
         last = list(unroll_depths(model, hidden, ids, 2))[-1]
-        last[:20].square().mean().backward()
+        weights = torch.randn(last.shape, generator=torch.Generator().manual_seed(4)).cuda()
+        (last * weights)[:20].mean().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     for name, want in gradients[0].items():
@@ -102,6 +106,6 @@ def test_fp8_stays_near_bf16_and_needs_fitting_matrices(te):
         want = base_forward(model, ids, SequenceInput())
         use_fp8_base(model)
         have = base_forward(model, ids, SequenceInput())
-    assert not torch.equal(have, want) and relative(have.float(), want.float()) < 0.2
+    assert 1e-3 < (have - want).float().norm() / want.float().norm() < 0.15
     with pytest.raises(UserError, match="fp8 needs a multiple of 8 tokens in each product, which experts do not get"):
         use_fp8_base(build_model(CONFIG, dtype=torch.bfloat16, device="cuda", backend="te"))

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from mtpkit.errors import UserError
@@ -76,6 +76,10 @@ class RowParallelLinear(AddsToResidual, _NoExtraState, megatron_te.TERowParallel
 class CoreAttention(megatron_te.TEDotProductAttention):
     """Causal attention over sequences by cuDNN or FlashAttention, as Transformer Engine chooses."""
 
+    # The local module has no such key, and megatron-core writes none into checkpoints.
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """See `mtpkit.kernels.attention.sequence_attention`: q [b, s, heads, d], k and v [b, s, groups, d], documents
         [b, s] or None; returns [b, s, heads, d]."""
@@ -90,12 +94,15 @@ class CoreAttention(megatron_te.TEDotProductAttention):
         return out.view(b, s, q.shape[1], -1)
 
 
-def _packed(documents: Tensor) -> PackedSeqParams:
-    """Where each document of each row of [b, s] begins in the rows one after another. Waits for the device."""
+def _packed(documents: Tensor) -> PackedSeqParams | None:
+    """Where each document of each row of [b, s] begins in the rows one after another; None if each row is one document.
+    Waits for the device."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    ends = torch.tensor([documents.numel()], device=documents.device)
-    offsets = torch.cat([starts.flatten().nonzero()[:, 0], ends]).to(torch.int32)
+    first = starts.flatten().nonzero()[:, 0]
+    if len(first) == len(documents):
+        return None
+    offsets = torch.cat([first, first.new_tensor([documents.numel()])]).to(torch.int32)
     longest = int(offsets.diff().max())
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
