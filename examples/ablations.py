@@ -8,6 +8,7 @@ examples/train_tiny.yaml and its own changes. `text` is the corpus itself, `own`
 after prompts from it (temperature 1). Then acceptance lengths, greedy:
 
 - trained: teacher-forced on held-out text, with the attention of the training;
+- in serving: the same, with the attention of serving;
 - served: what teacher forcing, seeing what serving sees, predicts for held-out prompts;
 - engine: what the engine counts on these prompts.
 
@@ -30,9 +31,10 @@ from tqdm import tqdm
 from mtpkit import LLM, SamplingParams
 from mtpkit.bench.prompts import read_prompts
 from mtpkit.checkpoint import load_model
-from mtpkit.data import load_tokenizer
+from mtpkit.data import Columns, load_tokenizer
 from mtpkit.platform import default_device
 from mtpkit.training import served_acceptance
+from mtpkit.training.evaluation import evaluate_directory
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "examples" / "tiny_base" / "model"
@@ -46,6 +48,8 @@ SETTINGS = [
 ]
 """Loss, attention, data and K of each row."""
 TOKENS_A_STEP = 512
+SEQUENCE = 128
+HELD_OUT_SEQUENCES = 256
 ANSWER = 96
 """Tokens that the base writes after a prompt."""
 PROMPT = 32
@@ -68,7 +72,8 @@ def main() -> None:
         runs = pool.map(lambda setting: train(options, *setting), chosen)
         runs = list(tqdm(runs, total=len(chosen), desc="training", disable=None))
     prompts = list(held_out_prompts(options.corpus, options.prompts))
-    rows = [row(setting, run, prompts) for setting, run in zip(chosen, runs, strict=True)]
+    held_out = options.corpus / "heldout.jsonl"
+    rows = [row(setting, run, prompts, held_out) for setting, run in zip(chosen, runs, strict=True)]
     show(rows)
     print(json.dumps({"steps": options.steps, "prompts": len(prompts), "rows": rows}))
 
@@ -96,7 +101,8 @@ def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: 
     call(
         *("train/train_mtp.py", "--config", "examples/train_tiny.yaml", f"model={BASE}", f"output={run.resolve()}"),
         *(f"data.train=[{source.resolve()}]", f"data.eval=[{(options.corpus / 'heldout.jsonl').resolve()}]"),
-        *("data.eval_sequences=256", f"eval_interval={options.steps}", f"save_interval={options.steps}"),
+        *(f"data.sequence_length={SEQUENCE}", f"data.eval_sequences={HELD_OUT_SEQUENCES}"),
+        *(f"eval_interval={options.steps}", f"save_interval={options.steps}"),
         *(f"loss.kind={loss}", f"heads.attention={attention}", f"heads.num_depths={k}", f"steps={options.steps}"),
         *("matmul_precision=high", f"optimizer.warmup_steps={min(10, options.steps)}", "data.prompt_column=prompt"),
     )
@@ -117,11 +123,14 @@ def held_out_prompts(corpus: Path, count: int) -> Iterator[list[int]]:
         yield tokenizer.encode(prompt)[:PROMPT] if isinstance(prompt, str) else prompt[:PROMPT]
 
 
-def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]]) -> dict[str, object]:
+def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]], held_out: Path) -> dict[str, object]:
     """Acceptance lengths of a trained run."""
     loss, attention, data, k = setting
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [values for values in metrics if values["kind"] == "eval"][-1]
+    in_serving = evaluate_directory(
+        run, [str(held_out)], Columns(), SEQUENCE, k, "serving", 16, HELD_OUT_SEQUENCES, dtype="float32"
+    )
     model = load_model(run, device=default_device())
     llm = LLM(model, k, max_num_seqs=len(prompts), max_model_len=PROMPT + ANSWER + 2 * k)
     greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
@@ -140,6 +149,7 @@ def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]])
         data=data,
         k=k,
         trained=trained["acceptance_length"],
+        in_serving=in_serving["acceptance_length"],
         served=sum(served[1:], start=served[0]).acceptance_length(),
         engine=counted,
         engine_conditional_acceptance=conditional,
@@ -149,10 +159,10 @@ def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]])
 def show(rows: list[dict]) -> None:
     """The table."""
     table = Table()
-    for name in ("loss", "attention", "data", "K", "trained", "served", "engine", "engine, each depth"):
+    for name in ("loss", "attention", "data", "K", "trained", "in serving", "served", "engine", "engine, each depth"):
         table.add_column(name)
     for values in rows:
-        lengths = [f"{values[name]:.3f}" for name in ("trained", "served", "engine")]
+        lengths = [f"{values[name]:.3f}" for name in ("trained", "in_serving", "served", "engine")]
         rates = " ".join(f"{rate:.0%}" for rate in values["engine_conditional_acceptance"])
         table.add_row(values["loss"], values["attention"], values["data"], str(values["k"]), *lengths, rates)
     Console(width=120).print(table)

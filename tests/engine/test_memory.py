@@ -48,10 +48,12 @@ def test_null_rows_are_memory_but_no_requests():
 
 @pytest.mark.gpu
 def test_a_gpu_is_filled_to_the_share_asked_for():
-    _, total = torch.cuda.mem_get_info()
     model = tiny_model(device="cuda")
     before = torch.cuda.memory_allocated()  # of this process: others may use the GPU too
-    llm = make_llm(model, 3, num_blocks=None, gpu_memory_utilization=0.5, max_model_len=100_000)
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free + 2**32) / total
+    llm = make_llm(model, 3, num_blocks=None, gpu_memory_utilization=share, max_model_len=10**7)
     plan, used = llm.memory_plan, torch.cuda.memory_allocated() - before
-    assert 0.4 * total < plan.in_use + plan.state_bytes + plan.kv_bytes <= 0.5 * total
-    assert used == pytest.approx(plan.state_bytes + plan.kv_bytes, rel=0.02)
+    planned = plan.in_use + plan.activations + plan.graphs + plan.state_bytes + plan.kv_bytes
+    assert share * total - 2 * plan.block_bytes < planned <= share * total
+    assert used == pytest.approx(plan.state_bytes + plan.kv_bytes, rel=0.05)

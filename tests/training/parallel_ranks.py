@@ -128,7 +128,9 @@ def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
             torch.save(gradients(CASES[case], *rest), out / f"{name}.{rank}.pt")
 
 
-def launch(out: Path, ranks: int, port: int, jobs: list) -> None:
-    """Run jobs in so many processes, forked from one that has imported everything: each would take 10 s for it."""
+def launch(out: Path, ranks: int, port: int, jobs: list, device: str) -> None:
+    """Run jobs in so many processes, forked from one that has imported everything: each would take 10 s for it. Where
+    there is a GPU the imports look for it, after which CUDA cannot be used in a fork."""
     mp.get_context("forkserver").set_forkserver_preload([__name__])
-    mp.start_processes(work, (out, ranks, port, jobs), nprocs=ranks, start_method="forkserver")
+    method = "forkserver" if device == "cpu" else "spawn"
+    mp.start_processes(work, (out, ranks, port, jobs), nprocs=ranks, start_method=method)

@@ -115,7 +115,7 @@ def two(tmp_path_factory, settings, where):
     ]
     undistributed = ("gradients", "undistributed", ("experts", TWO["expert"], False, where))
     jobs = [*gradient_jobs(TWO, TWO_PAIRS, where), undistributed, ("stream", where)]
-    launch(out, 2, free_port(), [*jobs, *(("train", [*settings, *changes]) for changes in runs)])
+    launch(out, 2, free_port(), [*jobs, *(("train", [*settings, *changes]) for changes in runs)], where)
     return out
 
 
@@ -124,7 +124,7 @@ def four(tmp_path_factory, where):
     """What four processes wrote: gradients of some cases."""
     need_gpus(where, 4)
     out = tmp_path_factory.mktemp("four")
-    launch(out, 4, free_port(), gradient_jobs(FOUR, FOUR_PAIRS, where))
+    launch(out, 4, free_port(), gradient_jobs(FOUR, FOUR_PAIRS, where), where)
     return out
 
 
