@@ -343,7 +343,7 @@ def test_ranks_that_split_the_base_write_and_read_as_one(settings, tokenizer_dir
         kind: {f"parallel.{kind}": 2, "cache": tmp_path / f"cache_{kind}", "output": tmp_path / kind}
         for kind in ("tensor", "expert")
     }
-    launch(tmp_path, 2, free_port, [("train", overrides(settings, **changes)) for changes in runs.values()])
+    launch(tmp_path, 2, free_port, [("train", overrides(settings, **changes)) for changes in runs.values()], "cpu")
     for kind, changes in runs.items():
         for name in contents(changes["cache"]).keys() | contents(tmp_path / "alone").keys():
             found, wanted = (load_file(path / name)["hidden"] for path in (changes["cache"], tmp_path / "alone"))
