@@ -163,6 +163,7 @@ def unroll_depths(
     positions: Tensor | None = None,
     mix: Callable[[Tensor, Tensor], Tensor] | None = None,
     recompute: bool = False,
+    forward: Callable[[HybridModel, int, Tensor, Tensor, LayerInput], Tensor] = mtp_forward,
 ) -> Iterator[Tensor]:
     """Yield g^1 .. g^K over whole sequences.
 
@@ -179,6 +180,7 @@ def unroll_depths(
             that it stands in for, both [s, b, h]; element i of these is h_{i+k}, or 0 past the end.
         recompute: keep of each depth what goes in and what later depths read of it, and run it again in the backward
             (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
+        forward: what runs one depth, and does what `mtp_forward` does.
     """
     repeated = model.mtpkit_config.mtp_use_repeated_layer
     serving = repeated if attention is None else attention == "serving"
@@ -191,9 +193,9 @@ def unroll_depths(
             inputs = DepthInput(documents, positions, depth, streams)
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         if recompute:  # nothing in a depth is random
-            hidden = checkpoint(mtp_forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+            hidden = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            hidden = mtp_forward(*arguments)
+            hidden = forward(*arguments)
         yield hidden
         if mix is not None and depth < num_depths:
             hidden = mix(hidden, shift_states(model, base, depth))

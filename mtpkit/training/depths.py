@@ -18,10 +18,11 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.data import PackedBatch
-from mtpkit.model import gather_sequence, output_weight, unroll_depths
+from mtpkit.model import gather_sequence, mtp_forward, output_weight, unroll_depths
 from mtpkit.training.cache import base_states
 from mtpkit.training.config import HeadAttention
 from mtpkit.training.loss import LossOptions, head_agreement, head_losses
+from mtpkit.training.main_grad import training_forward
 from mtpkit.training.mixing import HiddenMix
 
 Decoding = Literal["greedy", "sampling", "draft_sampling"]
@@ -208,7 +209,16 @@ def _unroll(
     selected = select_targets(batch.loss_mask, batch.documents, num_depths)
     rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
     drafted = unroll_depths(
-        model, hidden, batch.token_ids, num_depths, attention, batch.documents, batch.positions, mix, recompute
+        model,
+        hidden,
+        batch.token_ids,
+        num_depths,
+        attention,
+        batch.documents,
+        batch.positions,
+        mix,
+        recompute,
+        training_forward if torch.is_grad_enabled() else mtp_forward,
     )
     students = [
         gather_sequence(model, states).flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)]

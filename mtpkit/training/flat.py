@@ -90,6 +90,8 @@ class FlatBuffer:
         views = self.flat[: sum(sizes)].split(sizes)
         self.grads = [view.view_as(parameter) for view, parameter in zip(views, self.parameters, strict=True)]
         """fp32, of each parameter's shape; after `gather` the parameters' values in full precision."""
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter.main_grad = grad  # type: ignore[attr-defined]  # see `main_grad`
 
     def region(self, kinds: Sequence[int]) -> Region:
         """What this rank owns of neighbouring kinds, with masters of the parameters as they are."""
@@ -103,13 +105,6 @@ class FlatBuffer:
         region = Region(start, self.flat[start:end], {"fp32_param": master})
         self.regions.append(region)
         return region
-
-    def accumulate(self) -> None:
-        """Move the parameters' gradients into the buffer."""
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            if parameter.grad is not None:
-                grad.add_(parameter.grad)
-                parameter.grad = None
 
     def sum_partial(self) -> None:
         """Add up the gradients of which each tensor-parallel rank has a part."""

@@ -25,7 +25,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class HeadOptimizer:
-    """Accumulates the heads' gradients over micro-batches in fp32, sums them over ranks, clips and steps.
+    """Keeps the fp32 gradients that backwards add to, sums them over ranks, clips and steps.
 
     Parameters are rounded from their fp32 masters at each step. Experts that ranks have split among themselves are
     summed over the ranks that hold the same ones, all other parameters over all data-parallel ranks. On pipeline stages
@@ -73,11 +73,6 @@ class HeadOptimizer:
         if len(master):
             self._adamw.param_groups[group]["params"].append(master)
             self._adamw.state[master] = {"step": torch.tensor(0.0), **moments}
-
-    def accumulate(self) -> None:
-        """Move the gradients of one backward into the fp32 buffers."""
-        for buffer in self.buffers:
-            buffer.accumulate()
 
     @torch.no_grad()
     def step(self, lr: float) -> float:

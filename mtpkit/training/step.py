@@ -53,8 +53,7 @@ def train_step(
         losses, batch_sums = run_depths(
             model, batch, num_depths, attention, options, mix, hidden, config.heads.recompute
         )
-        (losses * scale).sum().backward()
-        optimizer.accumulate()
+        (losses * scale).sum().backward()  # into the optimizer's fp32 gradients
         sums += batch_sums
     norm = optimizer.step(lr)
     return sums.all_reduce(group), norm

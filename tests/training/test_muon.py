@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.main_grad import gradients_into_main
 from mtpkit.training.muon import orthogonalize
 from mtpkit.training.optimizer import HeadOptimizer
 from tests.training.toy import toy_model
@@ -39,8 +40,8 @@ def test_steps_equal_torch():
     before = [parameter.detach().clone() for parameter in ours.parameters()]
     for _ in range(4):
         x = torch.randn(32, 24)
-        ours(x).square().sum().backward()
-        optimizer.accumulate()
+        with gradients_into_main(ours):
+            ours(x).square().sum().backward()
         optimizer.step(1e-2)
         theirs(x).square().sum().backward()
         for other in (matrices, rest):
