@@ -4,8 +4,8 @@
     python examples/ablations.py --corpus outputs/corpus --output outputs/ablations --jobs 8
 
 Heads of the tiny base start alike, and each is trained by train/train_mtp.py with the settings of
-examples/train_tiny.yaml and its own changes. `text` is the corpus itself, `own` as many tokens that the base wrote
-after prompts from it (temperature 1). Then acceptance lengths, greedy:
+examples/train_tiny.yaml and its own changes. `text` is the corpus itself, `own` and `greedy` as many tokens that the
+base wrote after prompts from it, at temperature 1 and 0. Then acceptance lengths, greedy:
 
 - trained: teacher-forced on held-out text, with the attention of the training;
 - in serving: the same, with the attention of serving;
@@ -45,8 +45,10 @@ SETTINGS = [
     for loss in ("kl", "tv", "ce")
     for attention in ("serving", "per_depth")
     if k == 3 or (loss != "tv" and data == "text")
-]
+] + [("kl", attention, "greedy", 3) for attention in ("serving", "per_depth")]
 """Loss, attention, data and K of each row."""
+TEMPERATURE = {"own": 1.0, "greedy": 0.0}
+"""Of the data that the base writes."""
 TOKENS_A_STEP = 512
 SEQUENCE = 128
 HELD_OUT_SEQUENCES = 256
@@ -66,8 +68,8 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     chosen = [SETTINGS[number] for number in options.rows] if options.rows else SETTINGS
-    if any(data == "own" for _, _, data, _ in chosen):
-        write_own(options.corpus, options.output, options.steps)
+    for data in {setting[2] for setting in chosen} & TEMPERATURE.keys():
+        write_own(options.corpus, own_data(options, data), data, options.steps)
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = pool.map(lambda setting: train(options, *setting), chosen)
         runs = list(tqdm(runs, total=len(chosen), desc="training", disable=None))
@@ -78,26 +80,26 @@ def main() -> None:
     print(json.dumps({"steps": options.steps, "prompts": len(prompts), "rows": rows}))
 
 
-def own_data(output: Path, steps: int) -> Path:
+def own_data(options: argparse.Namespace, data: str) -> Path:
     """Where the base's own answers for so many steps are."""
-    return output / f"own-{steps}.jsonl"
+    return options.output / f"{data}-{options.steps}.jsonl"
 
 
-def write_own(corpus: Path, output: Path, steps: int) -> None:
+def write_own(corpus: Path, output: Path, data: str, steps: int) -> None:
     """As many of the base's own tokens as all steps read, or an answer to each prompt if there are not so many."""
-    if not own_data(output, steps).exists():
+    if not output.exists():
         limit = -(-steps * TOKENS_A_STEP // ANSWER)
         call(
             *("-m", "mtpkit.cli.main", "data", "regenerate", "--model", BASE, "--data", corpus / "train.jsonl"),
-            *("--output", own_data(output, steps), "--prompt-length", PROMPT, "--limit", limit),
-            *("--max-tokens", ANSWER, "--temperature", 1.0, "--ignore-eos"),
+            *("--output", output, "--prompt-length", PROMPT, "--limit", limit),
+            *("--max-tokens", ANSWER, "--temperature", TEMPERATURE[data], "--ignore-eos"),
         )
 
 
 def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: int) -> Path:
     """The directory of a finished run."""
     run = options.output / f"{loss}-{attention}-{data}-k{k}"
-    source = own_data(options.output, options.steps) if data == "own" else options.corpus / "train.jsonl"
+    source = own_data(options, data) if data in TEMPERATURE else options.corpus / "train.jsonl"
     call(
         *("train/train_mtp.py", "--config", "examples/train_tiny.yaml", f"model={BASE}", f"output={run.resolve()}"),
         *(f"data.train=[{source.resolve()}]", f"data.eval=[{(options.corpus / 'heldout.jsonl').resolve()}]"),
@@ -131,6 +133,7 @@ def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]],
     in_serving = evaluate_directory(
         run, [str(held_out)], Columns(), SEQUENCE, k, "serving", 16, HELD_OUT_SEQUENCES, dtype="float32"
     )
+    assert in_serving is not None  # None on other ranks
     model = load_model(run, device=default_device())
     llm = LLM(model, k, max_num_seqs=len(prompts), max_model_len=PROMPT + ANSWER + 2 * k)
     greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
