@@ -21,6 +21,7 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
+from mtpkit.model.matrices import layer_matrices, moe_matrices
 
 StateRollback = Literal["replay", "snapshot"]
 
@@ -219,30 +220,6 @@ class Roofline:
     def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
         """`rows` rows of the lm_head over `fed` tokens; a pass that none of them falls to reads nothing."""
         return self._matrices(rows * self.config.hidden_size, fed, min(passes, math.ceil(fed)))
-
-
-def layer_matrices(config: ModelConfig, letter: str) -> int:
-    """Elements of the matrices of one layer that is no mixture of experts."""
-    hidden = config.hidden_size
-    if letter == "M":
-        inner = config.mamba_num_heads * config.mamba_head_dim
-        projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_num_heads
-        return hidden * (projected + inner)
-    if letter == "*":
-        return 2 * hidden * config.kv_channels * (config.num_attention_heads + config.num_query_groups)
-    assert letter == "-", letter
-    return _mlp(config, hidden, config.ffn_hidden_size)
-
-
-def moe_matrices(config: ModelConfig) -> tuple[int, int]:
-    """Elements that every token uses (router, shared expert, latent projections), and those of one routed expert."""
-    hidden, latent = config.hidden_size, config.moe_latent_size
-    always = hidden * config.num_moe_experts + _mlp(config, hidden, config.moe_shared_expert_intermediate_size)
-    return always + 2 * hidden * latent, _mlp(config, latent or hidden, config.moe_ffn_hidden_size)
-
-
-def _mlp(config: ModelConfig, width: int, inner: int) -> int:
-    return width * inner * (3 if config.activation == "swiglu" else 2)
 
 
 def _join(*works: Iterable[Work] | Work) -> tuple[Work, ...]:

@@ -230,6 +230,7 @@ class _Bench:
             init="device",
             sequence_parallel=parallel.tensor > 1,
             base_layers=not config.cached,
+            balance=parallel.balance,
         )
         if config.base_fp8:
             use_fp8_base(self.model)

@@ -1,6 +1,5 @@
 """Build megatron-core's HybridModel from a `ModelConfig`."""
 
-import itertools
 import math
 import re
 import zlib
@@ -20,6 +19,7 @@ from mtpkit.model.inputs import CacheSpec
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.specs import stack_spec, transformer_config
+from mtpkit.model.stages import Balance, first_layer, stage_patterns
 from mtpkit.platform import cpu_redirect, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
@@ -40,18 +40,20 @@ def build_model(
     init: Init = "portable",
     sequence_parallel: bool | None = None,
     base_layers: bool = True,
+    balance: Balance = "time",
 ) -> HybridModel:
     """A model with freshly initialised weights, in eval mode.
 
     Sets up torch.distributed and megatron-core's groups if that was not done. `model.mtpkit_config` is `config`. A
-    pipeline stage has its own layers alone, see `stage_patterns`, and the last one has the heads and, for them, an
-    embedding.
+    pipeline stage has its own layers alone, `model.stage_patterns` says which, and the last one has the heads and, for
+    them, an embedding.
 
     Args:
         sequence_parallel: tensor-parallel ranks share the sequence outside their linears; for whole sequences alone,
             whose length they divide. None: where a mixture of experts needs it.
         base_layers: False: without the base's layers, of which then only embedding, final norm and lm_head are there;
             the heads are the same.
+        balance: how layers are dealt to pipeline stages.
 
     Raises:
         UserError: unknown backend or init, or parallel sizes that do not fit the processes.
@@ -65,9 +67,10 @@ def build_model(
     if sequence_parallel is None:
         sequence_parallel = tensor_parallel > 1 and config.num_moe_experts > 0
     sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
+    patterns = stage_patterns(config, stages, balance)
     pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
     if base_layers:
-        pattern = "|".join(stage_patterns(config.pattern, stages)) + pattern
+        pattern = "|".join(patterns) + pattern
     with cpu_redirect() if not torch.cuda.is_available() else torch.no_grad():
         model = HybridModel(
             config=transformer_config(config, dtype, *sizes, sequence_parallel),
@@ -85,6 +88,7 @@ def build_model(
             pg_collection=groups,
         )
     model.mtpkit_config, model.backend, model.base_context = config, backend, nullcontext
+    model.stage_patterns = patterns
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
         model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
     for name, layer in caching_layers(model).items():
@@ -110,20 +114,8 @@ def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
     return {name: layer.cache_spec() for name, layer in caching_layers(model).items()}
 
 
-def stage_patterns(pattern: str, stages: int) -> list[str]:
-    """The base's layers on each pipeline stage; the first stages have one more where it does not come out even.
-
-    Raises:
-        UserError: fewer layers than stages.
-    """
-    if stages > len(pattern):
-        raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
-    ends = [-(-len(pattern) * stage // stages) for stage in range(stages + 1)]
-    return [pattern[start:end] for start, end in itertools.pairwise(ends)]
-
-
 @torch.no_grad()
-def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable") -> None:
+def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable") -> None:
     """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
     So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Of
@@ -143,7 +135,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str =
         if not name.startswith(prefix):
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
-        generator.manual_seed((seed + zlib.crc32(_global_name(name, config).encode())) % 2**32)
+        generator.manual_seed((seed + zlib.crc32(_global_name(name, model).encode())) % 2**32)
         kind, shape = name.rpartition(".")[2], _whole_shape(parameter)
         if kind == "A_log":
             value = uniform(shape, 1, 16).log()
@@ -164,13 +156,12 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int, prefix: str =
         parameter.copy_(_own_part(value, parameter, 2 if gated and kind == "weight" else 1))
 
 
-def _global_name(name: str, config: ModelConfig) -> str:
+def _global_name(name: str, model: HybridModel) -> str:
     """The name in an undivided model: experts are numbered over all ranks, and base layers over all stages."""
-    experts = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-    stages = stage_patterns(config.pattern, parallel_state.get_pipeline_model_parallel_world_size())
+    experts = model.mtpkit_config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     firsts = {
         "local_experts.": experts * parallel_state.get_expert_model_parallel_rank(),
-        "decoder.layers.": sum(map(len, stages[: parallel_state.get_pipeline_model_parallel_rank()])),
+        "decoder.layers.": first_layer(model),
     }
     pattern = r"(local_experts\.|^decoder\.layers\.)(\d+)"
     return re.sub(pattern, lambda found: f"{found[1]}{int(found[2]) + firsts[found[1]]}", name)

@@ -132,6 +132,9 @@ class ParallelConfig:
     """Stages of the base's layers. The last one trains the heads; the others only run forward, ahead of it."""
     expert: int = 1
     """Data-parallel ranks that split the experts of a mixture among themselves."""
+    balance: Literal["time", "memory"] = "time"
+    """What stages have equally much of. `time` gives the last one fewer layers, since it trains the heads besides, and
+    the others more to hold; `memory` is for a base that is too large for that."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mtpkit.data import PackedBatch
 from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence
-from mtpkit.model.build import stage_patterns
+from mtpkit.model.stages import first_layer
 from mtpkit.training.parallel import own_rows
 from mtpkit.training.pipeline import from_last_stage, stream_base
 
@@ -70,7 +70,7 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
     On the last stage the second is the base's last residual stream less what the copied layers added to it; before,
     what those of the stages up to there took from it.
     """
-    config, group = model.mtpkit_config, model.pg_collection.pp
+    config = model.mtpkit_config
     taken = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
@@ -82,8 +82,7 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
         hidden, so_far = received
         model.set_input_tensor(hidden)
         taken.append(so_far)
-    first = sum(map(len, stage_patterns(config.pattern, group.size())[: group.rank()]))
-    copied = {config.pattern.rindex(letter) - first for letter in config.mtp_pattern}
+    copied = {config.pattern.rindex(letter) - first_layer(model) for letter in config.mtp_pattern}
     modules = [layer for number, layer in enumerate(model.decoder.layers) if number in copied]
     modules += [model.decoder.final_norm] if model.post_process else []
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]

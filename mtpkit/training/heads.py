@@ -19,7 +19,6 @@ from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
-from mtpkit.model.build import stage_patterns
 from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.freeze import HEAD_PREFIX
@@ -115,6 +114,7 @@ def build_with_heads(
         init="none",
         base_layers=base_layers,
         backend=config.backend,
+        balance=parallel.balance,
     )
     fp8, new = config.base_fp8 and base_layers, config.heads.init != "checkpoint"
     if load_weights or fp8:  # what a checkpoint has of the base is not in fp8
@@ -150,7 +150,7 @@ def _copy_layer(model: HybridModel, number: int, layers: Sequence[nn.Module]) ->
     """Give `layers`, which the last stage has, the weights of a base layer; its stage sends them."""
     group = model.pg_collection.pp
     last = group.size() - 1
-    counts = [len(part) for part in stage_patterns(model.mtpkit_config.pattern, group.size())]
+    counts = [len(part) for part in model.stage_patterns]
     ends = list(itertools.accumulate(counts))
     holder = bisect.bisect_right(ends, number)
     if group.rank() == holder:

@@ -49,6 +49,7 @@ MAY_CHANGE = {
     "optimizer.distributed",
     "parallel.tensor",
     "parallel.pipeline",
+    "parallel.balance",
     "parallel.expert",
 }
 """Settings that a resumed run may have otherwise than before."""

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mtpkit.bench import train
-from mtpkit.bench.roofline import layer_matrices
 from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.bench.stopwatch import Stopwatch
 from mtpkit.bench.train import TrainBenchConfig, measure_training
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model.matrices import layer_matrices
 
 CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm_up=1)
 

@@ -12,14 +12,13 @@ from mtpkit.bench.roofline import (
     Work,
     depth_rates,
     expected_length,
-    layer_matrices,
-    moe_matrices,
 )
 from mtpkit.bench.shapes import NEMOTRON_H_8B
 from mtpkit.engine.params import EngineConfig
 from mtpkit.engine.states import CacheLayout
 from mtpkit.kernels.ssm_update import ring_capacity
 from mtpkit.model import build_model
+from mtpkit.model.matrices import layer_matrices, moe_matrices
 from tests.toy_config import toy_config
 
 H200 = (H200_BANDWIDTH, H200_MATRIX_RATE)

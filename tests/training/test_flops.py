@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mtpkit.bench.roofline import layer_matrices, moe_matrices
 from mtpkit.bench.shapes import NEMOTRON_H_8B
+from mtpkit.model.matrices import layer_matrices, moe_matrices
 from mtpkit.training import flops
 from mtpkit.training.flops import model_flops_utilization, peak_rate, step_flops
 from tests.training.toy import CONFIG, toy_model

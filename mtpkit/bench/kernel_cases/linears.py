@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
-from mtpkit.bench.roofline import layer_matrices
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm
 from mtpkit.kernels.linear import linear, reference
+from mtpkit.model.matrices import layer_matrices
 
 
 @dataclass(frozen=True)

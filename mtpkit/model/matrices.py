@@ -1,0 +1,40 @@
+"""How many elements the matrices of a layer have, from a `ModelConfig` alone."""
+
+from mtpkit.config import ModelConfig
+
+
+def layer_matrices(config: ModelConfig, letter: str) -> int:
+    """Elements of the matrices of one layer that is no mixture of experts."""
+    hidden = config.hidden_size
+    if letter == "M":
+        inner = config.mamba_num_heads * config.mamba_head_dim
+        projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_num_heads
+        return hidden * (projected + inner)
+    if letter == "*":
+        return 2 * hidden * config.kv_channels * (config.num_attention_heads + config.num_query_groups)
+    assert letter == "-", letter
+    return _mlp(config, hidden, config.ffn_hidden_size)
+
+
+def moe_matrices(config: ModelConfig) -> tuple[int, int]:
+    """Elements that every token uses (router, shared expert, latent projections), and those of one routed expert."""
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    always = hidden * config.num_moe_experts + _mlp(config, hidden, config.moe_shared_expert_intermediate_size)
+    return always + 2 * hidden * latent, _mlp(config, latent or hidden, config.moe_ffn_hidden_size)
+
+
+def used_matrices(config: ModelConfig, letter: str, experts: int | None = None) -> int:
+    """Elements of one layer that a token uses, or that `experts` routed experts have with the rest of their layer."""
+    if letter != "E":
+        return layer_matrices(config, letter)
+    always, expert = moe_matrices(config)
+    return always + expert * (config.moe_router_topk if experts is None else experts)
+
+
+def head_matrices(config: ModelConfig) -> int:
+    """Elements of one depth of the heads that a token uses: eh_proj and the layers, without the lm_head."""
+    return 2 * config.hidden_size**2 + sum(used_matrices(config, letter) for letter in config.mtp_pattern)
+
+
+def _mlp(config: ModelConfig, width: int, inner: int) -> int:
+    return width * inner * (3 if config.activation == "swiglu" else 2)

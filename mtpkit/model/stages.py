@@ -1,0 +1,65 @@
+"""Which layers of the base a pipeline stage has.
+
+The frozen base runs forward only and streams (see `mtpkit.training.pipeline`): the slowest stage sets the pace, and the
+last one trains the heads besides. So layers are dealt by what they cost, and the last stage gets fewer of them.
+"""
+
+import functools
+import itertools
+from typing import Literal
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from mtpkit.config import ModelConfig
+from mtpkit.errors import UserError
+from mtpkit.model.matrices import head_matrices, used_matrices
+
+Balance = Literal["time", "memory"]
+"""What stages have equally much of: FLOPs of a training step, or bytes of weights, gradients and moments."""
+
+_TRAINED_BYTES = 18  # of a head's weight: in bf16, and in fp32 its master, gradient and two moments
+
+
+def first_layer(model: HybridModel) -> int:
+    """Number in the whole base of this stage's first layer."""
+    return sum(map(len, model.stage_patterns[: model.pg_collection.pp.rank()]))
+
+
+def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "time") -> list[str]:
+    """The base's layers on each pipeline stage, neighbours, so that the costliest stage costs as little as can be.
+
+    Time counts 2 FLOPs a weight of the base that a token uses, 6 a head weight and depth, and 4 a lm_head weight and
+    depth and 2 for the base's own logits. Memory counts weights in bf16, those of all experts and the embeddings of
+    the first and last stage included, and what training the heads keeps. Activations are left out.
+
+    Raises:
+        UserError: fewer layers than stages.
+    """
+    pattern = config.pattern
+    if stages > len(pattern):
+        raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
+    embedding = config.vocab_size * config.hidden_size
+    depths, heads = config.mtp_num_depths, head_matrices(config) if config.mtp_num_depths else 0
+    if balance == "time":
+        costs = [2 * used_matrices(config, letter) for letter in pattern]
+        first, last = 0, 6 * heads * depths + (4 * depths + 2) * embedding
+    else:
+        costs = [2 * used_matrices(config, letter, config.num_moe_experts) for letter in pattern]
+        first, last = 2 * embedding, _TRAINED_BYTES * heads * config.num_mtp_layers + 4 * embedding
+    sums = list(itertools.accumulate(costs, initial=0))
+
+    @functools.cache
+    def best(stage: int, end: int) -> tuple[int, int, tuple[int, ...]]:
+        """Of layers 0 .. end - 1 on stages 0 .. stage: the largest cost, the sum of squares, where stages begin."""
+        more = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        if stage == 0:
+            return sums[end] + more, (sums[end] + more) ** 2, (0,)
+        found = []
+        for start in range(stage, end):
+            largest, squares, starts = best(stage - 1, start)
+            cost = sums[end] - sums[start] + more
+            found.append((max(largest, cost), squares + cost**2, (*starts, start)))
+        return min(found)
+
+    starts = best(stages - 1, len(pattern))[2]
+    return [pattern[start:end] for start, end in itertools.pairwise((*starts, len(pattern)))]
