@@ -69,7 +69,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     chosen = [SETTINGS[number] for number in options.rows] if options.rows else SETTINGS
     for data in {setting[2] for setting in chosen} & TEMPERATURE.keys():
-        write_own(options.corpus, own_data(options, data), data, options.steps)
+        write_data(options.corpus, written_data(options, data), data, options.steps)
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = pool.map(lambda setting: train(options, *setting), chosen)
         runs = list(tqdm(runs, total=len(chosen), desc="training", disable=None))
@@ -80,12 +80,12 @@ def main() -> None:
     print(json.dumps({"steps": options.steps, "prompts": len(prompts), "rows": rows}))
 
 
-def own_data(options: argparse.Namespace, data: str) -> Path:
+def written_data(options: argparse.Namespace, data: str) -> Path:
     """Where the base's own answers for so many steps are."""
     return options.output / f"{data}-{options.steps}.jsonl"
 
 
-def write_own(corpus: Path, output: Path, data: str, steps: int) -> None:
+def write_data(corpus: Path, output: Path, data: str, steps: int) -> None:
     """As many of the base's own tokens as all steps read, or an answer to each prompt if there are not so many."""
     if not output.exists():
         limit = -(-steps * TOKENS_A_STEP // ANSWER)
@@ -99,7 +99,7 @@ def write_own(corpus: Path, output: Path, data: str, steps: int) -> None:
 def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: int) -> Path:
     """The directory of a finished run."""
     run = options.output / f"{loss}-{attention}-{data}-k{k}"
-    source = own_data(options, data) if data in TEMPERATURE else options.corpus / "train.jsonl"
+    source = written_data(options, data) if data in TEMPERATURE else options.corpus / "train.jsonl"
     call(
         *("train/train_mtp.py", "--config", "examples/train_tiny.yaml", f"model={BASE}", f"output={run.resolve()}"),
         *(f"data.train=[{source.resolve()}]", f"data.eval=[{(options.corpus / 'heldout.jsonl').resolve()}]"),

@@ -136,7 +136,7 @@ def train(
     ] = False,
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that split matrices, under torchrun.")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="Stages of the base, under torchrun.")] = 1,
-    balance: Annotated[Literal["time", "memory"], typer.Option(help="What stages have equally much of.")] = "time",
+    balance: Annotated[Literal["memory", "time"], typer.Option(help="What stages have equally much of.")] = "memory",
     expert_parallel: Annotated[int, typer.Option(help="Ranks that split experts, under torchrun.")] = 1,
     backend: Annotated[str, typer.Option(help="What the layers are built from: local, te.")] = "local",
     base_fp8: Annotated[bool, typer.Option("--base-fp8", help="The base multiplies in fp8.")] = False,

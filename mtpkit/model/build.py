@@ -40,7 +40,7 @@ def build_model(
     init: Init = "portable",
     sequence_parallel: bool | None = None,
     base_layers: bool = True,
-    balance: Balance = "time",
+    balance: Balance = "memory",
 ) -> HybridModel:
     """A model with freshly initialised weights, in eval mode.
 
@@ -56,7 +56,7 @@ def build_model(
         balance: how layers are dealt to pipeline stages.
 
     Raises:
-        UserError: unknown backend or init, or parallel sizes that do not fit the processes.
+        UserError: unknown backend, init or balance, or parallel sizes that do not fit the processes.
     """
     if init not in get_args(Init):
         raise UserError(f"init is {init!r}, must be one of {', '.join(get_args(Init))}")

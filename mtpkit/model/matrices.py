@@ -31,9 +31,9 @@ def used_matrices(config: ModelConfig, letter: str, experts: int | None = None) 
     return always + expert * (config.moe_router_topk if experts is None else experts)
 
 
-def head_matrices(config: ModelConfig) -> int:
-    """Elements of one depth of the heads that a token uses: eh_proj and the layers, without the lm_head."""
-    return 2 * config.hidden_size**2 + sum(used_matrices(config, letter) for letter in config.mtp_pattern)
+def head_matrices(config: ModelConfig, experts: int | None = None) -> int:
+    """Elements of one depth of the heads without the lm_head: eh_proj, and its layers as `used_matrices` has them."""
+    return 2 * config.hidden_size**2 + sum(used_matrices(config, letter, experts) for letter in config.mtp_pattern)
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:

@@ -4,7 +4,7 @@ Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,12 @@ def _gather(model: HybridModel, part: Tensor) -> Tensor:
     return part if _is_alone(model) else gather_from_tensor_model_parallel_region(part)
 
 
+def head_of(model: HybridModel, depth: int) -> Any:
+    """What runs at a depth, from 1: a repeated head is one for all."""
+    layers = model.mtp.layers
+    return layers[0] if model.mtpkit_config.mtp_use_repeated_layer else layers[depth - 1]
+
+
 def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
     """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding); hnorm(g^{k-1})]))).
 
@@ -127,8 +133,7 @@ def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tenso
 
     Example, tokens A B C D: depth 1 reads hidden h_A h_B h_C with tokens B C D and predicts C D ..
     """
-    layers = model.mtp.layers
-    layer = layers[0] if model.mtpkit_config.mtp_use_repeated_layer else layers[depth - 1]
+    layer = head_of(model, depth)
     if isinstance(inputs, StepInput) and _is_alone(model):
         embedding, enorm, hnorm = model.embedding.word_embeddings.weight, layer.enorm, layer.hnorm
         x = mtp_input(token_ids[0], hidden[:, 0], embedding, enorm.weight, hnorm.weight, enorm.eps)[:, None]

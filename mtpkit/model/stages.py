@@ -1,12 +1,12 @@
 """Which layers of the base a pipeline stage has.
 
-The frozen base runs forward only and streams (see `mtpkit.training.pipeline`): the slowest stage sets the pace, and the
-last one trains the heads besides. So layers are dealt by what they cost, and the last stage gets fewer of them.
+The frozen base runs forward only and streams (see `mtpkit.training.pipeline`): the slowest stage sets the pace. The
+last one trains the heads besides. So layers are dealt by what they cost, and it gets fewer of them.
 """
 
 import functools
 import itertools
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -14,8 +14,8 @@ from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model.matrices import head_matrices, used_matrices
 
-Balance = Literal["time", "memory"]
-"""What stages have equally much of: FLOPs of a training step, or bytes of weights, gradients and moments."""
+Balance = Literal["memory", "time"]
+"""What stages have equally much of: bytes of weights, gradients and moments, or FLOPs of a training step."""
 
 _TRAINED_BYTES = 18  # of a head's weight: in bf16, and in fp32 its master, gradient and two moments
 
@@ -25,27 +25,32 @@ def first_layer(model: HybridModel) -> int:
     return sum(map(len, model.stage_patterns[: model.pg_collection.pp.rank()]))
 
 
-def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "time") -> list[str]:
+def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory") -> list[str]:
     """The base's layers on each pipeline stage, neighbours, so that the costliest stage costs as little as can be.
 
-    Time counts 2 FLOPs a weight of the base that a token uses, 6 a head weight and depth, and 4 a lm_head weight and
-    depth and 2 for the base's own logits. Memory counts weights in bf16, those of all experts and the embeddings of
-    the first and last stage included, and what training the heads keeps. Activations are left out.
+    Memory is that of bf16 weights, all experts and the embeddings of the first and last stage included, and of what
+    AdamW keeps of the heads on one data-parallel rank. Time is 2 FLOPs a weight of the base that a token uses, 6 a head
+    weight and depth, and 4 a lm_head weight and depth and 2 for the base's own logits. Activations and attention scores
+    are left out, and what recomputation and fp8 change.
 
     Raises:
-        UserError: fewer layers than stages.
+        UserError: fewer layers than stages, or an unknown balance.
     """
     pattern = config.pattern
     if stages > len(pattern):
         raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
-    embedding = config.vocab_size * config.hidden_size
-    depths, heads = config.mtp_num_depths, head_matrices(config) if config.mtp_num_depths else 0
+    if balance not in get_args(Balance):
+        raise UserError(f"balance is {balance!r}, must be one of {', '.join(get_args(Balance))}")
+    embedding, depths = config.vocab_size * config.hidden_size, config.mtp_num_depths
     if balance == "time":
         costs = [2 * used_matrices(config, letter) for letter in pattern]
-        first, last = 0, 6 * heads * depths + (4 * depths + 2) * embedding
+        first, last = 0, (6 * head_matrices(config) + 4 * embedding) * depths + 2 * embedding
     else:
-        costs = [2 * used_matrices(config, letter, config.num_moe_experts) for letter in pattern]
-        first, last = 2 * embedding, _TRAINED_BYTES * heads * config.num_mtp_layers + 4 * embedding
+        experts = config.num_moe_experts
+        costs = [2 * used_matrices(config, letter, experts) for letter in pattern]
+        outside = 1 if config.tie_word_embeddings or not depths else 2  # lm_head, and an embedding for the heads
+        trained = _TRAINED_BYTES * head_matrices(config, experts) * config.num_mtp_layers
+        first, last = 2 * embedding, 2 * embedding * outside + trained
     sums = list(itertools.accumulate(costs, initial=0))
 
     @functools.cache

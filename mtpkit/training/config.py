@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
+from mtpkit.model.stages import Balance
 from mtpkit.training.loss import LossKind
 from mtpkit.training.mixing import MixKind
 
@@ -132,9 +133,9 @@ class ParallelConfig:
     """Stages of the base's layers. The last one trains the heads; the others only run forward, ahead of it."""
     expert: int = 1
     """Data-parallel ranks that split the experts of a mixture among themselves."""
-    balance: Literal["time", "memory"] = "time"
-    """What stages have equally much of. `time` gives the last one fewer layers, since it trains the heads besides, and
-    the others more to hold; `memory` is for a base that is too large for that."""
+    balance: Balance = "memory"
+    """What pipeline stages have equally much of. `time` gives the last one, which trains the heads besides, fewer
+    layers still, and the others more to hold: faster where that fits."""
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,8 @@ def run_depths(
 ) -> tuple[Tensor, DepthSums]:
     """Sum of each depth's loss over its selected tokens, [K] with its gradient, and the batch's sums.
 
+    The gradient of parameters that an optimizer took over goes to their `main_grad`.
+
     `hidden` [s, b, h] (s / tp under sequence parallelism) are the base's hidden states; None: the base runs, without
     gradients. Tensor-parallel ranks come to the same losses and sums. Positions that no depth selects cost no lm_head;
     a depth that does not select a position that another does reads some finite row there, which its mask drops.

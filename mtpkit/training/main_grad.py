@@ -14,7 +14,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
 from mtpkit.model.inputs import LayerInput
-from mtpkit.model.mtp import mtp_forward
+from mtpkit.model.mtp import head_of, mtp_forward
 
 
 class _IntoMainGrad(torch.autograd.Function):
@@ -51,5 +51,5 @@ def gradients_into_main(module: nn.Module) -> Iterator[None]:
 
 def training_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
     """`mtp_forward` for training, see the module."""
-    with gradients_into_main(model.mtp):
+    with gradients_into_main(head_of(model, depth)):
         return mtp_forward(model, depth, hidden, token_ids, inputs)

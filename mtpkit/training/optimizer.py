@@ -25,7 +25,10 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class HeadOptimizer:
-    """Keeps the fp32 gradients that backwards add to, sums them over ranks, clips and steps.
+    """Keeps the fp32 gradients, sums them over ranks, clips and steps.
+
+    From here on the parameters are this optimizer's: backwards of `run_depths` add to its `main_grad` of each, see the
+    module of that name.
 
     Parameters are rounded from their fp32 masters at each step. Experts that ranks have split among themselves are
     summed over the ranks that hold the same ones, all other parameters over all data-parallel ranks. On pipeline stages
@@ -104,6 +107,7 @@ class HeadOptimizer:
 
     def reduce(self) -> float:
         """Sum every gradient over the ranks that have a part of it; the global norm."""
+        assert all(p.grad is None for p in self.parameters), "a backward outside of `gradients_into_main`"
         square = torch.zeros((), dtype=torch.float64, device=self.buffers[0].flat.device)
         for buffer in self.buffers:
             buffer.sum_partial()

@@ -2,8 +2,8 @@
 
 A stage receives the hidden states of a micro-batch, runs its layers without gradients, sends the result on and goes on
 with the next micro-batch while the transfer is under way. Nothing of a micro-batch is kept, so there is no schedule of
-forwards and backwards to follow: the last stage, which trains the heads, sets the pace, and the others run ahead of it
-by as many micro-batches as are on the way.
+forwards and backwards to follow: the slowest stage sets the pace, and each runs ahead of the next one by as many
+micro-batches as are on the way.
 """
 
 from collections import deque

@@ -57,7 +57,7 @@ def gradient_jobs(layouts, pairs, where):
     return [("gradients", f"{name}-{case}", (case, layouts[name], True, where)) for name, case in pairs]
 
 
-MOVES = (("pipeline", "parallel.balance=memory"), ("tensor",), ("expert", "optimizer.distributed=false"))
+MOVES = (("pipeline", "parallel.balance=time"), ("tensor",), ("expert", "optimizer.distributed=false"))
 """What is split in each of a run's first steps, and other settings of it."""
 
 
