@@ -8,6 +8,14 @@ import typer
 app = typer.Typer(add_completion=False)
 
 
+def _print_settings(wanted: bool) -> None:
+    if wanted:
+        from mtpkit.training.describe import describe_settings
+
+        typer.echo(describe_settings())
+        raise typer.Exit
+
+
 @app.command()
 def train(
     config: Annotated[Path, typer.Option(help="YAML file of settings; see examples/train_tiny.yaml.")],
@@ -15,6 +23,15 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: loss.kind=tv"),
     ] = None,
+    settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings",
+            is_eager=True,
+            callback=_print_settings,
+            help="List all settings with their defaults, and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Train the heads of a base, or go on with a run that was stopped; under torchrun on all of its processes."""
     import torch.distributed as dist
@@ -22,8 +39,7 @@ def train(
     from mtpkit.training import load_config
     from mtpkit.training import train as run_training
 
-    settings = load_config(config, overrides or ())
-    output = run_training(settings)
+    output = run_training(load_config(config, overrides or ()))
     if dist.get_rank() == 0:
         typer.echo(f"trained heads with their base: {output}")
     dist.destroy_process_group()

@@ -311,11 +311,11 @@ def save_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved config as YAML, whole or not at all."""
     import yaml
 
-    write_file(path, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+    write_file(path, yaml.safe_dump(plain_values(dataclasses.asdict(config)), sort_keys=False))
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Tuples as lists, for YAML."""
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
+        return {key: plain_values(entry) for key, entry in value.items()}
+    return [plain_values(entry) for entry in value] if isinstance(value, (tuple, list)) else value

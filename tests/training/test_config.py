@@ -1,11 +1,17 @@
 """Settings: defaults, overrides, and one-line errors that name the key."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from mtpkit.cli.train import app
 from mtpkit.errors import UserError
-from mtpkit.training.config import load_config, save_config
+from mtpkit.training.config import TrainConfig, load_config, save_config
+from mtpkit.training.describe import describe_settings
 
 NEEDED = ["model=base", "output=run", "data.train=[a.txt]"]
 
@@ -80,3 +86,26 @@ def test_missing_keys_are_named():
 def test_the_example_is_valid():
     config = load_config(Path(__file__).parents[2] / "examples" / "train_tiny.yaml")
     assert config.loss.kind == "kl" and config.heads.num_depths == 3
+
+
+def test_the_listing_is_a_config_of_all_defaults_with_a_comment_for_each(tmp_path):
+    text = describe_settings()
+    lines = [line.strip() for line in text.splitlines()]
+    for before, line in itertools.pairwise(["", *lines]):
+        assert line.startswith("#") or before.startswith("#"), line
+    (tmp_path / "all.yaml").write_text(text)
+    assert load_config(tmp_path / "all.yaml", NEEDED) == load_config(None, NEEDED)
+    with pytest.raises(UserError, match="model is required"):
+        load_config(tmp_path / "all.yaml", NEEDED[1:])
+    keys = yaml.safe_load(text)
+    assert {name: set(value) for name, value in keys.items() if isinstance(value, dict)} == {
+        field.name: {inner.name for inner in dataclasses.fields(field.type)}
+        for field in dataclasses.fields(TrainConfig)
+        if dataclasses.is_dataclass(field.type)
+    }
+    assert keys.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_the_script_lists_the_settings_without_a_config():
+    result = CliRunner().invoke(app, ["--settings"])
+    assert result.exit_code == 0 and result.output.strip() == describe_settings()
