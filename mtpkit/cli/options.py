@@ -41,9 +41,12 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     try:
-        return int(text)
+        drafts = int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'") from None
+    if drafts < 0:
+        raise typer.BadParameter(f"{drafts} drafts are too few: give 0 or more, or 'auto'")
+    return drafts
 
 
 def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:

@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mtpkit.cli import ListCommand
+from mtpkit.cli import ListCommand, options
 
 app = typer.Typer()
 
@@ -31,3 +31,10 @@ def test_lists(line: str, output: str) -> None:
 
 def test_a_single_option_takes_one_value() -> None:
     assert CliRunner().invoke(app, ["--name", "a", "b"]).exit_code == 2
+
+
+def test_drafts_are_a_number_or_auto() -> None:
+    assert [options.parse_drafts(text) for text in ("auto", "0", "3")] == ["auto", 0, 3]
+    for text, says in (("-1", "-1 drafts are too few: give 0 or more"), ("many", "'many' is neither a number nor")):
+        with pytest.raises(typer.BadParameter, match=says):
+            options.parse_drafts(text)
