@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="directory that corpus.py wrote")
     parser.add_argument("--output", type=Path, required=True, help="directory for runs and results")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each row")
-    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts that are decoded")
+    parser.add_argument("--prompts", type=int, default=32, help="held-out prompts that are decoded")
     parser.add_argument("--jobs", type=int, default=1, help="rows trained at once")
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows, from 0; all by default")
     options = parser.parse_args()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpkit.bench.plot import draw
-from mtpkit.checkpoint.atomic import fsync_path, storage_errors
+from mtpkit.checkpoint.atomic import staged_file, storage_errors
 from mtpkit.errors import MtpkitError
 
 
@@ -80,7 +80,8 @@ class Report:
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             for name, content in files.items():
-                _write(directory / name, content)
+                with staged_file(directory / name) as staging:
+                    staging.write_bytes(content)
 
     def _markdown(self) -> str:
         console = Console(file=io.StringIO(), width=120, color_system=None)
@@ -121,14 +122,3 @@ def _table(title: str, rows: Sequence[Row], style: box.Box) -> Table:
     for row in rows:
         table.add_row(*(show(row) for show in columns.values()))
     return table
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file in one step."""
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        temporary.write_bytes(content)
-        fsync_path(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -234,8 +234,8 @@ class _Bench:
         )
         if config.base_fp8:
             use_fp8_base(self.model)
-        optimizer = OptimizerConfig(kind=config.optimizer, warmup_steps=0)
-        self.optimizer = HeadOptimizer(freeze_base(self.model).values(), optimizer)
+        settings = config.settings(config.sequence_lengths[0], config.losses[0], self.group.size())
+        self.optimizer = HeadOptimizer(freeze_base(self.model).values(), settings.optimizer)
         self.flops = step_flops(self.model, config.k)
         self.watch = Stopwatch(self.device)
         self.model.decoder.register_forward_pre_hook(lambda *_: self.watch.start("base"))

@@ -106,12 +106,17 @@ def replace_directory(staging: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Replace a small text file in one step."""
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends, and vanishes if the block fails.
+
+    Raises:
+        StorageError: writing failed; what was at `path` still is.
+    """
     staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
     with storage_errors(path):
         try:
-            staging.write_text(text, encoding="utf-8")
+            yield staging
             fsync_path(staging)
             staging.replace(path)
             fsync_path(path.parent)
@@ -119,16 +124,16 @@ def write_file(path: Path, text: str) -> None:
             staging.unlink(missing_ok=True)
 
 
+def write_file(path: Path, text: str) -> None:
+    """Replace a small text file in one step."""
+    with staged_file(path) as staging:
+        staging.write_text(text, encoding="utf-8")
+
+
 def copy_file(source: Path, path: Path) -> None:
     """Copy a small file over another in one step."""
-    staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    with storage_errors(path):
-        try:
-            shutil.copyfile(source, staging)
-            fsync_path(staging)
-            staging.replace(path)
-        finally:
-            staging.unlink(missing_ok=True)
+    with staged_file(path) as staging:
+        shutil.copyfile(source, staging)
 
 
 def fsync_tree(root: Path) -> None:

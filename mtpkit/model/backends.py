@@ -1,6 +1,8 @@
 """Which modules a model is made of, by name."""
 
 import importlib
+import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ from mtpkit.errors import UserError
 from mtpkit.model.layers.attention import CoreAttention
 from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mtpkit.model.layers.norm import NormColumnParallelLinear, RMSNorm
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,13 @@ def get_backend(name: str) -> Backend:
 
 def resolve_backend(name: str) -> str:
     """`name`, or for `auto` the name of the backend that this machine has best: `te` with a GPU and Transformer Engine,
-    else `local`."""
+    else `local`; with a warning where Transformer Engine is there and does not work."""
     if name != "auto":
         return name
-    return "local" if _why_not_te() else "te"
+    reason = _why_not_te()
+    if reason and torch.cuda.is_available() and importlib.util.find_spec("transformer_engine"):
+        _logger.warning("backend 'local' is used: 'te' needs %s", reason)
+    return "local" if reason else "te"
 
 
 def _why_not_te() -> str | None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.atomic import fsync_path, storage_errors, write_file
+from mtpkit.checkpoint.atomic import staged_file, storage_errors, write_file
 from mtpkit.checkpoint.fingerprint import fingerprint_base
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
@@ -180,7 +180,7 @@ def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
                 fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UserError(f"cache {directory} is being written by another process; wait for it") from error
-            for torn in directory.glob(".*.writing"):
+            for torn in directory.glob(".*.writing*"):
                 torn.unlink()
         write_file(directory / MANIFEST, manifest.to_json())
 
@@ -271,12 +271,5 @@ def _compute(
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a shard, whole or not at all."""
-    staging = path.with_name(f".{path.name}.writing")
-    with storage_errors(path):
-        try:
-            save_file(tensors, staging)
-            fsync_path(staging)
-            staging.replace(path)
-            fsync_path(path.parent)
-        finally:
-            staging.unlink(missing_ok=True)
+    with staged_file(path) as staging:
+        save_file(tensors, staging)

@@ -40,6 +40,16 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     assert resolve_backend("auto") == "local"
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_auto_says_so_where_the_package_is_there_and_does_not_work(monkeypatch, caplog, installed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(__import__("sys").modules, "transformer_engine.pytorch", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    assert resolve_backend("auto") == "local"
+    warned = "backend 'local' is used: 'te' needs Transformer Engine, which cannot be imported" in caplog.text
+    assert warned == installed
+
+
 @torch.no_grad()
 def states_of(model, ids, documents=None, positions=None):
     """Logits and h, g^1, g^2, .."""
