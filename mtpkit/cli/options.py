@@ -43,9 +43,9 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
     try:
         drafts = int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'") from None
+        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'", param_hint="--k") from None
     if drafts < 0:
-        raise typer.BadParameter(f"{drafts} drafts are too few: give 0 or more, or 'auto'")
+        raise typer.BadParameter(f"{drafts} drafts are too few: give 0 or more, or 'auto'", param_hint="--k")
     return drafts
 
 

@@ -47,7 +47,11 @@ def files(tmp_path):
         ("eval_speedup", "--prompts {tmp}/long.jsonl --k 0", "5000 prompt tokens + max_tokens 128 exceed"),
         ("generate", "--prompt-file {tmp}/long.jsonl", "5000 prompt tokens + max_tokens 128 exceed max_model_len"),
         ("generate", "--prompt-file {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
-        ("generate", "--prompt-file {tmp}/one.txt --k -2", "num_speculative_tokens is -2, must be 0"),
+        (
+            "generate",
+            "--prompt-file {tmp}/one.txt --k -2",
+            "Invalid value for --k: -2 drafts are too few: give 0 or more",
+        ),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(script, options, message, files):
