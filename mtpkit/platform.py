@@ -1,6 +1,7 @@
 """Where the code runs: devices, process groups, and what megatron-core needs in order to run without a GPU."""
 
 import functools
+import importlib.util
 import logging
 import os
 import tempfile
@@ -34,6 +35,22 @@ def _keep_megatron_eager() -> None:
     jit.disable_jit_fuser()
 
 
+def _choose_cudnn() -> None:
+    """Name the cuDNN that torch came with, before megatron-core imports Transformer Engine.
+
+    Transformer Engine would load the system's where there is one, and parts of two versions do not work together.
+    """
+    if {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys() or importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        found = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:  # torch was built with another one
+        return
+    if found is not None and found.submodule_search_locations:
+        os.environ["CUDNN_HOME"] = next(iter(found.submodule_search_locations))
+
+
+_choose_cudnn()
 if not torch.cuda.is_available():
     _keep_megatron_eager()
 

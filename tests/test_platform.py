@@ -4,12 +4,20 @@ import inspect
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mtpkit.errors import UserError
-from mtpkit.platform import cpu_redirect, default_device, ensure_distributed, on_first_rank, prepare_megatron
+from mtpkit.platform import (
+    _choose_cudnn,
+    cpu_redirect,
+    default_device,
+    ensure_distributed,
+    on_first_rank,
+    prepare_megatron,
+)
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -18,6 +26,36 @@ def fresh_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process that no launcher started."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+
+
+FAKES = {
+    "": "",
+    "transformer_engine": "",
+    "nvidia.cudnn": "",
+    "transformer_engine nvidia.cudnn": "{path}/nvidia/cudnn",
+}
+
+
+@pytest.mark.parametrize("packages", FAKES)
+@pytest.mark.parametrize("given", [None, "CUDNN_HOME", "CUDNN_PATH"])
+def test_transformer_engine_is_shown_the_cudnn_of_torch(tmp_path, monkeypatch, packages, given):
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # and again after the test
+    if given:
+        monkeypatch.setenv(given, "chosen")
+
+    def find(name):
+        if name in packages.split():
+            return SimpleNamespace(submodule_search_locations=[f"{tmp_path}/{name.replace('.', '/')}"])
+        if "." in name:
+            raise ModuleNotFoundError(name)  # of the parent
+        return None
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    _choose_cudnn()
+    want = "chosen" if given == "CUDNN_HOME" else "" if given else FAKES[packages].format(path=tmp_path)
+    assert os.environ.get("CUDNN_HOME", "") == want
 
 
 @without_gpu

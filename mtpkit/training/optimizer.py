@@ -58,7 +58,9 @@ class HeadOptimizer:
             {"params": [], "weight_decay": config.weight_decay},
             {"params": [], "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        # Fused is one pass over gradients, masters and moments; on a CPU the plain one is kept.
+        fused = bool(self.parameters) and self.parameters[0].is_cuda
+        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
         for buffer in self.buffers:
             if config.kind == "muon":
                 self._muon.add(buffer, buffer.region(matrices))
@@ -75,7 +77,8 @@ class HeadOptimizer:
         region.tensors |= moments
         if len(master):
             self._adamw.param_groups[group]["params"].append(master)
-            self._adamw.state[master] = {"step": torch.tensor(0.0), **moments}
+            step = torch.zeros((), device=master.device if self._adamw.defaults["fused"] else "cpu")
+            self._adamw.state[master] = {"step": step, **moments}
 
     @torch.no_grad()
     def step(self, lr: float) -> float:

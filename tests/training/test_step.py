@@ -26,9 +26,9 @@ def test_learning_rate_warms_up_and_decays_to_the_last_step():
     assert [learning_rate(OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=0), step, 1) for step in range(1)] == [1.0]
 
 
-def test_optimizer_equals_torch_with_clipping():
+def test_optimizer_equals_torch_with_clipping(device):
     torch.manual_seed(0)
-    ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    ours, theirs = torch.nn.Linear(5, 3, device=device), torch.nn.Linear(5, 3, device=device)
     theirs.load_state_dict(ours.state_dict())
     toy_model()  # process groups
     config = OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
@@ -39,7 +39,7 @@ def test_optimizer_equals_torch_with_clipping():
         eps=config.eps,
     )
     for _ in range(3):
-        x = torch.randn(7, 5)
+        x = torch.randn(7, 5, device=device)
         for part in x.chunk(2):
             with gradients_into_main(ours):
                 ours(part).square().sum().backward()
