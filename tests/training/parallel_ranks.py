@@ -116,9 +116,13 @@ def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    groups, start = None, time.monotonic()
     for kind, *what in jobs:
-        if parallel_state.model_parallel_is_initialized():
+        print(f"rank {rank}, {time.monotonic() - start:.0f} s: {kind} {str(what[0])[-60:]}", flush=True)
+        layout = what[1][1] if kind == "gradients" else None
+        if layout is None or layout != groups:  # new process groups take NCCL seconds
             parallel_state.destroy_model_parallel()
+        groups = layout
         if kind == "train":
             train(load_config(None, what[0]))
         elif kind == "stream":
