@@ -37,9 +37,14 @@ class SpeedupConfig:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0, max_tokens=128))
     """Its seed, 0 if None, is the first prompt's; each further prompt has the next one."""
     block_size: int = 16
-    state_rollback: Literal["replay", "snapshot"] = "replay"
+    """This and what follows are `LLM`'s."""
     max_model_len: int | None = None
-    """Longest prompt plus output; None: what the model was made for."""
+    gpu_memory_utilization: float = 0.9
+    state_rollback: Literal["replay", "snapshot"] = "replay"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    draft_sampling: bool = False
+    draft_vocab: str | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         checks = [
@@ -74,7 +79,14 @@ def measure_speedup(
     Raises:
         UserError: the model lacks the heads, or a prompt cannot be served.
     """
-    first = LLM(model, dtype=dtype, tokenizer=tokenizer, max_num_seqs=1, max_model_len=config.max_model_len)
+    first = LLM(
+        model,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        max_num_seqs=1,
+        max_model_len=config.max_model_len,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
     token_ids = [_encode(prompt, first.tokenizer) for prompt in prompts]
     contenders = [_Contender(first, token_ids, config, size, k) for size in config.batch_sizes for k in config.ks]
     _run_all(contenders, config)
@@ -132,7 +144,12 @@ class _Contender:
             block_size=config.block_size,
             max_model_len=min(longest, first.engine.config.max_model_len),
             max_num_seqs=batch_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             state_rollback=config.state_rollback,
+            state_dtype=config.state_dtype,
+            draft_sampling=config.draft_sampling,
+            draft_vocab=config.draft_vocab if k else None,
+            enforce_eager=config.enforce_eager,
             tokenizer=first.tokenizer,
         )
         self.seconds: list[float] = []

@@ -38,7 +38,12 @@ def evaluate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")] = False,
     block_size: options.BlockSize = 16,
     max_model_len: options.MaxModelLen = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     state_rollback: options.StateRollback = "replay",
+    state_dtype: options.StateDtype = "float32",
+    draft_sampling: options.DraftSampling = False,
+    draft_vocab: options.DraftVocab = None,
+    enforce_eager: options.EnforceEager = False,
 ) -> None:
     """Decode prompts at several batch sizes and K, and report tokens/s, speedup and acceptance.
 
@@ -57,7 +62,20 @@ def evaluate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
-    config = SpeedupConfig(tuple(k), tuple(batch_size), repeats, sampling, block_size, state_rollback, max_model_len)
+    config = SpeedupConfig(
+        ks=tuple(k),
+        batch_sizes=tuple(batch_size),
+        repeats=repeats,
+        sampling=sampling,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+        state_rollback=state_rollback,
+        state_dtype=state_dtype,
+        draft_sampling=draft_sampling,
+        draft_vocab=None if draft_vocab is None else str(draft_vocab),
+        enforce_eager=enforce_eager,
+    )
     listed = read_prompts(prompts, num_prompts)
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file; name a directory", param_hint="--out")

@@ -21,6 +21,18 @@ StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of rec
 DraftVocab = Annotated[
     Path | None, typer.Option(help="File of `mtpkit data draft-vocab`: the tokens that drafts are chosen among.")
 ]
+DraftSampling = Annotated[
+    bool,
+    typer.Option("--draft-sampling", help="Draw drafts from the heads' distribution; by default their best tokens."),
+]
+MaxNumSeqs = Annotated[int, typer.Option(help="Most requests that run at once.")]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(help="Most tokens of a step; longer prompts are split. By default 2048, or what decoding needs."),
+]
+GpuMemoryUtilization = Annotated[
+    float, typer.Option(help="Share of the GPU's memory that weights and caches may take.")
+]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
 Drafts = Annotated[
     str | None,

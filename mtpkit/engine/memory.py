@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
 from mtpkit.config import ModelConfig
@@ -29,7 +30,10 @@ class MemoryPlan:
     """Private memory of the CUDA graphs: the activations of the largest decode step."""
     slot_bytes: int
     """Recurrent state, convolution windows and rings of one request, and the distributions of its drafts."""
+    ring_bytes: int
+    """What rings take of it."""
     max_num_seqs: int
+    max_model_len: int
     block_bytes: int
     num_blocks: int
     block_size: int
@@ -62,14 +66,14 @@ class MemoryPlan:
         def gb(value: int) -> str:
             return f"{value / 1e9:.2f} GB"
 
-        lengths = ", ".join(f"{self.requests_that_fit(n)} of {n:,} tokens" for n in (512, 2048, 8192, 32768))
-        slots = f"{self.max_num_seqs} x {self.slot_bytes / 1e6:.1f} MB"
-        device = f"device {gb(self.total)}: weights {gb(self.in_use)}, " if self.total else ""
+        lengths = sorted({n for n in (512, 2048, 8192, 32768) if n < self.max_model_len} | {self.max_model_len})
+        fitting = ", ".join(f"{self.requests_that_fit(n)} of {n:,} tokens" for n in lengths)
+        slots = f"{self.max_num_seqs} x {self.slot_bytes / 1e6:.1f} MB, rings {self.ring_bytes / 1e6:.1f} MB of it"
+        device = f"device {gb(self.total)}: weights and what others hold {gb(self.in_use)}, " if self.total else ""
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)}, state "
             f"{gb(self.state_bytes)} ({slots}), keys and values {gb(self.kv_bytes)} ("
-            f"{self.num_blocks} blocks of {self.block_size} tokens); requests that fit at once: "
-            f"{lengths}"
+            f"{self.num_blocks} blocks of {self.block_size} tokens); requests that fit at once: {fitting}"
         )
 
 
@@ -87,7 +91,7 @@ def plan_memory(
         num_blocks: as many blocks; None: enough for `max_num_seqs` requests of full length, or what fits.
 
     Raises:
-        UserError: not even one request of full length fits, with the numbers and what to change.
+        UserError: not even one request of full length fits, or not `num_blocks`, with the numbers and what to change.
     """
     if not 0 < utilization <= 1:
         raise UserError(f"gpu_memory_utilization is {utilization}, must be in (0, 1]")
@@ -98,7 +102,7 @@ def plan_memory(
     activations = _activation_bytes(model, layout.dtype, config.max_num_batched_tokens, logit_rows)
     graphs = _activation_bytes(model, layout.dtype, decode_tokens, decode_tokens) if config.graphs else 0
     total = in_use = 0
-    available = _CPU_CACHE_BYTES
+    available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -111,7 +115,9 @@ def plan_memory(
         activations=activations,
         graphs=graphs,
         slot_bytes=layout.slot_bytes + drawn,
+        ring_bytes=layout.ring_bytes,
         max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
         block_bytes=layout.block_bytes,
         num_blocks=num_blocks or 0,
         block_size=config.block_size,
@@ -120,15 +126,16 @@ def plan_memory(
     )
     one = plan.blocks_for(config.max_model_len)
     fitting = (available - plan.state_bytes) // max(1, layout.block_bytes) - config.graphs
-    if num_blocks is None and fitting < one:
+    least, name, what = one, "max_model_len", f"one request of max_model_len {config.max_model_len} needs"
+    if num_blocks is not None:
+        least, name, what = num_blocks, "num_blocks", f"num_blocks {num_blocks} needs"
+    if fitting < least:
         raise UserError(
             f"{available / 1e9:.2f} GB are left for caches; the state of {config.max_num_seqs} requests takes "
-            f"{plan.state_bytes / 1e9:.2f} GB and one request of max_model_len {config.max_model_len} needs "
-            f"{one * layout.block_bytes / 1e9:.2f} GB: lower max_num_seqs, max_model_len or max_num_batched_tokens, or "
-            "raise gpu_memory_utilization"
+            f"{plan.state_bytes / 1e9:.2f} GB and {what} {least * layout.block_bytes / 1e9:.2f} GB: lower "
+            f"max_num_seqs, {name} or max_num_batched_tokens, or raise gpu_memory_utilization"
         )
-    blocks = min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks
-    return replace(plan, num_blocks=blocks)
+    return replace(plan, num_blocks=min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks)
 
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int) -> int:

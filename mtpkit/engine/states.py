@@ -1,7 +1,7 @@
 """The caches of all layers: paged keys and values, and recurrent state with either rollback, accounted in bytes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from mtpkit.model.inputs import (
 )
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+RINGS = ("x", "B", "dt")
+"""Names of the replay rings."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,15 @@ class CacheLayout:
         """Bytes of recurrent state of one request over all layers."""
         return self._bytes(MambaCacheSpec)
 
-    def _bytes(self, kind: type) -> int:
-        shapes = [s for spec in self.specs.values() if isinstance(spec, kind) for s in self._unit(spec).values()]
+    @property
+    def ring_bytes(self) -> int:
+        """What the replay rings take of `slot_bytes`."""
+        return self._bytes(MambaCacheSpec, RINGS)
+
+    def _bytes(self, kind: type, names: Sequence[str] | None = None) -> int:
+        """Of one unit over all layers of a kind, of all tensors or of some."""
+        units = [self._unit(spec) for spec in self.specs.values() if isinstance(spec, kind)]
+        shapes = [entry for unit in units for name, entry in unit.items() if names is None or name in names]
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
     def _unit(self, spec: CacheSpec) -> Shapes:

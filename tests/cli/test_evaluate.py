@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from mtpkit import bench
+from mtpkit.bench import speedup
 from mtpkit.cli.evaluate import app
+from mtpkit.engine import LLM
 
 
 @pytest.fixture
@@ -14,17 +17,30 @@ def prompts(tmp_path):
     return tmp_path / "prompts.txt"
 
 
-def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_path):
+def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_path, monkeypatch):
     options = (
         "--k 2 1 --batch-size 2 --max-tokens 6 --repeats 1 --num-prompts 2 --temperature 0.8 --seed 3 --block-size 4"
     )
-    options += " --state-rollback snapshot --ignore-eos --dtype float32"
+    options += " --state-rollback snapshot --ignore-eos --dtype float32 --gpu-memory-utilization 0.5"
+    options += f" --state-dtype bfloat16 --draft-sampling --draft-vocab {tmp_path / 'vocab.json'} --enforce-eager"
+    (tmp_path / "vocab.json").write_text(json.dumps({"token_ids": [5, 6, 7, 9], "vocab_size": 300}))
+    engines = []
+    monkeypatch.setattr(speedup, "LLM", lambda *args, **named: engines.append(LLM(*args, **named)) or engines[-1])
     out = tmp_path / "out"
     assert call(app, "--model", model_dir, "--prompts", prompts, "--out", out, *options.split()) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["batch_size"], row["k"]) for row in report["rows"]] == [(2, 0), (2, 1), (2, 2)]
     settings = json.loads((out / "report.json").read_text())["settings"]
     assert (settings["prompts"], settings["block_size"], settings["state_rollback"]) == (2, 4, "snapshot")
+    assert (settings["state_dtype"], settings["enforce_eager"], settings["gpu_memory_utilization"]) == (
+        "bfloat16",
+        True,
+        0.5,
+    )
+    for llm in engines[2:]:  # those with drafts
+        config = llm.engine.config
+        assert config.draft_sampling and llm.engine.layout.state_dtype == torch.bfloat16
+        assert llm.engine.drafter.draft_token_ids.tolist() == [5, 6, 7, 9]
     sampling = settings["sampling"]
     assert (sampling["temperature"], sampling["seed"], sampling["max_tokens"]) == (0.8, 3, 6) and sampling["ignore_eos"]
 

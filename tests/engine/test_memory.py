@@ -7,6 +7,7 @@ import torch
 
 from mtpkit.engine.memory import plan_memory
 from mtpkit.errors import UserError
+from mtpkit.model.inputs import ReplayCache
 from tests.engine.tiny import generate, greedy, make_llm, tiny_model
 
 
@@ -16,7 +17,15 @@ def test_plan_counts_what_is_allocated():
     held = sum(t.nbytes for cache in llm.engine.caches.values() for t in vars(cache).values())
     assert plan.state_bytes + plan.kv_bytes == held
     text = str(plan)
-    assert "24 blocks of 8 tokens" in text and "fit at once: 0 of 512 tokens" in text
+    assert "24 blocks of 8 tokens" in text and text.endswith("fit at once: 1 of 128 tokens")  # max_model_len
+    caches = [cache for cache in llm.engine.caches.values() if isinstance(cache, ReplayCache)]
+    rings = sum(t.nbytes for cache in caches for t in (cache.x, cache.B, cache.dt))
+    assert caches and plan.ring_bytes * 5 == rings
+
+
+def test_lengths_beyond_the_longest_request_are_not_promised():
+    text = str(replace(make_llm(tiny_model(), 0, num_blocks=200).memory_plan, max_model_len=4096))
+    assert text.endswith("fit at once: 3 of 512 tokens, 0 of 2,048 tokens, 0 of 4,096 tokens")
 
 
 def test_as_many_requests_fit_as_it_says():
@@ -34,6 +43,14 @@ def test_what_cannot_fit_is_refused_with_the_numbers():
     with pytest.raises(UserError, match=r"GB are left for caches.*max_model_len 1000000000000 needs"):
         config = engine.config.__class__(**vars(engine.config) | {"max_model_len": 10**12})
         plan_memory(tiny_model().mtpkit_config, engine.layout, config, torch.device("cpu"), 0.9)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_more_blocks_than_fit_are_refused(device):
+    with pytest.raises(
+        UserError, match=r"GB are left for caches.*num_blocks 10000000000 needs .* GB: lower .*num_blocks"
+    ):
+        make_llm(tiny_model(device=device), 1, num_blocks=10**10)
 
 
 def test_null_rows_are_memory_but_no_requests():

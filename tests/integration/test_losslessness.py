@@ -21,9 +21,20 @@ def plain(mixed) -> list[list[int]]:
     return decode(load_model(TINY_BASE), mixed, 0, max_num_seqs=1)
 
 
+WAYS = {
+    "alone": dict(max_num_seqs=1, block_size=16),
+    # Prompts are split over steps, and as requests end others join those that are decoding.
+    "chunks": dict(max_num_seqs=4, max_num_batched_tokens=24),
+    "preempted": dict(max_num_seqs=4, block_size=4, num_blocks=36, state_rollback="snapshot"),
+    "preempted_replay": dict(max_num_seqs=4, block_size=7, num_blocks=20),
+}
+
+
 def decode(model, prompts, k, **settings) -> list[list[int]]:
-    llm = LLM(model, k, max_model_len=256, **settings)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(40))]
+    llm = LLM(model, k, **{"max_model_len": 128, "block_size": 1 + k, **settings})
+    outputs = llm.generate(prompts, greedy(40))
+    assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def untrained():
@@ -33,10 +44,8 @@ def untrained():
     return model
 
 
-@pytest.mark.parametrize("heads", ["trained", "untrained"])
-def test_drafts_change_nothing(heads, request, mixed, plain):
+@pytest.mark.parametrize(("heads", "way"), [("trained", way) for way in WAYS] + [("untrained", "chunks")])
+def test_drafts_change_nothing(heads, way, request, mixed, plain):
     model = untrained() if heads == "untrained" else load_model(request.getfixturevalue("trained").hf)
-    for k in (0, 1, 2, 3, 5):
-        # Prompts are split over steps, and as requests end others join those that are decoding.
-        tokens = decode(model, mixed, k, max_num_seqs=4, max_num_batched_tokens=24, block_size=1 + k)
-        assert tokens == plain, f"K = {k}"
+    for k in (1, 2, 3, 5) if way == "alone" else (0, 1, 2, 3, 5):
+        assert decode(model, mixed, k, **WAYS[way]) == plain, f"K = {k}"
