@@ -240,6 +240,22 @@ def test_bf16_inputs(twin, state_dtype):
     assert relative(state, want_state.double()) < (2**-8 if state_dtype == torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_bf16_inputs_with_snapshots(twin, state_dtype):
+    """The same bound; each snapshot is rounded once, and the interpreter cuts off where a GPU rounds."""
+
+    def run(step, function):
+        snapshots = step.state[:, None].repeat(1, 4, 1, 1, 1)
+        return function(snapshots, step.slots, torch.full_like(step.slots, 2), **step.inputs), snapshots
+
+    step = Step([0, 0], [1, 3], 4, (2, 19, 1, 17), twin.device, torch.bfloat16, state_dtype)
+    y, state = run(step, twin("ssm_update").ssm_snapshot_update)
+    want_y, want_state = run(step.widened(), reference.ssm_snapshot_update)
+    assert y.dtype == torch.bfloat16 and state.dtype == state_dtype
+    assert relative(y, want_y.double()) <= 2 * relative(in_bf16(step), want_y.double())
+    assert relative(state, want_state.double()) < (2**-7 if state_dtype == torch.bfloat16 else 1e-4)
+
+
 def test_padding_rows_touch_nothing(twin):
     step = Step([3, 0, 14], [2, -1, 0], 3, (2, 5, 1, 3), twin.device, torch.float32)
     y, *caches = step.run(twin("ssm_update").ssm_replay_update)
