@@ -98,7 +98,7 @@ def write_data(corpus: Path, output: Path, data: str, steps: int) -> None:
 
 def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: int) -> Path:
     """The directory of a finished run."""
-    run = options.output / f"{loss}-{attention}-{data}-k{k}"
+    run = options.output / f"{loss}-{attention}-{data}-k{k}-{options.steps}"
     source = written_data(options, data) if data in TEMPERATURE else options.corpus / "train.jsonl"
     call(
         *("train/train_mtp.py", "--config", "examples/train_tiny.yaml", f"model={BASE}", f"output={run.resolve()}"),

@@ -1,7 +1,8 @@
 """Which layers of the base a pipeline stage has.
 
-The frozen base runs forward only and streams (see `mtpkit.training.pipeline`): the slowest stage sets the pace. The
-last one trains the heads besides. So layers are dealt by what they cost, and it gets fewer of them.
+The frozen base runs forward only and streams (see `mtpkit.training.pipeline`). The last stage trains the heads besides:
+an even deal would leave it with the most to hold and the most to compute, and the slowest stage sets the pace. Layers
+are dealt by one of these costs instead, and it gets fewer of them.
 """
 
 import functools

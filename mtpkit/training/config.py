@@ -183,7 +183,7 @@ class TrainConfig:
     """Of the cache; `float8_e4m3fn` has a scale for each token. `auto`: `dtype`, with which losses are the same."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """How fp32 matrices are multiplied, in torch's words (`torch.set_float32_matmul_precision`): `high` takes TF32 and
-    `medium` bf16 inside, where the hardware has them, which is faster."""
+    `medium` bf16 inside, where the hardware has them, which is faster. Not of Transformer Engine, which takes TF32."""
     log_interval: int = 10
     """Steps between lines in the metrics files."""
     log: LogConfig = field(default_factory=LogConfig)
@@ -224,7 +224,7 @@ class TrainConfig:
         if not data.train:
             yield "data.train is empty: name at least one file"
         if self.cache and self.parallel.pipeline > 1:
-            yield "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1 or cache="
+            yield "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1, or cache= to nothing"
         if data.sequence_length % max(1, self.parallel.tensor):
             yield (
                 f"data.sequence_length {data.sequence_length} cannot be split over parallel.tensor="
@@ -292,7 +292,8 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
     source = "config overrides" if path is None else f"config {path}"
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), from_file, OmegaConf.from_dotlist(list(overrides)))
+        texts = [f"{override}''" if override.endswith("=") else override for override in overrides]  # empty, not None
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), from_file, OmegaConf.from_dotlist(texts))
         return cast(TrainConfig, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
         raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error

@@ -4,6 +4,8 @@ import bisect
 import dataclasses
 import gc
 import itertools
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +25,8 @@ from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.freeze import HEAD_PREFIX
 from mtpkit.training.parallel import own_rows
+
+_logger = logging.getLogger(__name__)
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
@@ -63,6 +67,12 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, attention=attention)
     backend = cast(Any, resolve_backend(config.backend))
+    exact = config.dtype == "float32" and config.matmul_precision == "highest"
+    if backend == "te" and exact and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        _logger.warning(
+            "Transformer Engine multiplies fp32 in TF32, whatever matmul_precision is: set backend=local, or "
+            "NVIDIA_TF32_OVERRIDE=0 in the environment"
+        )
     return dataclasses.replace(config, heads=settled, backend=backend), model
 
 

@@ -36,6 +36,7 @@ from mtpkit.training.optimizer import HeadOptimizer
 MAY_CHANGE = {
     "model",
     "output",
+    "backend",
     "cache",
     "heads.recompute",
     "steps",

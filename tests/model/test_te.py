@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpkit.checkpoint import load_model
+from mtpkit.checkpoint import load_model, save_model
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from mtpkit.model.backends import get_backend, resolve_backend
@@ -50,6 +50,19 @@ def test_auto_says_so_where_the_package_is_there_and_does_not_work(monkeypatch, 
     assert warned == installed
 
 
+@pytest.mark.parametrize(
+    "error", [AssertionError("parts of\ntwo versions"), RuntimeError("an empty package"), OSError("x")]
+)
+def test_whatever_its_import_raises_is_the_reason(monkeypatch, error):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.import_module", fail)
+    with pytest.raises(UserError, match=rf"cannot be imported \({' '.join(str(error).split())}\)"):
+        get_backend("te")
+
+
 @torch.no_grad()
 def states_of(model, ids, documents=None, positions=None):
     """Logits and h, g^1, g^2, .."""
@@ -79,6 +92,18 @@ def test_one_state_dict_for_both_backends(te):
     for name, value in mine.items():
         assert torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name], name
     assert local.sharded_state_dict().keys() == other.sharded_state_dict().keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backends", [("local", "te"), ("te", "local")])
+def test_what_one_backend_saves_the_other_loads(te, tmp_path, backends):
+    saves, loads = backends
+    saved = build_model(CONFIG, device="cuda", backend=saves, seed=3)
+    save_model(saved, tmp_path)
+    loaded = load_model(tmp_path, device="cuda", backend=loads)
+    ids = toy_tokens(24).cuda()
+    for want, have in zip(states_of(saved, ids), states_of(loaded, ids), strict=True):
+        assert relative(have, want) < TOLERANCE
 
 
 @pytest.mark.gpu

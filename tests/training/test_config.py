@@ -23,6 +23,15 @@ def test_file_and_overrides(tmp_path):
     assert (config.steps, config.loss.kind, config.data.train) == (7, "tv", ("b.txt", "c.txt"))
 
 
+def test_an_empty_value_is_an_empty_text(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: base\noutput: run\ncache: hidden\ndata: {train: [a.txt]}\nlog: {wandb: project}\n")
+    config = load_config(path, ["cache=", "log.wandb=", "parallel.pipeline=2"])
+    assert config.cache == config.log.wandb == ""
+    with pytest.raises(UserError, match=r"set parallel\.pipeline=1, or cache= to nothing"):
+        load_config(path, ["parallel.pipeline=2"])
+
+
 def test_saved_config_reads_back(tmp_path):
     config = load_config(None, [*NEEDED, "loss.depth_weights=[3,2,1]", "optimizer.betas=[0.8,0.9]"])
     save_config(config, tmp_path / "config.yaml")
@@ -33,6 +42,8 @@ def test_depth_weights_sum_to_one():
     weights = load_config(None, [*NEEDED, "heads.num_depths=3"]).depth_weights()
     assert weights == pytest.approx([1 / 1.96, 0.6 / 1.96, 0.36 / 1.96])
     assert load_config(None, [*NEEDED, "loss.depth_weights=[2,1,1]"]).depth_weights() == (0.5, 0.25, 0.25)
+    halves = load_config(None, [*NEEDED, "loss.beta=0.5", "heads.num_depths=2"])
+    assert halves.depth_weights() == pytest.approx([2 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(

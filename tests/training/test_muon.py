@@ -32,9 +32,11 @@ def test_steps_equal_torch():
     ours = torch.nn.Sequential(torch.nn.Linear(24, 12), torch.nn.Linear(12, 16))
     theirs = torch.nn.Sequential(torch.nn.Linear(24, 12), torch.nn.Linear(12, 16))
     theirs.load_state_dict(ours.state_dict())
-    optimizer = HeadOptimizer(ours.parameters(), OptimizerConfig(kind="muon", weight_decay=0.1, clip_grad=0.0))
+    optimizer = HeadOptimizer(
+        ours.parameters(), OptimizerConfig(kind="muon", weight_decay=0.1, clip_grad=0.0, momentum=0.6)
+    )
     matrices = torch.optim.Muon(
-        [p for p in theirs.parameters() if p.ndim == 2], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        [p for p in theirs.parameters() if p.ndim == 2], weight_decay=0.1, momentum=0.6, adjust_lr_fn="match_rms_adamw"
     )
     rest = torch.optim.AdamW([p for p in theirs.parameters() if p.ndim < 2], betas=(0.9, 0.95), weight_decay=0.0)
     before = [parameter.detach().clone() for parameter in ours.parameters()]

@@ -9,13 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from mtpkit.checkpoint import find_companions, load_model
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.errors import MtpkitError, StorageError, UserError
-from mtpkit.training import load_config, train
+from mtpkit.training import load_config, loop, train
 from mtpkit.training.loop import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -269,6 +270,54 @@ def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
     assert step == max(losses(output)) < 30
     run(settings, "steps=30", f"output={output}")
     assert losses(output) == losses(whole)
+
+
+def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):
+    whole = run(settings, "steps=60")
+    output = tmp_path / "stopped"
+    launcher = start(settings, "steps=60", f"output={output}", ranks=2)
+    while not (output / "metrics.jsonl").exists() or not losses(output):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    workers = psutil.Process(launcher.pid).children(recursive=True)
+    (second,) = [process for process in workers if process.environ().get("RANK") == "1"]
+    second.send_signal(signal.SIGTERM)
+    assert launcher.wait() == 0
+    step = int((output / "latest_checkpointed_iteration.txt").read_text())
+    assert step == max(losses(output)) < 60
+    run(settings, "steps=60", f"output={output}")
+    assert list(losses(output).values()) == pytest.approx(list(losses(whole).values()), rel=1e-5)
+
+
+def test_matmul_precision_and_wandb_reach_the_run(settings, monkeypatch):
+    asked, made = [], []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(loop, "check_wandb", lambda project: made.append(project))
+    log = loop.MetricsLog
+    monkeypatch.setattr(loop, "MetricsLog", lambda *args, wandb, **named: made.append(wandb) or log(*args, **named))
+    run(settings, "steps=2", "matmul_precision=medium", "log.wandb=heads")
+    assert asked == ["medium", torch.get_float32_matmul_precision()] and made == ["heads", "heads"]
+
+
+def test_a_run_may_go_on_with_another_backend(settings):
+    output = run(settings, "steps=3", "backend=local")
+    config = output / "config.yaml"
+    config.write_text(config.read_text().replace("backend: local", "backend: te"))
+    run(settings, "backend=local")
+    assert max(losses(output)) == 6 and load_config(config).backend == "local"
+
+
+@pytest.mark.gpu
+def test_transformer_engine_trains_and_the_run_goes_on_without_it(settings, tmp_path):
+    pytest.importorskip("transformer_engine.pytorch")
+    local = run(settings, "backend=local")
+    mixed = tmp_path / "mixed"
+    run(settings, "backend=te", f"output={mixed}", "save_interval=3")
+    assert list(losses(mixed).values()) == pytest.approx(list(losses(local).values()), rel=1e-2)
+    shutil.rmtree(mixed / "iter_0000006")
+    (mixed / "latest_checkpointed_iteration.txt").write_text("3")
+    run(settings, "backend=local", f"output={mixed}")
+    assert list(losses(mixed).values()) == pytest.approx(list(losses(local).values()), rel=1e-2)
 
 
 def test_bad_settings_are_one_line_and_exit_code_2(settings):

@@ -8,6 +8,7 @@ import torch
 from mtpkit.errors import MtpkitError
 from mtpkit.training.config import OptimizerConfig, load_config
 from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
+from mtpkit.training.loss import LossOptions
 from mtpkit.training.main_grad import gradients_into_main
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.step import evaluate, loss_options, train_step
@@ -31,7 +32,7 @@ def test_optimizer_equals_torch_with_clipping(device):
     ours, theirs = torch.nn.Linear(5, 3, device=device), torch.nn.Linear(5, 3, device=device)
     theirs.load_state_dict(ours.state_dict())
     toy_model()  # process groups
-    config = OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
+    config = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, betas=(0.7, 0.9), eps=1e-2)
     optimizer = HeadOptimizer(ours.parameters(), config)
     reference = torch.optim.AdamW(
         [{"params": [theirs.weight], "weight_decay": 0.1}, {"params": [theirs.bias], "weight_decay": 0.0}],
@@ -71,6 +72,11 @@ def test_a_gradient_that_is_not_finite_stops_the_run():
     with pytest.raises(MtpkitError, match=r"optimizer\.lr"):
         optimizer.step(1e-3)
     assert torch.equal(parameter, torch.ones(2, 2))
+
+
+def test_every_setting_of_the_loss_reaches_it():
+    settings = ["loss.temperature=2", "loss.chunk_size=7", "loss.top_k=5"]
+    assert loss_options(toy_config(*settings)) == LossOptions("kl", 2.0, 7, 5)
 
 
 def gradients(batches, *overrides):
