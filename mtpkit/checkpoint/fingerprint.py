@@ -1,6 +1,7 @@
 """Which base a model directory holds, whatever its layout and wherever it lies."""
 
 import hashlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,10 +10,13 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.layout import detect_layout, find_torch_dist, open_weights
 from mtpkit.checkpoint.tensors import TensorSource
+from mtpkit.config import ModelConfig
 
 Files = dict[str, list[int]]
 """Size and time of change (ns) of each file that weights lie in."""
 
+_WITHOUT_EFFECT = ("max_position_embeddings", "init_std")
+"""On a base's hidden states."""
 _READERS = 4
 """Tensors that are read and hashed at once."""
 
@@ -34,6 +38,16 @@ def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = No
     if known is not None and (known[0], known[2]) == (directory.resolve(), files):
         return known[1], files
     return _digest(open_weights(directory)), files
+
+
+def fingerprint_config(config: ModelConfig) -> str:
+    """32 hexadecimal digits of what a config says of the base's arithmetic: neither heads nor tokens nor lengths."""
+    told = {
+        key: value
+        for key, value in config.to_dict().items()
+        if not key.startswith("mtp_") and not key.endswith(("_token_id", "_token_ids")) and key not in _WITHOUT_EFFECT
+    }
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _digest(source: TensorSource) -> str:

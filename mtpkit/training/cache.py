@@ -26,7 +26,7 @@ from mtpkit.errors import UserError
 from mtpkit.kernels.fp8_linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout; another one is refused."""
 MANIFEST = "cache.json"
 SHARD_BYTES = 2**30
@@ -107,6 +107,8 @@ class Manifest:
     format: int
     base: str
     """Digest of the base's weights."""
+    base_config: str
+    """Digest of its config."""
     base_name: str
     """Where they lay."""
     base_files: dict[str, list[int]]
@@ -124,6 +126,7 @@ class Manifest:
         """In what another cache would be of something else, a clause each. Held-out data that one lacks is none."""
         labels = {
             "base": (f"base {self.base_name} ({self.base[:8]})", f"{other.base_name} ({other.base[:8]})"),
+            "base_config": (f"config of the base ({self.base_config[:8]})", f"({other.base_config[:8]})"),
             "tokenizer": (f"tokenizer {self.tokenizer[:8]}", other.tokenizer[:8]),
             "sequence_length": (f"data.sequence_length {self.sequence_length}", str(other.sequence_length)),
             "dtype": (f"dtype {self.dtype}", other.dtype),

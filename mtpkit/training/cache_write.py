@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.atomic import staged_file, storage_errors, write_file
-from mtpkit.checkpoint.fingerprint import fingerprint_base
+from mtpkit.checkpoint.fingerprint import fingerprint_base, fingerprint_config
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint
@@ -112,6 +112,7 @@ def _plan(
     now = Manifest(
         format=FORMAT,
         base=digest,
+        base_config=fingerprint_config(model_config),
         base_name=str(Path(config.model).resolve()),
         base_files=files,
         tokenizer=fingerprint(load_tokenizer(config.model)),

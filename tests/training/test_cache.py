@@ -186,6 +186,7 @@ def files(directory):
         ({"dtype": "bfloat16"}, r"dtype float32, not bfloat16; cache_dtype float32, not bfloat16"),
         ({"cache_dtype": "float8_e4m3fn"}, "of something else: cache_dtype float32, not float8_e4m3fn"),
         ({"model": "{other}"}, r"something else: base /.*\), not /.*/other \(.{8}\); set cache"),
+        ({"model": "{turned}"}, r"something else: config of the base \(.{8}\), not \(.{8}\); set cache"),
         ({"model": "{spoken}"}, r"something else: tokenizer .{8}, not .{8}; data\.train"),
         ({"cache": "{full}"}, "holds something else than hidden states"),
     ],
@@ -193,15 +194,17 @@ def files(directory):
 def test_a_cache_of_something_else_is_refused(cached, toy_base, text_files, tmp_path, changes, says):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    for name in ("other", "spoken"):
+    for name in ("other", "spoken", "turned"):
         shutil.copytree(toy_base, tmp_path / name)
     model = load_model(toy_base)
     with torch.no_grad():
         model.decoder.layers[-1].mlp.linear_fc2.weight[3, 4] += 1e-3
     save_model(model, tmp_path / "other")
+    turned = tmp_path / "turned" / "mtpkit.json"
+    turned.write_text(json.dumps(json.loads(turned.read_text()) | {"layernorm_epsilon": 1e-3}))
     tokenizer = tmp_path / "spoken" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
-    places = {name: tmp_path / name for name in ("other", "spoken", "full")} | {"text": text_files[1]}
+    places = {name: tmp_path / name for name in ("other", "spoken", "turned", "full")} | {"text": text_files[1]}
     before = files(tmp_path / "cache")
     with pytest.raises(UserError, match=says) as error:
         run(cached, **{key: str(value).format(**places) for key, value in changes.items()})
