@@ -22,13 +22,27 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = "cpu",
     backend: str = "local",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
 ) -> HybridModel:
     """Build the model that a directory of either layout describes and load its weights, one tensor at a time.
+
+    Split over processes, with sequence parallelism between tensor-parallel ranks, each has its part.
 
     Raises:
         UserError: no checkpoint there, a config that cannot be built, or weights that do not fit it.
     """
-    model = build_model(load_config(directory), dtype=dtype, device=device, backend=backend)
+    model = build_model(
+        load_config(directory),
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
+        sequence_parallel=tensor_parallel > 1,
+    )
     load_model_weights(model, directory)
     return model
 

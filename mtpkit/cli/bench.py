@@ -134,10 +134,10 @@ def train(
     cached: Annotated[
         bool, typer.Option("--cached", help="Take the base's hidden states from the host's memory; no base.")
     ] = False,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks that split matrices, under torchrun.")] = 1,
-    pipeline_parallel: Annotated[int, typer.Option(help="Stages of the base, under torchrun.")] = 1,
+    tensor_parallel: options.TensorParallel = 1,
+    pipeline_parallel: options.PipelineParallel = 1,
     balance: Annotated[Literal["memory", "time"], typer.Option(help="What stages have equally much of.")] = "memory",
-    expert_parallel: Annotated[int, typer.Option(help="Ranks that split experts, under torchrun.")] = 1,
+    expert_parallel: options.ExpertParallel = 1,
     backend: Annotated[str, typer.Option(help="What the layers are built from: local, te.")] = "local",
     base_fp8: Annotated[bool, typer.Option("--base-fp8", help="The base multiplies in fp8.")] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps; the median counts.")] = 5,

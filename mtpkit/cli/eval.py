@@ -35,6 +35,10 @@ def acceptance(
         int | None, typer.Option(min=1, help="Only so many sequences of each source, spread over it.")
     ] = None,
     dtype: options.Dtype = "auto",
+    backend: Annotated[Literal["auto", "local", "te"], typer.Option(help="What the layers are built from.")] = "local",
+    tensor_parallel: options.TensorParallel = 1,
+    pipeline_parallel: options.PipelineParallel = 1,
+    expert_parallel: options.ExpertParallel = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the JSON object that is printed.")] = None,
     text_column: TextColumn = "text",
     prompt_column: PromptColumn = "prompt",
@@ -48,15 +52,26 @@ def acceptance(
     drafts, which is what the engine does; and expected there with drafts drawn from the heads (draft_sampling). On text
     that the base wrote itself in that manner (`mtpkit data regenerate`) they are what decoding meets. The loss is the
     KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
-    torchrun the processes share the work.
+    torchrun the processes share the work: torchrun --no-python --nproc-per-node N mtpkit eval acceptance ...
     """
     from mtpkit.checkpoint.atomic import write_file
     from mtpkit.data import Columns
+    from mtpkit.training.config import ParallelConfig
     from mtpkit.training.evaluation import evaluate_directory
 
     columns = Columns(text_column, prompt_column, response_column, messages_column)
     found = evaluate_directory(
-        model, data, columns, sequence_length, num_depths, attention, batch_size, num_sequences, dtype
+        model,
+        data,
+        columns,
+        sequence_length,
+        num_depths,
+        attention,
+        batch_size,
+        num_sequences,
+        dtype,
+        backend,
+        ParallelConfig(tensor_parallel, pipeline_parallel, expert_parallel),
     )
     if found is None:  # another process prints it
         return

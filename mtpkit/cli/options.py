@@ -34,6 +34,9 @@ GpuMemoryUtilization = Annotated[
     float, typer.Option(help="Share of the GPU's memory that weights and caches may take.")
 ]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
+TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks that split matrices, under torchrun.")]
+PipelineParallel = Annotated[int, typer.Option(min=1, help="Stages of the base, under torchrun.")]
+ExpertParallel = Annotated[int, typer.Option(min=1, help="Ranks that split experts, under torchrun.")]
 Drafts = Annotated[
     str | None,
     typer.Option(

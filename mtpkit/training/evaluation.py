@@ -16,12 +16,13 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.data import Columns, PackedBatch, PackedDataset, build_dataset, load_tokenizer
 from mtpkit.errors import UserError
+from mtpkit.model.backends import resolve_backend
 from mtpkit.platform import default_device, ensure_distributed
-from mtpkit.training.config import HeadAttention, LossConfig, TrainConfig
+from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums
 from mtpkit.training.heads import resolve_attention
 from mtpkit.training.loss import LossOptions
-from mtpkit.training.parallel import even_share
+from mtpkit.training.parallel import check_layout, even_share
 from mtpkit.training.step import evaluate, loss_options
 
 
@@ -121,19 +122,23 @@ def evaluate_directory(
     batch_size: int = 1,
     max_sequences: int | None = None,
     dtype: str = "auto",
+    backend: str = "local",
+    parallel: ParallelConfig | None = None,
 ) -> dict[str, Any] | None:
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
 
     Args:
         num_depths: K; None: what the heads were trained for. A repeated head can be unrolled further.
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
+        backend: as `TrainConfig.backend`.
+        parallel: how ranks split the model; None: each has the whole.
 
     Returns:
         `Evaluation.to_dict`, of KL at temperature 1 with the default depth weights, after `model`, `num_depths`,
         `attention`, `dtype` and `device`; None on ranks but the first.
 
     Raises:
-        UserError: no model, no heads, too few of them, or data that does not fit.
+        UserError: no model, no heads, too few of them, or data or a split that does not fit.
     """
     config = load_config(directory)
     if not config.mtp_num_depths:
@@ -145,12 +150,24 @@ def evaluate_directory(
             f"{config.mtp_num_depths} or less"
         )
     attention = resolve_attention(attention, config)
+    parallel = parallel or ParallelConfig()
+    check_layout(parallel, config)
+    if sequence_length % parallel.tensor:
+        raise UserError(f"{sequence_length} tokens cannot be split over {parallel.tensor} ranks: make it a multiple")
     dataset = build_dataset(data, load_tokenizer(find_companions(directory)), sequence_length, columns)
-    ensure_distributed()
+    ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     device = default_device()
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    model = load_model(directory, getattr(torch, dtype), device)
+    model = load_model(
+        directory,
+        getattr(torch, dtype),
+        device,
+        resolve_backend(backend),
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.expert,
+    )
     weights = LossConfig().weights(num_depths)
     settings = EvaluationSettings(num_depths, attention, LossOptions(), weights, batch_size, max_sequences)
     found = evaluate_sources(model, dataset, settings, parallel_state.get_data_parallel_group())

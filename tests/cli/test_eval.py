@@ -1,6 +1,10 @@
 """`mtpkit eval`: acceptance by source, and the report of a run."""
 
 import json
+import subprocess
+import sys
+
+import pytest
 
 from mtpkit.cli.eval import app
 
@@ -20,6 +24,34 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
     rows = {row.split()[0]: row for row in table if row.strip()}
     for name, values in {**found["sources"], "all": found}.items():
         assert f"{values['acceptance_length']:.3f}" in rows[name] and f"{values['loss']:.4f}" in rows[name]
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_a_model_split_over_processes_is_evaluated_the_same(split, model_dir, call, capsys, tmp_path):
+    (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
+    options = ["acceptance", "--model", model_dir, "--data", tmp_path / "cats.txt", "--sequence-length", 24]
+    assert call(app, *options) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "mtpkit.cli.main", "eval", *options, f"--{split}-parallel", 2]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["positions"] == alone["positions"] > 0
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert found["conditional_acceptance"] == pytest.approx(alone["conditional_acceptance"], abs=1e-2)
+
+
+def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path):
+    (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
+    options = ["acceptance", "--model", model_dir, "--data", tmp_path / "cats.txt"]
+    for more, says in (
+        (["--tensor-parallel", 3], "cannot be split over tensor=3 ranks"),
+        (["--tensor-parallel", 2, "--sequence-length", 25], "25 tokens cannot be split over 2 ranks"),
+    ):
+        assert call(app, *options, *more) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and says in error
 
 
 def test_errors_are_one_line(model_dir, call, capsys, tmp_path):
