@@ -1,8 +1,8 @@
-"""The base in checkpoints of a run that trains heads without it in memory.
+"""The frozen base in the checkpoints of a run.
 
-Its tensors are streamed once from the model directory that they are in, into files of their own beside those that the
-ranks save: `base_0.distcp`, ... The next checkpoints of the run hold hard links to these files, so that every one is
-whole and the base takes its room once.
+Its tensors are streamed once from the model directory that they are in, in the dtypes that they have there, into files
+of their own beside those that the ranks save: `base_0.distcp`, ... The next checkpoints of the run hold hard links to
+these files, so that every one is whole and the base takes its room once. The base need not be in memory.
 """
 
 import dataclasses

@@ -31,6 +31,7 @@ from mtpkit.model.fp8 import is_fp8
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config import TrainConfig, load_config, save_config
+from mtpkit.training.freeze import HEAD_PREFIX
 from mtpkit.training.optimizer import HeadOptimizer
 
 MAY_CHANGE = {
@@ -113,6 +114,7 @@ class RunDirectory:
     ) -> Path:
         """Write a checkpoint, whole or not at all, and remove the oldest beyond `keep_checkpoints`, but not the best.
 
+        The base is in it as it lies in the model's directory, and takes its room once: see `mtpkit.checkpoint.base`.
         Which one is the best is part of each checkpoint, so that a run that was killed knows as much as its checkpoint.
 
         Raises:
@@ -122,10 +124,9 @@ class RunDirectory:
         if acceptance_length is not None and self.improves(acceptance_length):
             best = Best(step, acceptance_length)
         common = {"iteration": step, "loader": loader.state_dict(), "best": best and dataclasses.asdict(best)}
-        tensors = _sharded_state(model, optimizer)
+        tensors = _sharded_state(model, optimizer, heads_alone=True)
         source = self._config.model
-        base = source if self._lacks_base else None
-        path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, source, base)
+        path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, source, base=source)
         self.iteration, self.best = step, best
         if dist.get_rank() == 0:
             self._mark_best()
@@ -210,8 +211,10 @@ class RunDirectory:
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")), ignore_errors=True)
 
 
-def _sharded_state(model: HybridModel, optimizer: HeadOptimizer) -> dict[str, Any]:
+def _sharded_state(model: HybridModel, optimizer: HeadOptimizer, heads_alone: bool = False) -> dict[str, Any]:
     state = {name: part for name, part in model.sharded_state_dict().items() if not is_fp8(getattr(part, "data", None))}
+    if heads_alone:
+        state = {name: part for name, part in state.items() if name.startswith(HEAD_PREFIX)}
     return {"model": state, "optimizer": optimizer.sharded_state_dict(state)}
 
 

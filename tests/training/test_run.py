@@ -13,8 +13,10 @@ import psutil
 import pytest
 import torch
 
-from mtpkit.checkpoint import find_companions, load_model
+from mtpkit.checkpoint import find_companions, load_model, save_model
 from mtpkit.checkpoint import load_config as load_model_config
+from mtpkit.checkpoint.layout import open_weights
+from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.training import load_config, loop, train
 from mtpkit.training.loop import Trainer
@@ -100,6 +102,19 @@ def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, op
 def test_only_the_newest_checkpoints_are_kept(settings):
     output = run(settings, "save_interval=1", "keep_checkpoints=2")
     assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
+
+
+def test_checkpoints_share_the_files_of_the_base(settings, toy_base, tmp_path):
+    """Each is whole; the base has the dtype that it had, not that of the training."""
+    output = run(settings, "save_interval=3", "dtype=bfloat16")
+    first, second = (output / name for name in ("iter_0000003", "iter_0000006"))
+    names = [path.name for path in first.glob("base_*.distcp")]
+    assert names and all((first / name).samefile(second / name) for name in names)
+    save_model(load_model(output), tmp_path / "whole")
+    whole, own = (MegatronReader(path).disk_shapes() for path in (tmp_path / "whole" / "release", second))
+    assert whole == {key: shape for key, shape in own.items() if not key.startswith("optimizer.")}
+    stored, base = open_weights(output).tensors, open_weights(toy_base).tensors
+    assert all(stored[name].dtype == info.dtype == torch.float32 for name, info in base.items())
 
 
 def test_a_checkpoint_that_a_killed_run_left_ahead_does_not_push_out_the_newest(settings):
