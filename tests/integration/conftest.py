@@ -1,10 +1,11 @@
-"""Heads trained for half a minute on the tiny base, once for all tests and workers, in both layouts.
+"""Heads trained for half a minute on the tiny base, each kind once for all tests and workers, in both layouts.
 
 They learn what the base itself answers to the prompts of the tests, and so are soon right more often than not.
 """
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,18 +48,31 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> Trained:
-    """Made by whichever worker needs it first; the parent of their temporary directories is common to all workers."""
+def train_on_answers(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
+) -> Callable[[str, str], Trained]:
+    """Heads by loss and attention, made by whichever worker needs them first: the parent of the workers' temporary
+    directories is common to all."""
     folder = tmp_path_factory.getbasetemp()
-    shared = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "trained"
-    with FileLock(f"{shared}.lock"):
-        if not (shared / "done").exists():
-            _make(shared, prompts)
-            (shared / "done").touch()
-    return Trained(shared / "run", shared / "hf")
+
+    def make(loss: str, attention: str) -> Trained:
+        shared = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / f"trained-{loss}-{attention}"
+        with FileLock(f"{shared}.lock"):
+            if not (shared / "done").exists():
+                _make(shared, prompts, [f"loss.kind={loss}", f"heads.attention={attention}"])
+                (shared / "done").touch()
+        return Trained(shared / "run", shared / "hf")
+
+    return make
 
 
-def _make(shared: Path, prompts: list[list[int]]) -> None:
+@pytest.fixture(scope="session")
+def trained(train_on_answers: Callable[[str, str], Trained]) -> Trained:
+    """As heads are trained by default."""
+    return train_on_answers("kl", "serving")
+
+
+def _make(shared: Path, prompts: list[list[int]], settings: list[str]) -> None:
     base = LLM(TINY_BASE, max_num_seqs=PROMPTS, max_model_len=512)
     answers = base.generate(prompts, greedy(TOKENS))
     lines = [
@@ -68,6 +82,6 @@ def _make(shared: Path, prompts: list[list[int]]) -> None:
     shared.mkdir()
     (shared / "answers.jsonl").write_text("".join(lines))
     paths = [f"output={shared / 'run'}", f"data.train=[{shared / 'answers.jsonl'}]"]
-    training = call("train/train_mtp.py", "--config", "examples/train_tiny.yaml", *SETTINGS, *paths)
+    training = call("train/train_mtp.py", "--config", "examples/train_tiny.yaml", *SETTINGS, *settings, *paths)
     assert training.returncode == 0, training.stderr
     export_checkpoint(shared / "run", shared / "hf")

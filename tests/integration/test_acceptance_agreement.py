@@ -25,15 +25,20 @@ def agree(a: Acceptance, b: Acceptance) -> bool:
     return all(abs(x - y) <= TOLERANCE * max(x, y) for x, y in pairs)
 
 
-@pytest.fixture(scope="module")
-def teacher_forced(trained, prompts) -> Acceptance:
-    """On what the base says, which goes on until the drafts of every step of the engine lie in the text."""
-    model = load_model(trained.megatron)
+def predicted(directory: Path, prompts: list[list[int]]) -> Acceptance:
+    """Teacher-forced, on what the base says, which goes on until the drafts of every step of the engine lie in the
+    text."""
+    model = load_model(directory)
     answers = LLM(model, max_num_seqs=PROMPTS, max_model_len=512).generate(prompts, greedy(TOKENS + K - 1))
     pairs = [(prompt, answer.outputs[0].token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     sums = [served_acceptance(model, torch.tensor(prompt + answer), len(prompt), K) for prompt, answer in pairs]
     total = sum(sums[1:], start=sums[0])
     return total.acceptance_length(), total.conditional_acceptance()
+
+
+@pytest.fixture(scope="module")
+def teacher_forced(trained, prompts) -> Acceptance:
+    return predicted(trained.megatron, prompts)
 
 
 def engine_count(model: Path, prompts: list[list[int]]) -> Acceptance:
@@ -46,6 +51,14 @@ def engine_count(model: Path, prompts: list[list[int]]) -> Acceptance:
 def test_the_engine_counts_what_teacher_forcing_predicts(layout, trained, prompts, teacher_forced):
     assert teacher_forced[0] > 1.8, "heads that accept little would agree with much"
     assert agree(engine_count(getattr(trained, layout), prompts), teacher_forced)
+
+
+@pytest.mark.parametrize(("loss", "attention"), [("kl", "per_depth"), ("ce", "serving"), ("ce", "per_depth")])
+def test_they_agree_however_heads_were_trained(loss, attention, train_on_answers, prompts):
+    other = train_on_answers(loss, attention)
+    expected = predicted(other.megatron, prompts)
+    assert expected[0] > 1.5, "heads that accept little would agree with much"
+    assert agree(engine_count(other.hf, prompts), expected)
 
 
 def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path):
