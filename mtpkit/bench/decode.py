@@ -81,6 +81,9 @@ class DecodeRow:
     acceptance_length: float
     """1 + mean accepted drafts a step and request."""
     conditional_acceptance: list[float]
+    same_tokens: float | None
+    """Share of outputs that are those of K = 0, token for token: 1 in fp32, in bf16 less by near ties. None for K = 0,
+    where that is not measured, and with synthetic acceptance, whose tokens mean nothing."""
     limit_tokens_per_s: float
     """From `Roofline`, the acceptance that was drawn and the copy bandwidth and matrix rate measured in the same run.
     Of "auto": the largest of any K, at the acceptance that was asked for, if any was."""
@@ -99,6 +102,7 @@ COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
     "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
     "ms a step": lambda row: f"{row.step_ms:.3f}",
     "acceptance length": lambda row: f"{row.acceptance_length:.2f}" if row.k else "-",
+    "same tokens": lambda row: "-" if row.same_tokens is None else f"{row.same_tokens:.0%}",
     "at copy bandwidth": lambda row: f"{row.limit_tokens_per_s:.0f}",
     "share of it": lambda row: f"{row.limit_share:.0%}",
     "kernels' ms": lambda row: "-" if row.kernel_ms is None else f"{row.kernel_ms:.3f}",
@@ -116,7 +120,8 @@ def measure_decode(
     """Decode at every batch size and K, with one engine after another around the same weights.
 
     Before an engine is timed it decodes once: kernels are compiled and graphs captured, every output must have its
-    length, and synthetic acceptance must come out as it was asked for.
+    length, synthetic acceptance must come out as it was asked for, and with real acceptance the outputs in fp32 must be
+    those of K = 0, if that is among `ks`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -136,11 +141,12 @@ def measure_decode(
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
     settings |= {"model": name, "synthetic": synthetic}
     result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings, details=("kernels",))
-    pairs = [(size, k) for size in config.batch_sizes for k in config.ks]
+    pairs = [(size, k) for size in config.batch_sizes for k in sorted(config.ks, key=lambda k: k != 0)]  # 0 first
+    plain: dict[int, list[list[int]]] = {}
     with tqdm(pairs, desc="decoding", unit=" runs", disable=None) as progress:
         for size, k in progress:
             progress.set_postfix_str(f"batch {size}, K = {k}")
-            row = _measure(Contender(model, config, size, k, prompts), machine)
+            row = _measure(Contender(model, config, size, k, prompts), machine, plain)
             release_memory(weight.device)
             result = replace(result, rows=[*result.rows, row])
             if keep:
@@ -148,9 +154,12 @@ def measure_decode(
     return result
 
 
-def _measure(contender: Contender, machine: Machine) -> DecodeRow:
-    """Check, then time."""
+def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[int]]]) -> DecodeRow:
+    """Check, then time. `plain` has, or gets, the outputs of K = 0 by batch size."""
     traced = contender.warm_up()
+    if contender.k == 0:
+        plain[contender.batch_size] = list(contender.outputs.values())
+    same_tokens = contender.same_tokens(plain.get(contender.batch_size))
     window = Window.join([contender.run() for _ in range(contender.config.repeats)])
     contender.check(window)
     acceptance = window.acceptance
@@ -163,6 +172,7 @@ def _measure(contender: Contender, machine: Machine) -> DecodeRow:
         tokens_per_s=window.tokens_per_s,
         step_ms=window.seconds / window.steps * 1e3,
         acceptance_length=acceptance.acceptance_length,
+        same_tokens=same_tokens,
         conditional_acceptance=acceptance.conditional_acceptance,
         limit_tokens_per_s=limit,
         limit_share=window.tokens_per_s / limit,

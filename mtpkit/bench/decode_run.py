@@ -8,6 +8,8 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from mtpkit.bench.machine import Machine, synchronize
 from mtpkit.bench.roofline import Roofline, expected_length
 from mtpkit.bench.shapes import random_prompts
@@ -94,6 +96,8 @@ class Contender:
         count = batch_size * (config.repeats + 1)
         self.prompts = prompts or random_prompts(count, config.prompt_len, vocab_size, config.seed)
         self.runs = 0
+        self.outputs: dict[str, list[int]] = {}
+        """Tokens of the newest run's requests so far, in the order of its prompts."""
         options: dict[str, Any] = {}
         if self.depths and config.acceptance is not None:
             options["synthetic_acceptance"] = config.rates(self.depths)
@@ -133,6 +137,23 @@ class Contender:
         self.check(Window.between(before, self._counts(), self.depths))
         self._finish()
         return (trace, traced[-1]) if trace and traced[-1] else None
+
+    def same_tokens(self, plain: Sequence[Sequence[int]] | None) -> float | None:
+        """Share of the newest run's outputs that are those of K = 0 on the same prompts, token for token; None where
+        they are not to be compared.
+
+        Raises:
+            MtpkitError: in fp32 one is not.
+        """
+        if plain is None or not self.depths or self.config.acceptance is not None:
+            return None
+        same = [list(mine) == list(theirs) for mine, theirs in zip(self.outputs.values(), plain, strict=True)]
+        if not all(same) and next(self.llm.model.parameters()).dtype == torch.float32:
+            raise MtpkitError(
+                f"batch {self.batch_size}, K = {self.k}: {same.count(False)} of {len(same)} outputs are not those of "
+                "K = 0: drafts change what the model says"
+            )
+        return sum(same) / len(same)
 
     def run(self) -> Window:
         """Decode one prompt a row to its end, and time what lies between the last first token and the first end.
@@ -178,19 +199,19 @@ class Contender:
         self.runs += 1
         engine = self.llm.engine
         chosen = [self.prompts[(first + row) % len(self.prompts)] for row in range(self.batch_size)]
-        self.lengths = {engine.add_request(prompt, params): 0 for prompt in chosen}
-        while engine.has_unfinished and not all(self.lengths.values()):
+        self.outputs = {engine.add_request(prompt, params): [] for prompt in chosen}
+        while engine.has_unfinished and not all(self.outputs.values()):
             self._step()
         synchronize(self.device)
 
     def _step(self) -> None:
         for output in self.llm.engine.step():
-            self.lengths[output.request_id] = len(output.outputs[0].token_ids)
+            self.outputs[output.request_id] = output.outputs[0].token_ids
 
     def _steps(self, most: float = math.inf) -> int:
         """Step until a request may end with the next step or with the one that is under way; how many steps."""
         steps, longest = 0, self.config.max_tokens - 2 * (1 + self.depths)
-        while steps < most and max(self.lengths.values()) <= longest and self.llm.engine.has_unfinished:
+        while steps < most and max(map(len, self.outputs.values())) <= longest and self.llm.engine.has_unfinished:
             self._step()
             steps += 1
         return steps
@@ -203,7 +224,7 @@ class Contender:
         """
         while self.llm.engine.has_unfinished:
             self._step()
-        wrong = {length for length in self.lengths.values() if length != self.config.max_tokens}
+        wrong = {len(tokens) for tokens in self.outputs.values()} - {self.config.max_tokens}
         if wrong:
             raise MtpkitError(f"outputs of {sorted(wrong)} tokens where {self.config.max_tokens} were asked for")
 

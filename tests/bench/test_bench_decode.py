@@ -1,6 +1,7 @@
 """The decode benchmark: what is timed, what is refused; the engine is real, or a stand-in with its own clock."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from mtpkit.bench.machine import Machine
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
+from mtpkit.engine import verifier
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 
@@ -53,6 +55,24 @@ def test_drafts_are_verified_where_no_acceptance_is_given(model):
     assert "real acceptance" in result.title and not result.settings["synthetic"]
     (row,) = result.rows
     assert row.acceptance_length == 1 + row.conditional_acceptance[0]
+
+
+def test_outputs_are_compared_with_those_of_k_0(model, device, monkeypatch):
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    config = DecodeConfig(batch_sizes=(2, 4), ks=(2, 0), max_tokens=16, repeats=1, acceptance=None)
+    drafted = {row.batch_size: row.same_tokens for row in measure_decode(model, config, prompts=prompts).rows if row.k}
+    plain = [row.same_tokens for row in measure_decode(model, replace(config, ks=(0,)), prompts=prompts).rows]
+    unmatched = [row.same_tokens for row in measure_decode(model, replace(config, ks=(1,)), prompts=prompts).rows]
+    assert plain == unmatched == [None, None]
+    assert drafted == {2: 1, 4: 1} or (device == "cuda" and all(0 <= share <= 1 for share in drafted.values()))
+    if device == "cpu":
+
+        def accept_all(drafts, chosen):
+            return torch.full_like(chosen[:, 0], drafts.shape[1]), torch.cat([drafts, chosen[:, -1:]], 1)
+
+        monkeypatch.setattr(verifier, "accept_matching", accept_all)
+        with pytest.raises(MtpkitError, match=r"batch 2, K = 2: 2 of 2 outputs are not those of K = 0"):
+            measure_decode(model, config, prompts=prompts)
 
 
 def test_k_as_the_engine_chooses(model):
@@ -196,7 +216,7 @@ def test_too_few_tokens_to_time_are_refused(fake):
 
 def test_kernels_of_a_step_are_kept_in_the_file_and_shown_apart(tmp_path):
     kernels = {"gemm": 3.0, "scan": 1.0}
-    row = DecodeRow(4, 3, 100.0, 5.0, 3.2, [0.8], 200.0, 0.5, 0.01, 4.0, kernels)
+    row = DecodeRow(4, 3, 100.0, 5.0, 3.2, [0.8], None, 200.0, 0.5, 0.01, 4.0, kernels)
     result = Result("decode", "decoding: tiny", COLUMNS, [row], details=("kernels",))
     result.save(tmp_path)
     assert "kernels" not in result.to_dict()["rows"][0]
