@@ -15,7 +15,7 @@ from filelock import FileLock
 from mtpkit.checkpoint.convert import export_checkpoint
 from mtpkit.data import load_tokenizer
 from mtpkit.engine import LLM
-from tests.integration.front_doors import PROMPTS, TINY_BASE, TOKENS, call, greedy
+from tests.integration.front_doors import AHEAD, PROMPTS, TINY_BASE, TOKENS, call, greedy
 
 SETTINGS = [
     "data.eval=[]",
@@ -25,7 +25,6 @@ SETTINGS = [
     "heads.num_depths=3",
     "optimizer.lr=3e-3",
     "optimizer.warmup_steps=5",
-    "steps=32",
 ]
 
 
@@ -48,18 +47,29 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def train_on_answers(
-    tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
-) -> Callable[[str, str], Trained]:
-    """Heads by loss and attention, made by whichever worker needs them first: the parent of the workers' temporary
-    directories is common to all."""
-    folder = tmp_path_factory.getbasetemp()
+def answers(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> list[list[int]]:
+    """Each prompt with what the base says to it, TOKENS + AHEAD tokens, decoded once for all workers."""
+    file = _shared(tmp_path_factory) / "answers.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            base = LLM(TINY_BASE, max_num_seqs=PROMPTS, max_model_len=512)
+            outputs = base.generate(prompts, greedy(TOKENS + AHEAD))
+            pairs = zip(prompts, outputs, strict=True)
+            file.write_text(json.dumps([prompt + output.outputs[0].token_ids for prompt, output in pairs]))
+    return json.loads(file.read_text())
 
-    def make(loss: str, attention: str) -> Trained:
-        shared = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / f"trained-{loss}-{attention}"
+
+@pytest.fixture(scope="session")
+def train_on_answers(
+    tmp_path_factory: pytest.TempPathFactory, answers: list[list[int]]
+) -> Callable[[str, str, int], Trained]:
+    """Heads by loss, attention and steps, made by whichever worker needs them first."""
+
+    def make(loss: str, attention: str, steps: int) -> Trained:
+        shared = _shared(tmp_path_factory) / f"trained-{loss}-{attention}"
         with FileLock(f"{shared}.lock"):
             if not (shared / "done").exists():
-                _make(shared, prompts, [f"loss.kind={loss}", f"heads.attention={attention}"])
+                _make(shared, answers, [f"loss.kind={loss}", f"heads.attention={attention}", f"steps={steps}"])
                 (shared / "done").touch()
         return Trained(shared / "run", shared / "hf")
 
@@ -67,19 +77,21 @@ def train_on_answers(
 
 
 @pytest.fixture(scope="session")
-def trained(train_on_answers: Callable[[str, str], Trained]) -> Trained:
+def trained(train_on_answers: Callable[[str, str, int], Trained]) -> Trained:
     """As heads are trained by default."""
-    return train_on_answers("kl", "serving")
+    return train_on_answers("kl", "serving", 32)
 
 
-def _make(shared: Path, prompts: list[list[int]], settings: list[str]) -> None:
-    base = LLM(TINY_BASE, max_num_seqs=PROMPTS, max_model_len=512)
-    answers = base.generate(prompts, greedy(TOKENS))
-    lines = [
-        json.dumps({"text": base.tokenizer.decode(prompt + answer.outputs[0].token_ids)}) + "\n"
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+def _shared(factory: pytest.TempPathFactory) -> Path:
+    """The parent of the workers' temporary directories, common to all."""
+    folder = factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+def _make(shared: Path, answers: list[list[int]], settings: list[str]) -> None:
+    tokenizer = load_tokenizer(TINY_BASE)
     shared.mkdir()
+    lines = [json.dumps({"text": tokenizer.decode(tokens[: -AHEAD or None])}) + "\n" for tokens in answers]
     (shared / "answers.jsonl").write_text("".join(lines))
     paths = [f"output={shared / 'run'}", f"data.train=[{shared / 'answers.jsonl'}]"]
     training = call("train/train_mtp.py", "--config", "examples/train_tiny.yaml", *SETTINGS, *settings, *paths)

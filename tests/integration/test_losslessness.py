@@ -47,5 +47,8 @@ def untrained():
 @pytest.mark.parametrize(("heads", "way"), [("trained", way) for way in WAYS] + [("untrained", "chunks")])
 def test_drafts_change_nothing(heads, way, request, mixed, plain):
     model = untrained() if heads == "untrained" else load_model(request.getfixturevalue("trained").hf)
-    for k in (1, 2, 3, 5) if way == "alone" else (0, 1, 2, 3, 5):
+    ks = (0, 1, 2, 3, 5)
+    if way == "alone":  # where K = 0 is `plain` itself, and slow
+        ks, mixed, plain = (1, 2, 3, 5), mixed[2:5], plain[2:5]
+    for k in ks:
         assert decode(model, mixed, k, **WAYS[way]) == plain, f"K = {k}"
