@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.bench.kernel_cases import decode_cases, prefill_cases
+from mtpkit.bench.kernel_cases import decode_cases, prefill_cases, training_cases
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, release_memory
 from mtpkit.bench.result import Result
@@ -45,7 +45,7 @@ class KernelConfig:
     k: int = 3
     """Drafts of each."""
     context_len: int = 512
-    """Tokens that each request has behind it; also the length of prompts."""
+    """Tokens that each request has behind it; also the length of prompts, and an eighth of training sequences'."""
     ops: tuple[str, ...] = ()
     """Only these; none: all."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -164,7 +164,11 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
         Shapes(model, rows, config.k, config.context_len, device, dtype, state_dtype, config.draft_vocab_size)
         for rows in config.rows
     ]
-    found = [*(case for shapes in sizes for case in decode_cases(shapes)), *prefill_cases(sizes[0])]
+    found = [
+        *(case for shapes in sizes for case in decode_cases(shapes)),
+        *prefill_cases(sizes[0]),
+        *training_cases(sizes[0]),
+    ]
     names = list(dict.fromkeys(case.op for case in found))
     unknown = sorted(set(config.ops) - set(names))
     if unknown:

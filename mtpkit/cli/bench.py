@@ -197,7 +197,10 @@ def kernels(
     model: Model = NVIDIA_8B,
     rows: Annotated[list[int], typer.Option(help="Requests of a step.")] = [1, 4, 16, 64, 128],  # noqa: B006
     k: Annotated[int, typer.Option(min=0, help="Drafts a step: each request brings 1 + K tokens.")] = 3,
-    context_len: Annotated[int, typer.Option(min=1, help="Tokens that each request has behind it.")] = 512,
+    context_len: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens that each request has behind it; of prompts; training sequences have 8 x."),
+    ] = 512,
     ops: Annotated[list[str] | None, typer.Option(help="Only these.")] = None,
     state_dtype: StateDtype = "float32",
     draft_vocab_size: DraftVocabSize = None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpkit.bench import kernels
-from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases
+from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases, training_cases
 from mtpkit.bench.kernel_cases.mamba import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, input_sets, measure_kernels
@@ -23,6 +23,7 @@ OPS = {
     *("prefill_attention", "causal_conv1d_varlen", "ssd_varlen"),
     *(f"linear {name}" for name in ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")),
     *("linear eh_proj", "linear lm_head"),
+    *("sequence_attention", "depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"),
 }
 
 
@@ -32,7 +33,11 @@ def shapes(config=NEMOTRON_H_TINY, rows=3, k=3, context_len=21, **more) -> Shape
 
 def case(name: str, **sizes) -> Case:
     made = shapes(**sizes)
-    return next(case for case in [*decode_cases(made), *prefill_cases(made)] if case.op == name)
+    return next(case for case in every(made) if case.op == name)
+
+
+def every(made: Shapes) -> list[Case]:
+    return [*decode_cases(made), *prefill_cases(made), *training_cases(made)]
 
 
 def on_gpu(rows: int, config=NEMOTRON_H_8B, dtype=torch.bfloat16) -> dict[str, Case]:
@@ -61,7 +66,7 @@ def test_every_op_is_checked_and_timed(device, state_dtype, monkeypatch):
     assert [row.op for row in result.rows[:3]] == ["ssm_replay_update", "ssm_replay_update", "ssm_snapshot_update"]
     assert result.title.startswith("kernels" if device == "cuda" else "reference twins")
     if device == "cpu":
-        assert all(row.error == 0 for row in result.rows if not row.op.startswith("linear "))
+        assert all(row.error == 0 for row in result.rows if not row.op.startswith(("linear ", "head_losses ")))
 
 
 @pytest.mark.parametrize("k", [0, 1, 5])
@@ -71,10 +76,25 @@ def test_other_numbers_of_drafts(k):
     assert all(check(case, case.make()) == 0 for case in made)
 
 
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("name", ["depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"])
+def test_a_wrong_output_or_gradient_is_seen(name, place):
+    right = case(name, k=4)
+    assert check(right, right.make()) < 1e-3
+
+    def wrong(*args):
+        outputs = list(right.call(*args))
+        outputs[place] = outputs[place] * 1.2
+        return tuple(outputs)
+
+    with pytest.raises(MtpkitError, match=f"{name}, .* differs from the reference's"):
+        check(broken(right, wrong), right.make())
+
+
 def test_ops_of_layers_that_a_model_lacks_are_left_out():
     config = toy_config(pattern="*-", mtp_pattern="", mtp_num_depths=0, activation="swiglu")
-    names = {case.op for case in [*decode_cases(shapes(config)), *prefill_cases(shapes(config))]}
-    assert "swiglu" in names and "prefill_attention" in names
+    names = {case.op for case in every(shapes(config))}
+    assert {"swiglu", "prefill_attention", "sequence_attention"} <= names and "depth_attention" not in names
     assert not names & {"relu2", "ssm_replay_update", "ssd_varlen", "linear in_proj", "mtp_input", "linear eh_proj"}
 
 

@@ -1,4 +1,4 @@
-"""The ops of a decode or a prefill step, with inputs as a model's layers give them.
+"""The ops of a decode, a prefill or a training step, with inputs as a model's layers give them.
 
 A step feeds T tokens of each row to the base, and again to the first depth of the heads, whose layers have the base's
 sizes: one case stands for both. The deeper depths take one token a row, as a step with K = 0 does. Experts are
@@ -9,11 +9,15 @@ Shape legend: R rows (requests), T = 1 + K tokens a row, N = R * T tokens, h hid
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
-from mtpkit.bench.kernel_cases import attention, linears, mamba, tokens
+from mtpkit.bench.kernel_cases import attention, linears, mamba, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
+from mtpkit.kernels.head_loss import LossKind
 
 _PREFILL_ROWS = 16
+_TRAINING_LENGTH = 8
+"""Tokens of a training sequence, over those of a prompt."""
 
 
 def decode_cases(shapes: Shapes) -> Iterator[Case]:
@@ -44,3 +48,14 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
     if "M" in pattern:
         cases = mamba.conv_varlen(shapes, lens), mamba.ssd_varlen(shapes, lens)
         yield from (replace(case, capture=False) for case in cases)
+
+
+def training_cases(shapes: Shapes) -> Iterator[Case]:
+    """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens; whatever `rows` is."""
+    length = _TRAINING_LENGTH * shapes.context_len
+    if "*" in shapes.config.pattern:
+        yield training.sequence_attention(shapes, length)
+    if shapes.k:
+        if "*" in shapes.config.mtp_pattern and shapes.k > 1:
+            yield training.depth_attention(shapes, length)
+        yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))

@@ -1,0 +1,125 @@
+"""What a training step of the heads runs that decoding does not: attention with its backward, and the losses.
+
+One sequence of one document. What is differentiated is copied first, which is in the time.
+
+Shape legend: s sequence, K depths, V vocabulary, h hidden size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.kernels import attention as ops
+from mtpkit.kernels.attention import reference
+from mtpkit.kernels.head_loss import LossKind
+from mtpkit.training.loss import LossOptions, head_losses
+
+
+def _attention_flops(shapes: Shapes, length: int, products: int) -> float:
+    """Of so many matrix products of scores or values, half of them masked."""
+    return products * length**2 * shapes.config.num_attention_heads * shapes.config.kv_channels
+
+
+def _projections(shapes: Shapes, length: int, keys: int) -> Args:
+    """q [1, s, heads, d], and so many tensors [1, s, kv_heads, d]."""
+    config = shapes.config
+    q = shapes.normal(1, length, config.num_attention_heads, config.kv_channels)
+    return q, *(shapes.normal(1, length, config.num_query_groups, config.kv_channels) for _ in range(keys))
+
+
+def _differentiated(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """`function` of tensors, and their gradients where that of the output is 1 / its square root of size."""
+
+    def both(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+            output = function(*leaves)
+            return output.detach(), *torch.autograd.grad(
+                output, leaves, torch.full_like(output, output.numel() ** -0.5)
+            )
+
+    return both
+
+
+def sequence_attention(shapes: Shapes, length: int) -> Case:
+    """Attention of the base, which is not differentiated."""
+    return Case(
+        ops.sequence_attention,
+        f"s = {length}",
+        lambda: _projections(shapes, length, 2),
+        lambda args: size(args[0], *args),
+        flops=_attention_flops(shapes, length, 2),
+        capture=False,
+    )
+
+
+def depth_attention(shapes: Shapes, length: int) -> Case:
+    """Attention of the last depth, and its backward."""
+
+    def split(function: Callable[..., Tensor]) -> Callable[..., Any]:
+        def whole(q: Tensor, *keys: Tensor) -> Tensor:
+            return function(q, *keys[:2], list(keys[2::2]), list(keys[3::2]))
+
+        return _differentiated(whole)
+
+    return Case(
+        split(ops.depth_attention),
+        f"s = {length}, depth {shapes.k}, with backward",
+        lambda: _projections(shapes, length, 2 * shapes.k),
+        lambda args: size(args[0], *args) + size(args[0], *args, *args),
+        flops=_attention_flops(shapes, length, 2 + 5),
+        name="depth_attention",
+        reference=split(reference.depth_attention),
+        capture=False,
+    )
+
+
+def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
+    """The loss of all depths through the frozen lm_head, and the gradient of what the heads gave."""
+    config, depths = shapes.config, shapes.k
+
+    def make() -> Args:
+        states = [shapes.normal(length, config.hidden_size) for _ in range(1 + depths)]
+        return shapes.normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5), *states
+
+    targets = shapes.ints(config.vocab_size, length)
+    mask = torch.ones(depths, length, dtype=torch.bool, device=shapes.device)
+
+    def ours(weight: Tensor, teacher: Tensor, *students: Tensor) -> tuple[Tensor, ...]:
+        def total(*leaves: Tensor) -> Tensor:
+            return head_losses(leaves, teacher.clone(), weight, targets.clone(), mask.clone(), LossOptions(kind))[0]
+
+        return _differentiated(total)(*students)
+
+    def plain(weight: Tensor, teacher: Tensor, *students: Tensor) -> tuple[Tensor, ...]:
+        def total(*leaves: Tensor) -> Tensor:
+            head = weight.clone()
+            base = (teacher.clone() @ head.t()).float().log_softmax(-1)
+            found = []
+            for leaf in leaves:
+                draft = (leaf @ head.t()).float().log_softmax(-1)
+                if kind == "ce":
+                    found.append(F.nll_loss(draft, targets.clone(), reduction="sum"))
+                elif kind == "tv":
+                    found.append((base.exp() - draft.exp()).abs().sum() / 2)
+                else:
+                    found.append(F.kl_div(draft, base, reduction="sum", log_target=True))
+            return torch.stack(found)
+
+        return _differentiated(total)(*students)
+
+    return Case(
+        ours,
+        f"[{length}, {config.hidden_size}] x {1 + depths}, V = {config.vocab_size}, with gradient",
+        make,
+        lambda args: size(*args) + size(*args[2:]),
+        flops=2.0 * length * config.vocab_size * config.hidden_size * (1 + 2 * depths),
+        name=f"head_losses {kind}",
+        reference=plain,
+        tolerance=0.1 if kind == "tv" else None,  # a rounding turns the sign of p - q where they are close
+        capture=False,
+    )
