@@ -18,6 +18,8 @@ from mtpkit.errors import MtpkitError, UserError
 # megatron-core warns, while it is imported, of every optional GPU package that is absent.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 warnings.filterwarnings("ignore", message="Apex is not installed")
+# torch warns of its own call when megatron-core loads a checkpoint.
+warnings.filterwarnings("ignore", message="The argument order of load has been changed")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 

@@ -19,7 +19,7 @@ from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.flops import model_flops_utilization, step_flops
 from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
-from mtpkit.training.metrics import MetricsLog, Throughput, check_wandb
+from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, check_wandb, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.parallel import check_layout, has_results
 from mtpkit.training.report import write_report
@@ -142,7 +142,7 @@ class Trainer:
         return evaluation.overall.acceptance_length()
 
     def _report(self) -> None:
-        if self.log.enabled:
+        if self.log.enabled and read_metrics(self.directory.path / METRICS):  # none before the first log_interval
             write_report(self.directory.path)
 
     def _save(self, acceptance_length: float | None = None) -> None:

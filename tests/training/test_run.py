@@ -287,6 +287,16 @@ def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
     assert losses(output) == losses(whole)
 
 
+def test_a_run_that_stops_before_its_first_line_of_metrics_ends_well(settings, monkeypatch):
+    monkeypatch.setattr(loop.StopSignal, "on_any_rank", lambda self, device: True)
+    settings = [*settings, "data.eval=[]", "steps=20", "log_interval=10"]
+    output = run(settings)
+    assert iterations(output) == [0] and not (output / "report.html").exists()
+    monkeypatch.undo()
+    run(settings)
+    assert iterations(output) == [0, 20] and (output / "report.html").exists()
+
+
 def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):
     whole = run(settings, "steps=60")
     output = tmp_path / "stopped"
