@@ -1,6 +1,7 @@
 """The house keeps its order: imports go one way, and the scripts stay thin."""
 
 import ast
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +109,8 @@ def test_scripts_are_thin() -> None:
         tree = ast.parse(path.read_text())
         assert len(path.read_text().splitlines()) <= SCRIPT_LINES, f"{path} does more than parse and call"
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)], path
+
+
+def test_the_page_of_every_file_is_current():
+    tree = runpy.run_path(str(ROOT / "tools" / "tree.py"))["tree"]
+    assert (ROOT / "docs" / "tree.md").read_text() == tree(), "run python tools/tree.py"
