@@ -65,13 +65,13 @@ def acceptance(
         data,
         columns,
         sequence_length,
-        num_depths,
-        attention,
-        batch_size,
-        num_sequences,
-        dtype,
-        backend,
-        ParallelConfig(tensor_parallel, pipeline_parallel, expert_parallel),
+        num_depths=num_depths,
+        attention=attention,
+        batch_size=batch_size,
+        max_sequences=num_sequences,
+        dtype=dtype,
+        backend=backend,
+        parallel=ParallelConfig(tensor_parallel, pipeline_parallel, expert_parallel),
     )
     if found is None:  # another process prints it
         return

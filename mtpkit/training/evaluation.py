@@ -161,12 +161,12 @@ def evaluate_directory(
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     model = load_model(
         directory,
-        getattr(torch, dtype),
-        device,
-        resolve_backend(backend),
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.expert,
+        dtype=getattr(torch, dtype),
+        device=device,
+        backend=resolve_backend(backend),
+        tensor_parallel=parallel.tensor,
+        pipeline_parallel=parallel.pipeline,
+        expert_parallel=parallel.expert,
     )
     weights = LossConfig().weights(num_depths)
     settings = EvaluationSettings(num_depths, attention, LossOptions(), weights, batch_size, max_sequences)

@@ -91,7 +91,7 @@ def _shared(factory: pytest.TempPathFactory) -> Path:
 def _make(shared: Path, answers: list[list[int]], settings: list[str]) -> None:
     tokenizer = load_tokenizer(TINY_BASE)
     shared.mkdir()
-    lines = [json.dumps({"text": tokenizer.decode(tokens[: -AHEAD or None])}) + "\n" for tokens in answers]
+    lines = [json.dumps({"text": tokenizer.decode(tokens[:-AHEAD])}) + "\n" for tokens in answers]
     (shared / "answers.jsonl").write_text("".join(lines))
     paths = [f"output={shared / 'run'}", f"data.train=[{shared / 'answers.jsonl'}]"]
     training = call("train/train_mtp.py", "--config", "examples/train_tiny.yaml", *SETTINGS, *settings, *paths)
