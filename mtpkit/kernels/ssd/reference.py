@@ -60,12 +60,8 @@ def ssd_chunk_scan(
     from_start: Tensor | None = None
     if documents is not None:
         docs = F.pad(documents, (0, pad), mode="replicate") if pad else documents
-        docs = docs.reshape(batch, num_chunks, 1, 1, chunk)
-        pairs = pairs & (docs[..., :, None] == docs[..., None, :])
-        last = docs[..., -1:]
-        previous = torch.cat([docs[:, :1, ..., :1], last[:, :-1]], 1)
-        to_end = docs == last
-        from_start = docs == previous
+        same, to_end, from_start = _within_documents(docs.reshape(batch, num_chunks, 1, 1, chunk))
+        pairs = pairs & same
 
     # Pairs inside a chunk.
     log_pair = (decay[..., :, None] - decay[..., None, :]).float()  # [b, c, g, r, l, s]
@@ -134,3 +130,11 @@ def ssd_varlen(
         outputs.append(y[0])
         states.append(state[0])
     return torch.cat(outputs), torch.stack(states)
+
+
+def _within_documents(docs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which pairs of a chunk share a document [b, c, 1, 1, l, l], and which tokens [b, c, 1, 1, l] are in that of their
+    chunk's last token, and in that of the last token before their chunk; docs [b, c, 1, 1, l]."""
+    last = docs[..., -1:]
+    previous = torch.cat([docs[:, :1, ..., :1], last[:, :-1]], 1)
+    return docs[..., :, None] == docs[..., None, :], docs == last, docs == previous
