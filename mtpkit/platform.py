@@ -1,10 +1,10 @@
 """Where the code runs: devices, process groups, and what megatron-core needs in order to run without a GPU."""
 
 import functools
+import gc
 import importlib.util
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -116,8 +116,7 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
                 torch.cuda.set_device(_own_gpu())
             dist.init_process_group(backend)
         else:
-            store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mtpkit-"), "store"), 1)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     model_parallel = tensor_parallel * pipeline_parallel * expert_parallel
     if dist.get_world_size() % model_parallel:
         raise UserError(
@@ -142,6 +141,20 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
         pipeline_model_parallel_size=pipeline_parallel,
         expert_model_parallel_size=expert_parallel,
     )
+
+
+def close_distributed() -> None:
+    """Destroy all process groups and wait for their threads; does nothing where there are none.
+
+    For the end of a process that met no failure: others may wait for what one that did has not sent. Without it a
+    thread of gloo that lets go of a tensor while the interpreter shuts down aborts the process.
+    """
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()  # models hold groups, and the last to let go of one waits for its threads
 
 
 def _own_gpu() -> int:

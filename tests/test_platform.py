@@ -134,3 +134,27 @@ def test_what_the_first_rank_meets_is_raised_as_it_is(failure):
         on_first_rank(fail)
     assert type(error.value) is type(failure)
     assert on_first_rank(lambda: [1, 2]) == [1, 2]
+
+
+ENDS = """
+import torch, torch.distributed as dist
+from mtpkit.cli import run
+from mtpkit.platform import ensure_distributed
+
+def command():
+    from megatron.core import parallel_state
+    ensure_distributed()
+    for _ in range(2000):
+        dist.all_reduce(torch.ones(10), group=parallel_state.get_data_parallel_group(), async_op=True)
+
+run(command)
+"""
+
+
+@without_gpu
+def test_a_command_ends_while_messages_are_on_the_way(tmp_path):
+    """A thread of gloo that has the last reference to a tensor frees it, which the interpreter must outlive."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launcher, str(tmp_path / "ends.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

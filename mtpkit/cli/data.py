@@ -184,7 +184,6 @@ def cache(
     write_cache(settings)
     if dist.get_rank() == 0:
         print(f"cache {settings.cache} is complete: train with cache={settings.cache}")
-    dist.destroy_process_group()
 
 
 @app.command(cls=ListCommand)

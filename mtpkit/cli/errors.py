@@ -1,5 +1,6 @@
 """The error boundary: what went wrong becomes one line on stderr and an exit code."""
 
+import atexit
 import errno
 import logging
 import os
@@ -32,12 +33,13 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
     Args:
         args: the command line of a typer command, by default that of the process.
     """
+    code = 0
     try:
         if isinstance(command, typer.Typer):
             # Not standalone: usage errors come here too. What comes back is the code of a `typer.Exit`, or None.
-            code = typer.main.get_command(command)(args, standalone_mode=False)
-            sys.exit(code)
-        command()
+            code = typer.main.get_command(command)(args, standalone_mode=False) or 0
+        else:
+            command()
     except MtpkitError as error:
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
@@ -53,7 +55,11 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         sys.exit(1)
     except OSError as error:
         _fail(_describe(error), 1)
-    sys.exit(0)
+    if "mtpkit.platform" in sys.modules:
+        from mtpkit.platform import close_distributed
+
+        atexit.register(close_distributed)  # when what the command held is gone
+    sys.exit(code)
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

@@ -42,4 +42,3 @@ def train(
     output = run_training(load_config(config, overrides or ()))
     if dist.get_rank() == 0:
         typer.echo(f"trained heads with their base: {output}")
-    dist.destroy_process_group()

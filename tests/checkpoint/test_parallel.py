@@ -1,24 +1,17 @@
 """Two processes: each takes its part of a checkpoint, and what they save together is the same checkpoint."""
 
-import os
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
 
 from mtpkit.checkpoint import load_checkpoint, load_config, load_model_weights, save_model
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.model import build_model
 from tests.checkpoint.builders import GOLDEN
+from tests.ranks import run_ranks
 
 
 def load_and_save(rank: int, source: Path, out: Path, sizes: dict[str, int]) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": os.environ["TEST_PORT"],
-    }
     model = build_model(load_config(source), seed=1, **sizes)
     load_model_weights(model, source)
     save_model(model, out)
@@ -32,12 +25,7 @@ def load_and_save(rank: int, source: Path, out: Path, sizes: dict[str, int]) -> 
     ("case", "sizes"),
     [("tp1/moe", {"tensor_parallel": 2}), ("tp2/moe", {"expert_parallel": 2})],
 )
-def test_two_processes(tmp_path, monkeypatch, case, sizes):
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        monkeypatch.setenv("TEST_PORT", str(probe.getsockname()[1]))
-    mp.spawn(load_and_save, (GOLDEN / case, tmp_path / "out", sizes), nprocs=2)
+def test_two_processes(tmp_path, case, sizes):
+    run_ranks(load_and_save, GOLDEN / case, tmp_path / "out", sizes)
     result = compare_weights(GOLDEN / case, tmp_path / "out")
     assert result.identical and len(result.equal) > 20, result

@@ -1,13 +1,9 @@
 """Two processes compute what Megatron's layers computed, and write what Megatron writes."""
 
-import os
-import socket
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -16,34 +12,14 @@ from mtpkit.model import SequenceInput, base_forward, build_model, compute_logit
 from tests.checkpoint.builders import GOLDEN
 from tests.kernels.recurrence import relative
 from tests.model import toy
+from tests.ranks import run_ranks
 
 TENSOR_CASES = ["tp2/mamba_attention_mlp", "tp2/moe", "tp1/distinct_heads", "tp1/gated_rope"]
 PIPELINE_CASE = "pp2/mamba_attention_mlp"
 LENGTH, TOLERANCE = 24, 1e-5
 
 
-@pytest.fixture
-def run_ranks(tmp_path, monkeypatch):
-    """Call a function of (rank, directory) in two processes; the directory is returned."""
-
-    def run(function) -> Path:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            monkeypatch.setenv("TEST_PORT", str(probe.getsockname()[1]))
-        mp.spawn(function, (tmp_path,), nprocs=2)
-        return tmp_path
-
-    return run
-
-
-def join(rank: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]
-    torch.set_num_threads(1)
-
-
-def build(rank: int, case: str, **sizes: int):
-    join(rank)
+def build(case: str, **sizes: int):
     model = build_model(load_config(GOLDEN / case), device="cpu", **sizes)
     load_model_weights(model, GOLDEN / case)
     return model
@@ -54,7 +30,6 @@ def run_depths(model, hidden, ids):
 
 
 def fresh_rank(rank: int, out: Path) -> None:
-    join(rank)
     model = build_model(toy.CONFIG, device="cpu", tensor_parallel=2)
     save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, out / f"{rank}.st")
 
@@ -62,7 +37,7 @@ def fresh_rank(rank: int, out: Path) -> None:
 @torch.no_grad()
 def tensor_parallel_rank(rank: int, out: Path) -> None:
     for case in TENSOR_CASES:
-        model = build(rank, case, tensor_parallel=2)
+        model = build(case, tensor_parallel=2)
         golden = load_file(GOLDEN / case / "golden.safetensors")
         hidden = base_forward(model, golden["ids"], SequenceInput())
         logits = compute_logits(model, hidden).transpose(0, 1)
@@ -81,7 +56,7 @@ def tensor_parallel_rank(rank: int, out: Path) -> None:
 
 @torch.no_grad()
 def pipeline_rank(rank: int, out: Path) -> None:
-    model = build(rank, PIPELINE_CASE, pipeline_parallel=2)
+    model = build(PIPELINE_CASE, pipeline_parallel=2)
     ids = load_file(out / "one.safetensors")["ids"]
     stage_input = torch.empty(LENGTH, 2, model.config.hidden_size)
     if rank == 1:
@@ -113,16 +88,16 @@ def assert_same_parts(case: str, out: Path) -> None:
     assert have == want
 
 
-def test_tensor_parallel(run_ranks):
-    out = run_ranks(tensor_parallel_rank)
+def test_tensor_parallel(tmp_path):
+    run_ranks(tensor_parallel_rank, tmp_path)
     for case in ("tp2/mamba_attention_mlp", "tp2/moe"):
-        assert_same_parts(case, out)
+        assert_same_parts(case, tmp_path)
 
 
-def test_fresh_weights_of_two_ranks(run_ranks):
+def test_fresh_weights_of_two_ranks(tmp_path):
     """Parts of one matrix differ; what every rank holds whole, such as a router, is the same."""
-    out = run_ranks(fresh_rank)
-    first, second = (load_file(out / f"{rank}.st") for rank in (0, 1))
+    run_ranks(fresh_rank, tmp_path)
+    first, second = (load_file(tmp_path / f"{rank}.st") for rank in (0, 1))
     assert any("router" in name for name in first)
     for name, value in first.items():
         whole = "router" in name or "norm" in name or name.endswith(".D")  # D starts as ones
@@ -130,11 +105,12 @@ def test_fresh_weights_of_two_ranks(run_ranks):
 
 
 @torch.no_grad()
-def test_pipeline_parallel(tmp_path, run_ranks):
+def test_pipeline_parallel(tmp_path):
     model = load_model(GOLDEN / PIPELINE_CASE)
     ids = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     save_file({"ids": ids}, tmp_path / "one.safetensors")
-    last = load_file(run_ranks(pipeline_rank) / "last_stage.safetensors")
+    run_ranks(pipeline_rank, tmp_path)
+    last = load_file(tmp_path / "last_stage.safetensors")
     hidden = base_forward(model, ids, SequenceInput())
     assert relative(last["logits"], compute_logits(model, hidden)) < TOLERANCE
     for have, want in zip(last["states"], [hidden, *run_depths(model, hidden, ids)], strict=True):

@@ -1,13 +1,9 @@
 """Layers in decoding: megatron-core's results with fewer kernels, on one rank and on two."""
 
 import copy
-import os
-import socket
-from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer import TransformerLayer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +13,7 @@ from mtpkit.model.mtp import draft_output_weight, greedy_tokens
 from tests.kernels.recurrence import relative
 from tests.model.test_steps import make_cache, simulate
 from tests.model.toy import CONFIG, VOCAB, toy_model
+from tests.ranks import run_ranks
 from tests.toy_config import toy_config
 
 KINDS = {"M": 0, "*": 1, "-": 2, "E": 3}
@@ -160,10 +157,7 @@ def test_greedy_tokens(tied):
 
 
 @torch.no_grad()
-def two_ranks(rank: int, _: Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]
-    torch.set_num_threads(1)
+def two_ranks(rank: int) -> None:
     for activation in ("relu2", "swiglu"):
         config = toy_config(vocab_size=VOCAB, mamba_chunk_size=4, activation=activation)
         model = build_model(config, device="cpu", seed=3, tensor_parallel=2)
@@ -172,8 +166,5 @@ def two_ranks(rank: int, _: Path) -> None:
         check_greedy_tokens(model)
 
 
-def test_two_ranks(tmp_path, monkeypatch):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        monkeypatch.setenv("TEST_PORT", str(probe.getsockname()[1]))
-    mp.spawn(two_ranks, (tmp_path,), nprocs=2)
+def test_two_ranks():
+    run_ranks(two_ranks)

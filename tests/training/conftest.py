@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,6 @@ from mtpkit.model import SequenceInput, base_forward, compute_logits
 from tests.training.toy import toy_model
 
 SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left + right\n"]
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

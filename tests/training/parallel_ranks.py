@@ -1,12 +1,10 @@
 """What the processes of `test_parallel` do: gradients, streams and whole runs at one layout after the other."""
 
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
 
 from mtpkit.checkpoint.load import _global_shape, _local_slice, _targets
@@ -110,11 +108,8 @@ def stream(out: Path, device: str) -> None:
     assert len(seen) == (0 if model.pre_process else len(batches))
 
 
-def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
+def work(rank: int, out: Path, jobs: list) -> None:
     """Every job in turn: ("gradients", name, arguments), ("train", overrides) or ("stream", device)."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     groups, start = None, time.monotonic()
     for kind, *what in jobs:
@@ -130,11 +125,3 @@ def work(rank: int, out: Path, ranks: int, port: int, jobs: list) -> None:
         else:
             name, (case, *rest) = what
             torch.save(gradients(CASES[case], *rest), out / f"{name}.{rank}.pt")
-
-
-def launch(out: Path, ranks: int, port: int, jobs: list, device: str) -> None:
-    """Run jobs in so many processes, forked from one that has imported everything: each would take 10 s for it. Where
-    there is a GPU the imports look for it, after which CUDA cannot be used in a fork."""
-    mp.get_context("forkserver").set_forkserver_preload([__name__])
-    method = "forkserver" if device == "cpu" else "spawn"
-    mp.start_processes(work, (out, ranks, port, jobs), nprocs=ranks, start_method=method)

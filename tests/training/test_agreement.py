@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mtpkit.training.loss import LossOptions, head_agreement, head_losses
+from tests.ranks import run_ranks
 from tests.training.test_loss import make_inputs
 
 OPTIONS = [LossOptions(chunk_size=16), LossOptions("tv"), LossOptions("ce"), LossOptions(temperature=2.0, top_k=5)]
@@ -57,17 +57,16 @@ def test_nothing_selected_is_nothing():
     assert not losses.any() and not any(values.any() for values in found)
 
 
-def split_rank(rank, port, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def split_rank(rank, folder):
+    dist.init_process_group("gloo")
     students, teacher, weight, targets, mask = make_inputs(63, 500)
     halves = weight.chunk(2)
     found = [agreement((students, teacher, halves[rank], targets, mask), o, dist.group.WORLD) for o in OPTIONS]
     torch.save(found, folder / f"{rank}.pt")
 
 
-def test_vocabulary_split_over_two_ranks(free_port, tmp_path):
-    mp.spawn(split_rank, args=(free_port, tmp_path), nprocs=2)
+def test_vocabulary_split_over_two_ranks(tmp_path):
+    run_ranks(split_rank, tmp_path)
     whole = [agreement(make_inputs(63, 500), options) for options in OPTIONS]
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole, rtol=1e-10, atol=1e-12)

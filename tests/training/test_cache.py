@@ -26,7 +26,8 @@ from mtpkit.training import load_config, train, write_cache
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache import HiddenStates, Split
 from mtpkit.training.cache_write import _share, attach_cache
-from tests.training.parallel_ranks import EXPERTS, launch
+from tests.ranks import run_ranks
+from tests.training.parallel_ranks import EXPERTS, work
 from tests.training.toy import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -336,7 +337,7 @@ def test_there_must_be_a_cache_to_write(settings):
         load_config(None, overrides(settings, cache_dtype="bfloat16"))
 
 
-def test_ranks_that_split_the_base_write_and_read_as_one(settings, tokenizer_dir, tmp_path, free_port):
+def test_ranks_that_split_the_base_write_and_read_as_one(settings, tokenizer_dir, tmp_path):
     sizes = dict(pattern="*EM-", mtp_pattern="", mtp_num_depths=0, vocab_size=300)
     settings["model"] = tmp_path / "base"
     save_model(build_model(CONFIG.replace(**{**EXPERTS, **sizes}), device="cpu"), tmp_path / "base")
@@ -346,7 +347,7 @@ def test_ranks_that_split_the_base_write_and_read_as_one(settings, tokenizer_dir
         kind: {f"parallel.{kind}": 2, "cache": tmp_path / f"cache_{kind}", "output": tmp_path / kind}
         for kind in ("tensor", "expert")
     }
-    launch(tmp_path, 2, free_port, [("train", overrides(settings, **changes)) for changes in runs.values()], "cpu")
+    run_ranks(work, tmp_path, [("train", overrides(settings, **changes)) for changes in runs.values()])
     for kind, changes in runs.items():
         for name in contents(changes["cache"]).keys() | contents(tmp_path / "alone").keys():
             found, wanted = (load_file(path / name)["hidden"] for path in (changes["cache"], tmp_path / "alone"))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpkit.kernels.head_loss import HeadLoss, reference
 from mtpkit.training import loss
 from mtpkit.training.loss import LossOptions, head_losses
+from tests.ranks import run_ranks
 
 KINDS = ["kl", "tv", "ce"]
 
@@ -231,14 +231,13 @@ def split_losses(options, rank=None):
     return [losses.detach(), matches, *weighted_grads(losses, students)]
 
 
-def split_rank(rank, port, folder):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def split_rank(rank, folder):
+    dist.init_process_group("gloo")
     torch.save([split_losses(options, rank) for options in CASES], folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
-def test_vocabulary_split_over_two_ranks(free_port, tmp_path):
-    mp.spawn(split_rank, args=(free_port, tmp_path), nprocs=2)
+def test_vocabulary_split_over_two_ranks(tmp_path):
+    run_ranks(split_rank, tmp_path)
     for rank in (0, 1):
         results = torch.load(tmp_path / f"{rank}.pt")
         for options, result in zip(CASES, results, strict=True):

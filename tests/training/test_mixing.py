@@ -1,11 +1,9 @@
 """The base's hidden states among those that depths hand on."""
 
 import itertools
-import os
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
@@ -17,6 +15,7 @@ from mtpkit.training.freeze import freeze_base
 from mtpkit.training.loss import LossOptions
 from mtpkit.training.mixing import HiddenMix
 from mtpkit.training.optimizer import HeadOptimizer
+from tests.ranks import run_ranks
 from tests.training.toy import CONFIG, cut, toy_batch, toy_model
 
 NEEDED = ["model=base", "output=run", "data.train=[a.txt]", "heads.attention=serving"]
@@ -93,9 +92,7 @@ def test_a_depth_that_reads_the_base_alone_does_what_the_first_does_one_token_la
         torch.testing.assert_close(states[depth][: -depth - 1], states[0][depth:-1])
 
 
-def sequence_parallel_rank(rank, port):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def sequence_parallel_rank(rank):
     experts = CONFIG.replace(pattern="M*E", num_moe_experts=4, moe_ffn_hidden_size=16)
     model = build_model(experts, device="cpu", tensor_parallel=2)
     assert model.config.sequence_parallel
@@ -105,8 +102,8 @@ def sequence_parallel_rank(rank, port):
         assert torch.equal(shift_states(model, whole.chunk(2)[rank], depth), moved.chunk(2)[rank])
 
 
-def test_states_move_across_the_ranks_of_a_sequence(free_port):
-    mp.spawn(sequence_parallel_rank, args=(free_port,), nprocs=2)
+def test_states_move_across_the_ranks_of_a_sequence():
+    run_ranks(sequence_parallel_rank)
 
 
 @pytest.mark.parametrize("attention", ["serving", "per_depth"])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from mtpkit.model import build_model
 from mtpkit.training import load_config, train
 from mtpkit.training.config import ParallelConfig
 from mtpkit.training.parallel import check_layout
-from tests.training.parallel_ranks import CASES, EXPERTS, gradients, launch
+from tests.ranks import run_ranks
+from tests.training.parallel_ranks import CASES, EXPERTS, gradients, work
 from tests.training.toy import CONFIG, cut, toy_batch
 
 TWO = {
@@ -115,7 +115,7 @@ def two(tmp_path_factory, settings, where):
     ]
     undistributed = ("gradients", "undistributed", ("experts", TWO["expert"], False, where))
     jobs = [*gradient_jobs(TWO, TWO_PAIRS, where), undistributed, ("stream", where)]
-    launch(out, 2, free_port(), [*jobs, *(("train", [*settings, *changes]) for changes in runs)], where)
+    run_ranks(work, out, [*jobs, *(("train", [*settings, *changes]) for changes in runs)], device=where)
     return out
 
 
@@ -124,7 +124,7 @@ def four(tmp_path_factory, where):
     """What four processes wrote: gradients of some cases."""
     need_gpus(where, 4)
     out = tmp_path_factory.mktemp("four")
-    launch(out, 4, free_port(), gradient_jobs(FOUR, FOUR_PAIRS, where), where)
+    run_ranks(work, out, gradient_jobs(FOUR, FOUR_PAIRS, where), ranks=4, device=where)
     return out
 
 
@@ -132,12 +132,6 @@ def four(tmp_path_factory, where):
 def alone(where):
     """Losses, norm and gradients of one process, by case."""
     return {name: gradients(case, {}, device=where) for name, case in CASES.items()}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def assembled(out: Path, name: str):

@@ -1,0 +1,35 @@
+"""Processes that compute one thing together, for tests of what ranks share."""
+
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+
+from mtpkit.platform import close_distributed
+
+
+def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2, device: str = "cpu") -> None:
+    """Call a function of (rank, *args) in so many new processes, in the environment that torchrun would give them.
+
+    They are forked from one that has imported what the first caller needs: each would take 10 s for it. Where there is
+    a GPU the imports look for it, after which CUDA cannot be used in a fork.
+    """
+    mp.get_context("forkserver").set_forkserver_preload([function.__module__])
+    method = "forkserver" if device == "cpu" else "spawn"
+    mp.start_processes(_work, (ranks, _free_port(), function, args), nprocs=ranks, start_method=method)
+
+
+def _work(rank: int, ranks: int, port: int, function: Callable[..., object], args: tuple) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    function(rank, *args)
+    close_distributed()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
