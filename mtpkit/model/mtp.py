@@ -4,6 +4,7 @@ Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from mtpkit.kernels.draft_head import argmax, linear_argmax
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.mtp_input import mtp_input
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
+from mtpkit.model.layers.recompute import keeping_inputs, linear_of
 
 DepthAttention = Literal["serving", "per_depth"]
 
@@ -117,6 +119,10 @@ def head_of(model: HybridModel, depth: int) -> Any:
     return layers[0] if model.mtpkit_config.mtp_use_repeated_layer else layers[depth - 1]
 
 
+def _normed_pair(layer: Any, embedding: Tensor, hidden: Tensor) -> Tensor:
+    return torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], -1)
+
+
 def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
     """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding); hnorm(g^{k-1})]))).
 
@@ -137,9 +143,10 @@ def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tenso
     if isinstance(inputs, StepInput) and _is_alone(model):
         embedding, enorm, hnorm = model.embedding.word_embeddings.weight, layer.enorm, layer.hnorm
         x = mtp_input(token_ids[0], hidden[:, 0], embedding, enorm.weight, hnorm.weight, enorm.eps)[:, None]
+        x, _unused = layer.eh_proj(x)
     else:
-        x = torch.cat([layer.enorm(embed(model, token_ids)), layer.hnorm(hidden)], -1)
-    x = _gather(model, layer.eh_proj(x)[0])
+        x, _unused = linear_of(layer.eh_proj, partial(_normed_pair, layer), embed(model, token_ids), hidden)
+    x = _gather(model, x)
     if model.config.sequence_parallel:
         x = scatter_to_sequence_parallel_region(x)
     x = layer.mtp_model_layer(hidden_states=x, attention_mask=None, inference_context=inputs)
@@ -198,9 +205,15 @@ def unroll_depths(
             inputs = DepthInput(documents, positions, depth, streams)
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         if recompute:  # nothing in a depth is random
-            hidden = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+            kept = partial(_keeping_inputs, forward)
+            hidden = checkpoint(kept, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden = forward(*arguments)
         yield hidden
         if mix is not None and depth < num_depths:
             hidden = mix(hidden, shift_states(model, base, depth))
+
+
+def _keeping_inputs(forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    with keeping_inputs():
+        return forward(*arguments)

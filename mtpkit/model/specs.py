@@ -14,7 +14,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer import TransformerConfig, TransformerLayerSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -28,6 +28,7 @@ from mtpkit.kernels.activation import relu2
 from mtpkit.model.backends import Backend
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
+from mtpkit.model.layers.mlp import MLP
 from mtpkit.model.layers.moe import moe_spec
 from mtpkit.model.layers.residual import AttentionLayer, MambaLayer, MixtureLayer, MLPLayer
 

@@ -1,5 +1,7 @@
 """Activations against their definition in fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -42,3 +44,32 @@ def test_slices(twin, name):
 def test_relu2_keeps_nan(twin):
     x = torch.tensor([[-1.0, torch.nan, 2.0]], device=twin.device)
     assert torch.equal(twin("activation").relu2(x).cpu().nan_to_num(nan=7.0), torch.tensor([[0.0, 7.0, 4.0]]))
+
+
+def gradient(function, x, above):
+    """Of x, on the CPU, where `above` is that of the output or is cut to it."""
+    x = x.detach().requires_grad_()
+    out = function(x)
+    return torch.autograd.grad(out, x, above[..., : out.shape[-1]])[0].cpu()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("name", ["relu2", "swiglu"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients(twin, dtype, shape, name):
+    x, above = (4 * torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+    x[..., 0], x[..., 1] = -200.0, 3.0
+    want = gradient(partial(definition, name), x.double(), above.double())
+    low = gradient(getattr(reference, name), x, above)
+    have = gradient(getattr(twin("activation"), name), x.to(twin.device), above.to(twin.device))
+    bound = 2 * relative(low, want) + (2**-7 if twin.name == "interpreter" else 1e-6)
+    assert have.dtype == dtype and relative(have, want) < (1e-5 if dtype == torch.float32 else bound)
+
+
+@pytest.mark.parametrize("name", ["relu2", "swiglu"])
+def test_gradients_of_slices(twin, name):
+    """Input and gradient lie in wider tensors."""
+    x, above = torch.randn(5, 3, 60)[:, 1:2, 10:44], torch.randn(5, 1, 80)
+    have = gradient(getattr(twin("activation"), name), x.to(twin.device), above.to(twin.device))
+    assert relative(have, gradient(partial(definition, name), x.double(), above.double())) < 1e-5

@@ -1,8 +1,14 @@
 """Activations made again in the backward change no bit, and fewer are kept."""
 
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from mtpkit.model import mtp
+from mtpkit.model.layers import mlp, norm
+from mtpkit.model.layers.recompute import keeping_inputs, linear_of
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.depths import run_depths
 from mtpkit.training.freeze import freeze_base
@@ -73,3 +79,39 @@ def test_the_setting_reaches_the_depths(recompute):
     model.mtp.layers[0].mtp_model_layer.register_forward_pre_hook(lambda *_: calls.append(1))
     train_step(model, [toy_batch([[20]])], optimizer, toy_config(f"heads.recompute={str(recompute).lower()}"), 1e-3)
     assert len(calls) == (6 if recompute else 3)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Weak references to every input that a linear may make again, in the order of their making."""
+    found: list[weakref.ref] = []
+
+    def watched(linear, function, *inputs):
+        def noted(*arguments):
+            found.append(weakref.ref(output := function(*arguments)))
+            return output
+
+        return linear_of(linear, noted, *inputs)
+
+    for module in (mlp, norm, mtp):
+        monkeypatch.setattr(module, "linear_of", watched)
+    return found
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_inputs_of_linears_are_made_again(made, activation):
+    """Of eh_proj, the attention's first product and both of the feed-forward network, at each of three depths."""
+    model, grads = toy_model(mtp_pattern="*-", activation=activation), []
+    heads = freeze_base(model)
+    for context, alive, calls in ((keeping_inputs(), 12, 12), (nullcontext(), 0, 24)):
+        model.zero_grad()
+        made.clear()
+        with context:
+            losses, _ = run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, "serving", LossOptions())
+        of_heads = made[-12:]  # the base was there before
+        assert sum(tensor() is not None for tensor in of_heads) == alive
+        before = len(made) - 12
+        losses.sum().backward()
+        assert len(made) - before == calls
+        grads.append([parameter.grad for parameter in heads.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

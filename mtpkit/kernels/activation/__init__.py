@@ -1,7 +1,7 @@
 from mtpkit.kernels.activation import reference
 from mtpkit.kernels.dispatch import pick
 
-relu2 = pick(reference.relu2)
-swiglu = pick(reference.swiglu)
+relu2 = pick(reference.relu2, differentiable=True)
+swiglu = pick(reference.swiglu, differentiable=True)
 
 __all__ = ["relu2", "swiglu"]

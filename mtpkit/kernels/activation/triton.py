@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The activations in Triton, computed in fp32 and rounded once."""
+"""The activations in Triton, computed in fp32 and rounded once; their backwards keep the input and nothing else."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from mtpkit.kernels.device import as_rows
 
@@ -13,36 +15,70 @@ BLOCK, NUM_WARPS = 1024, 4
 
 
 @triton.jit
-def _relu2_kernel(x, out, size, BLOCK: tl.constexpr):
+def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+    """out is relu2 of x, or the gradient of x where `grad` is that of the output."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
+    mask = place < size
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    factor = 2 * tl.load(grad + place, mask=mask, other=0.0).to(tl.float32) if BACKWARD else value
     # Not tl.maximum, which would turn a NaN into 0.
-    result = tl.where(value < 0, 0.0, value * value)
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=place < size)
+    result = tl.where(value < 0, 0.0, value * factor)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _swiglu_kernel(x, out, width, stride, blocks, BLOCK: tl.constexpr):
+def _swiglu_kernel(x, grad, out, width, stride, blocks, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+    """out [rows, width] is swiglu of x, or out [rows, 2 width] its gradient where `grad` is that of the output."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     gate = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(x + row * stride + width + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * value).to(out.dtype.element_ty), mask=mask)
+    sigmoid = tl.sigmoid(gate)
+    if BACKWARD:
+        above = tl.load(grad + row * width + column, mask=mask, other=0.0).to(tl.float32)
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        place = out + 2 * row * width + column
+        tl.store(place, (above * value * slope).to(out.dtype.element_ty), mask=mask)
+        tl.store(place + width, (above * gate * sigmoid).to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(out + row * width + column, (gate * sigmoid * value).to(out.dtype.element_ty), mask=mask)
+
+
+def _run_relu2(x: Tensor, grad: Tensor | None = None) -> Tensor:
+    x, grid = x.contiguous(), (triton.cdiv(x.numel(), BLOCK),)
+    out, above = torch.empty_like(x), x if grad is None else grad.contiguous()
+    _relu2_kernel[grid](x, above, out, x.numel(), BACKWARD=grad is not None, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return out
+
+
+def _run_swiglu(x: Tensor, grad: Tensor | None = None) -> Tensor:
+    rows, width = as_rows(x), x.shape[-1] // 2
+    out = torch.empty(*x.shape[:-1], width if grad is None else 2 * width, dtype=x.dtype, device=x.device)
+    above, blocks = x if grad is None else grad.contiguous(), triton.cdiv(width, BLOCK)
+    sizes, settings = (width, rows.stride(0), blocks), dict(BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _swiglu_kernel[(len(rows) * blocks,)](rows, above, out, *sizes, BACKWARD=grad is not None, **settings)
+    return out
+
+
+class _Activation(Function):
+    @staticmethod
+    def forward(ctx, x, run):
+        ctx.save_for_backward(x)
+        ctx.run = run
+        return run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.run(*ctx.saved_tensors, grad), None
 
 
 def relu2(x: Tensor) -> Tensor:
     """See the reference."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _relu2_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
-    return out
+    return _Activation.apply(x, _run_relu2)
 
 
 def swiglu(x: Tensor) -> Tensor:
     """See the reference."""
-    rows, width = as_rows(x), x.shape[-1] // 2
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(width, BLOCK)
-    _swiglu_kernel[(len(rows) * blocks,)](rows, out, width, rows.stride(0), blocks, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    return out
+    return _Activation.apply(x, _run_swiglu)

@@ -1,5 +1,6 @@
 """RMS norms, alone and in front of a linear."""
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from mtpkit.kernels.activation import relu2, swiglu
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import gated_rms_norm, rms_norm
 from mtpkit.model.layers.linear import ColumnParallelLinear, is_plain
+from mtpkit.model.layers.recompute import linear_of
 
 ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
@@ -52,7 +54,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
         if not args and not kwargs and is_plain(self, input_, self.weight, self.layer_norm_weight):
             return self._fused(input_, None), None
-        return super().forward(rms_norm(input_, self.layer_norm_weight, self.eps), *args, **kwargs)
+        product = partial(super().forward, *args, **kwargs)
+        return linear_of(product, partial(rms_norm, eps=self.eps), input_, self.layer_norm_weight)
 
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
         """The activation of the output, which takes no kernel of its own at few rows."""
