@@ -65,6 +65,9 @@ class TrainBenchConfig:
     document_len: int | None = None
     """Tokens of the documents that a sequence is packed from; None: each sequence is one."""
     optimizer: Literal["adamw", "muon"] = "adamw"
+    offload: bool = False
+    """AdamW's fp32 weights and moments are in the host's memory. A step's update then goes on beside the next step's
+    base, and what is left of it there is in the next step's time."""
     recompute: bool = False
     """Run each depth again in the backward."""
     cached: bool = False
@@ -120,7 +123,7 @@ class TrainBenchConfig:
                 recompute=self.recompute,
             ),
             loss=LossConfig(kind=loss),
-            optimizer=OptimizerConfig(kind=self.optimizer, warmup_steps=0),
+            optimizer=OptimizerConfig(kind=self.optimizer, warmup_steps=0, offload=self.offload),
             parallel=self.parallel,
             seed=self.seed,
             dtype=self.dtype,

@@ -130,6 +130,7 @@ def train(
     micro_batches: Annotated[int, typer.Option(help="Of an optimizer step on each data-parallel rank.")] = 1,
     document_len: Annotated[int | None, typer.Option(help="Tokens of a document; by default one a sequence.")] = None,
     optimizer: Annotated[Literal["adamw", "muon"], typer.Option(help="What updates the heads.")] = "adamw",
+    offload: Annotated[bool, typer.Option("--offload", help="AdamW's state is in the host's memory.")] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Run each depth again in the backward.")] = False,
     cached: Annotated[
         bool, typer.Option("--cached", help="Take the base's hidden states from the host's memory; no base.")
@@ -177,6 +178,7 @@ def train(
         micro_batches=micro_batches,
         document_len=document_len,
         optimizer=optimizer,
+        offload=offload,
         recompute=recompute,
         cached=cached,
         parallel=ParallelConfig(tensor_parallel, pipeline_parallel, expert_parallel, balance),

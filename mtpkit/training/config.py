@@ -121,6 +121,9 @@ class OptimizerConfig:
     """Largest global norm of the gradient; 0: no clipping."""
     distributed: bool = True
     """Each data-parallel rank keeps its share of the fp32 weights and moments, rather than all of them."""
+    offload: bool = False
+    """Keep AdamW's fp32 weights and moments, 12 bytes a parameter, in the host's memory rather than the GPU's; the
+    update goes on while the base runs on the next batch."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,11 @@ class TrainConfig:
             yield f"loss.depth_weights has {len(loss.depth_weights)} entries for heads.num_depths={heads.num_depths}"
         if loss.depth_weights and (min(loss.depth_weights) < 0 or sum(loss.depth_weights) <= 0):
             yield "loss.depth_weights must not be negative, nor all zero"
+        if optimizer.offload and optimizer.kind != "adamw":
+            yield (
+                f"optimizer.offload is for AdamW, not optimizer.kind={optimizer.kind}: set optimizer.offload=false or "
+                "optimizer.kind=adamw"
+            )
         if optimizer.lr < optimizer.min_lr:
             yield f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}"
         if not 0 <= optimizer.momentum < 1:

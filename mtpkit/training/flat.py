@@ -50,9 +50,16 @@ class Region:
     first: int
     """Place of the first one in the buffer."""
     grad: Tensor
-    """[n] fp32, in the buffer."""
-    tensors: dict[str, Tensor]
+    """[n] fp32, in the buffer; holds the new weights after an update."""
+    offload: bool
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     """[n] fp32 each: `fp32_param` and what the optimizer keeps, as checkpoints name them."""
+
+    def keep(self, name: str) -> Tensor:
+        """A new one of `tensors`, all zero."""
+        where: dict[str, Any] = dict(device="cpu", pin_memory=True) if self.offload else dict(device=self.grad.device)
+        self.tensors[name] = torch.zeros(len(self.grad), dtype=torch.float32, **where)
+        return self.tensors[name]
 
     @property
     def master(self) -> Tensor:
@@ -69,12 +76,14 @@ class FlatBuffer:
         group: ranks that hold copies of these parameters and see other data.
         tensor_group: ranks that split these parameters.
         distributed: False: every rank owns the whole buffer.
+        offload: what regions keep is in pinned memory of the host; of parameters on a GPU.
     """
 
     parameters: Sequence[nn.Parameter]
     group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
     distributed: bool
+    offload: bool = False
     regions: list[Region] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -97,12 +106,12 @@ class FlatBuffer:
         """What this rank owns of neighbouring kinds, with masters of the parameters as they are."""
         start, end = self._span(kinds)
         start, end = (min(max(place, self.first), self.first + len(self.own)) for place in (start, end))
-        master = torch.empty(end - start, dtype=torch.float32, device=self.flat.device)
+        region = Region(start, self.flat[start:end], self.offload)
+        master = region.keep("fp32_param")
         for begin, parameter in zip(self._bounds, self.parameters, strict=False):
             low, high = max(begin, start), min(begin + parameter.numel(), end)
             if low < high:
                 master[low - start : high - start] = parameter.detach().flatten()[low - begin : high - begin]
-        region = Region(start, self.flat[start:end], {"fp32_param": master})
         self.regions.append(region)
         return region
 
@@ -137,11 +146,14 @@ class FlatBuffer:
                 total += torch.linalg.vector_norm(self.flat[start:end]).double().square()
         return total
 
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Set the parameters to the masters of all ranks, and clear the gradients."""
+    def take_masters(self) -> None:
+        """Overwrite the gradients that this rank owns by the masters, for `publish`."""
         for region in self.regions:
             region.grad.copy_(region.master)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Set the parameters to the new weights that all ranks have in their parts, and clear the gradients."""
         self.gather()
         for parameter, value in zip(self.parameters, self.grads, strict=True):
             parameter.copy_(value)

@@ -100,7 +100,7 @@ class Trainer:
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
                 sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group, self.step)
-                values = summary(sums, config.depth_weights())  # waits for the device, the update included
+                values = summary(sums, config.depth_weights())  # waits for the device
             self.step += 1
             self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
             length = self._evaluate() if self._due(config.eval_interval) else None
@@ -136,6 +136,7 @@ class Trainer:
         """Write losses and acceptance on the held-out data; the acceptance length, if there is any."""
         if self.eval_data is None:
             return None
+        self.optimizer.finish()
         evaluation = evaluate_sources(self.model, self.eval_data, EvaluationSettings.of(self.config), self.group)
         self.log.write("eval", self.step, evaluation.to_dict())
         self.log.message(f"step {self.step}: {evaluation}")
@@ -147,6 +148,7 @@ class Trainer:
 
     def _save(self, acceptance_length: float | None = None) -> None:
         self.log.sync()
+        self.optimizer.finish()
         self.directory.save(self.step, self.model, self.optimizer, self.loader, acceptance_length)
 
     def _fit_batches(self) -> Iterator[PackedBatch]:

@@ -53,7 +53,7 @@ class Muon:
 
     def add(self, buffer: FlatBuffer, region: Region) -> None:
         """Update this region, which is what a rank owns of all matrices of the buffer."""
-        region.tensors["momentum_buffer"] = torch.zeros_like(region.master)
+        region.keep("momentum_buffer")
         self._parts.append((buffer, region))
 
     @torch.no_grad()

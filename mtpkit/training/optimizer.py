@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from torch import Tensor, nn
 
 from mtpkit.errors import MtpkitError
+from mtpkit.kernels.adamw import adamw_
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region
 from mtpkit.training.muon import Muon
@@ -22,6 +23,29 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+
+
+class AdamW:
+    """AdamW on regions of flat buffers; matrices decay, vectors do not."""
+
+    def __init__(self, config: OptimizerConfig):
+        self.steps = 0
+        self._settings: dict[str, Any] = dict(betas=config.betas, eps=config.eps)
+        self._parts: list[tuple[Region, float]] = []
+
+    def add(self, region: Region, weight_decay: float) -> None:
+        """Update this region. Its moments are made here, not at the first step, for a checkpoint to fill."""
+        for name in ("exp_avg", "exp_avg_sq"):
+            region.keep(name)
+        self._parts.append((region, weight_decay))
+
+    def step(self, lr: float) -> None:
+        """Update the regions by the gradients in their buffers, which become the new weights."""
+        self.steps += 1
+        for region, weight_decay in self._parts:
+            if len(region.grad):
+                master, first, second = (region.tensors[name] for name in ("fp32_param", "exp_avg", "exp_avg_sq"))
+                adamw_(region.grad, master, first, second, self.steps, lr, weight_decay=weight_decay, **self._settings)
 
 
 class HeadOptimizer:
@@ -44,47 +68,34 @@ class HeadOptimizer:
         )
         experts = [parameter for parameter in self.parameters if not getattr(parameter, "allreduce", True)]
         others = [parameter for parameter in self.parameters if getattr(parameter, "allreduce", True)]
+        offload = config.offload and bool(self.parameters) and self.parameters[0].is_cuda
         self.buffers = [
-            FlatBuffer(some, group, tensor_group, config.distributed)
+            FlatBuffer(some, group, tensor_group, config.distributed, offload)
             for some, group, tensor_group in (
                 (others, parallel_state.get_data_parallel_group(), tensor),
                 (experts, parallel_state.get_expert_data_parallel_group(), expert_tensor),
             )
             if some
         ]
-        self._muon = Muon(config.momentum, config.weight_decay)
+        self._adamw, self._muon = AdamW(config), Muon(config.momentum, config.weight_decay)
         matrices, vectors = (MATRIX, PARTIAL_MATRIX), (PARTIAL_VECTOR, VECTOR)
-        groups: list[dict[str, Any]] = [
-            {"params": [], "weight_decay": config.weight_decay},
-            {"params": [], "weight_decay": 0.0},
-        ]
-        # Fused is one pass over gradients, masters and moments; on a CPU the plain one is kept.
-        fused = bool(self.parameters) and self.parameters[0].is_cuda
-        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
         for buffer in self.buffers:
             if config.kind == "muon":
                 self._muon.add(buffer, buffer.region(matrices))
-                self._add_adamw(0, buffer.region((DECAYED,)))
+                self._adamw.add(buffer.region((DECAYED,)), config.weight_decay)
             else:
-                self._add_adamw(0, buffer.region((DECAYED, *matrices)))
-            self._add_adamw(1, buffer.region(vectors))
-
-    def _add_adamw(self, group: int, region: Region) -> None:
-        """Have AdamW update a region; its moments are made here, not at its first step, for a checkpoint to fill."""
-        master = region.master.requires_grad_()
-        master.grad = region.grad
-        moments = {name: torch.zeros_like(region.grad) for name in ("exp_avg", "exp_avg_sq")}
-        region.tensors |= moments
-        if len(master):
-            self._adamw.param_groups[group]["params"].append(master)
-            step = torch.zeros((), device=master.device if self._adamw.defaults["fused"] else "cpu")
-            self._adamw.state[master] = {"step": step, **moments}
+                self._adamw.add(buffer.region((DECAYED, *matrices)), config.weight_decay)
+            self._adamw.add(buffer.region(vectors), 0.0)
+        self._uses_muon = config.kind == "muon"
+        self._beside = torch.cuda.Stream() if offload else None
+        self._unfinished = False
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Sum the gradients over ranks, clip, update the parameters, and clear the gradients.
 
-        Collective over the ranks that have heads.
+        Collective over the ranks that have heads. Of masters and moments on the host the update goes on beside what the
+        caller does next: call `finish` before parameters or gradients are used.
 
         Returns:
             The global norm of the gradient before clipping, every parameter counted once; 0 without parameters.
@@ -100,13 +111,29 @@ class HeadOptimizer:
         if self.clip_grad and norm > self.clip_grad:
             for buffer in self.buffers:
                 buffer.own.mul_(self.clip_grad / norm)
-        for param_group in self._adamw.param_groups:
-            param_group["lr"] = lr
-        self._adamw.step()
-        self._muon.step(lr)
-        for buffer in self.buffers:
-            buffer.write_back()
+        self._unfinished = True
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._beside):
+                self._adamw.step(lr)
+            return norm
+        self._adamw.step(lr)
+        if self._uses_muon:
+            self._muon.step(lr)
+            for buffer in self.buffers:
+                buffer.take_masters()
+        self.finish()
         return norm
+
+    def finish(self) -> None:
+        """Have what follows see the last update. Collective, as `step` is; does nothing a second time."""
+        if not self._unfinished:
+            return
+        self._unfinished = False
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+        for buffer in self.buffers:
+            buffer.publish()
 
     def reduce(self) -> float:
         """Sum every gradient over the ranks that have a part of it; the global norm."""
@@ -126,15 +153,17 @@ class HeadOptimizer:
         """
         if not self.buffers:
             return {}
+        self.finish()
+        if self._beside is not None:
+            self._beside.synchronize()  # the host reads its own memory
         found = get_param_id_to_sharded_param_map(dict(model_state), self.parameters)
         parts = {id(parameter): found[index] for index, parameter in enumerate(self.parameters)}
         return {str(index): buffer.sharded_state(parts) for index, buffer in enumerate(self.buffers)}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]], step: int) -> None:
         """Take the tensors that `sharded_state_dict` asked for, after `step` updates; sets the parameters too."""
         for index, buffer in enumerate(self.buffers):
             buffer.load(state.get(str(index), {}))
-            buffer.write_back()
-        for moments in self._adamw.state.values():
-            moments["step"].fill_(step)
+            buffer.take_masters()
+            buffer.publish()
+        self._adamw.steps = step

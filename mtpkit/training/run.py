@@ -49,6 +49,7 @@ MAY_CHANGE = {
     "log.wandb",
     "resume",
     "optimizer.distributed",
+    "optimizer.offload",
     "parallel.tensor",
     "parallel.pipeline",
     "parallel.balance",

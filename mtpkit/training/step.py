@@ -50,6 +50,7 @@ def train_step(
     mix = _hidden_mix(model, config, step, group)
     attention, options = config.heads.attention, loss_options(config)
     for batch, hidden in stream_base(model, batches):
+        optimizer.finish()
         losses, batch_sums = run_depths(
             model, batch, num_depths, attention, options, mix, hidden, config.heads.recompute
         )

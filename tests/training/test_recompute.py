@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtpkit.model import mtp
-from mtpkit.model.layers import mlp, norm
+from mtpkit.model.layers import attention, mlp, norm
 from mtpkit.model.layers.recompute import keeping_inputs, linear_of
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.depths import run_depths
@@ -30,7 +30,7 @@ CASES = {
 }
 
 
-def run(model, attention, recompute, weights=(1.0, 0.6, 0.3), mix=None):
+def run(model, kind, recompute, weights=(1.0, 0.6, 0.3), mix=None):
     """Losses, gradients, and the bytes that autograd keeps outside of what it makes again."""
     heads, kept = freeze_base(model), {}
     model.zero_grad()
@@ -41,18 +41,16 @@ def run(model, attention, recompute, weights=(1.0, 0.6, 0.3), mix=None):
 
     torch.manual_seed(5)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses, _ = run_depths(
-            model, toy_batch([[7, 10, 3], [20]]), 3, attention, LossOptions(), mix, recompute=recompute
-        )
+        losses, _ = run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossOptions(), mix, recompute=recompute)
     (losses * torch.tensor(weights)).sum().backward()
     return losses.detach(), [parameter.grad for parameter in heads.values()], sum(kept.values())
 
 
-@pytest.mark.parametrize(("attention", "changes"), CASES.values(), ids=CASES)
-def test_losses_and_gradients_are_the_same_to_the_bit(attention, changes):
+@pytest.mark.parametrize(("kind", "changes"), CASES.values(), ids=CASES)
+def test_losses_and_gradients_are_the_same_to_the_bit(kind, changes):
     model = toy_model(**changes)
-    losses, grads, kept = run(model, attention, recompute=False)
-    again, grads_again, kept_again = run(model, attention, recompute=True)
+    losses, grads, kept = run(model, kind, recompute=False)
+    again, grads_again, kept_again = run(model, kind, recompute=True)
     assert torch.equal(losses, again) and all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
     assert kept_again < kept / 3
 
@@ -115,3 +113,22 @@ def test_inputs_of_linears_are_made_again(made, activation):
         assert len(made) - before == calls
         grads.append([parameter.grad for parameter in heads.values()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["serving", "per_depth"])
+def test_attention_keeps_no_more_than_its_inputs(kind, monkeypatch):
+    """Keys that are a view of the projection would keep all of it."""
+    model, seen = toy_model(mtp_pattern="*-"), []
+    freeze_base(model)
+    for name in ("sequence_attention", "depth_attention"):
+        original = getattr(attention, name)
+
+        def watched(q, k, v, *rest, original=original):
+            if torch.is_grad_enabled():
+                seen.extend((q, k, v))
+            return original(q, k, v, *rest)
+
+        monkeypatch.setattr(attention, name, watched)
+    run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossOptions())
+    assert len(seen) == 9
+    assert all(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() for tensor in seen)

@@ -1,0 +1,85 @@
+"""Masters and moments on the host: the same updates, however late they end."""
+
+import shutil
+
+import pytest
+import torch
+
+from mtpkit.errors import UserError
+from mtpkit.model import build_model
+from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.freeze import freeze_base
+from mtpkit.training.optimizer import AdamW, HeadOptimizer
+from mtpkit.training.step import train_step
+from tests.training.test_run import losses, run, settings  # noqa: F401  (a fixture)
+from tests.training.test_step import toy_config
+from tests.training.toy import CONFIG, toy_batch, toy_model
+
+SHAPES = [(64, 70_001), (33,), (5, 7)]
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Updates begin long after they were asked for."""
+    update = AdamW.step
+
+    def slow(self, lr):
+        torch.cuda._sleep(200_000_000)
+        update(self, lr)
+
+    monkeypatch.setattr(AdamW, "step", slow)
+
+
+@pytest.mark.gpu
+def test_updates_are_those_of_state_on_the_device(late):
+    toy_model()  # process groups
+    generator = torch.Generator("cuda").manual_seed(0)
+    values = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in SHAPES]
+    found = []
+    for offload in (False, True):
+        parameters = [torch.nn.Parameter(value.clone()) for value in values]
+        optimizer = HeadOptimizer(parameters, OptimizerConfig(offload=offload))
+        generator.manual_seed(1)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.main_grad.normal_(generator=generator)
+            optimizer.step(1e-2)
+            optimizer.finish()
+        torch.cuda.synchronize()
+        tensors = [tensor for region in optimizer.buffers[0].regions for tensor in region.tensors.values()]
+        assert len(tensors) == 6 and all(tensor.is_cuda != offload for tensor in tensors)
+        assert all(tensor.is_pinned() == offload for tensor in tensors)
+        found.append([*parameters, *(tensor.cpu() for tensor in tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+def test_heads_wait_for_the_update(late):
+    found = []
+    for offload in (False, True):
+        model = build_model(CONFIG, device="cuda", seed=1)
+        heads = freeze_base(model)
+        optimizer = HeadOptimizer(heads.values(), OptimizerConfig(offload=offload))
+        for seed in range(3):
+            train_step(model, [toy_batch([[9, 11]], seed=seed).to("cuda")], optimizer, toy_config(), 1e-2)
+        optimizer.finish()
+        found.append([parameter.detach().clone() for parameter in heads.values()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_may_go_on_with_the_other(settings, device, tmp_path):  # noqa: F811
+    whole = losses(run(settings, f"output={tmp_path / 'whole'}"))
+    for first in ("true", "false"):
+        output = tmp_path / first
+        run(settings, f"output={output}", f"optimizer.offload={first}", "save_interval=3", "eval_interval=2")
+        shutil.rmtree(output / "iter_0000006")
+        (output / "latest_checkpointed_iteration.txt").write_text("3")
+        other = "false" if first == "true" else "true"
+        run(settings, f"output={output}", f"optimizer.offload={other}", "save_interval=3", "eval_interval=2")
+        assert losses(output) == pytest.approx(whole, rel=0 if device == "cpu" else 1e-4)
+
+
+def test_muon_has_no_state_on_the_host():
+    with pytest.raises(UserError, match=r"optimizer\.offload is for AdamW, not optimizer\.kind=muon"):
+        toy_config("optimizer.offload=true", "optimizer.kind=muon")
