@@ -50,6 +50,7 @@ class Stopwatch:
 
 def _seconds(span: tuple[Any, Any]) -> float:
     start, end = span
-    if isinstance(end, torch.cuda.Event):
-        end.synchronize()
-    return start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
+    if isinstance(end, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -95,6 +95,8 @@ class TrainBenchConfig:
             wrong.append("a sequence length and a loss are needed")
         if self.attention == "serving" and not self.repeated:
             wrong.append("serving attention is for one repeated head; take per_depth for distinct ones")
+        if self.offload and not self.warm_up:
+            wrong.append("offload moves a step's update into the next step: take warm_up of 1 or more")
         if self.cached and self.base_fp8:
             wrong.append("cached hidden states leave no base for base_fp8; take one of them")
         if wrong:
@@ -145,7 +147,7 @@ class TrainRow:
     base_seconds: float
     """The frozen base's layers, forward; 0 with cached hidden states."""
     heads_seconds: float
-    """All the rest: heads and losses, forward and backward, and waiting for others."""
+    """All the rest: heads and losses, forward and backward, and waiting for others and for an offloaded update."""
     optimizer_seconds: float
     tokens_per_s: float
     """Over all ranks."""

@@ -7,6 +7,7 @@ checkpoint of model, optimizer and common state; `RUN/latest_checkpointed_iterat
 import contextlib
 import json
 import logging
+import queue
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -40,6 +42,9 @@ from mtpkit.platform import on_first_rank
 
 # Every save would advise an asynchronous writer; saves here are synchronous.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
+# Its writers are threads of one process. A queue between processes would start one more, which lives on where this one
+# is killed.
+filesystem_async._results_queue = queue.Queue()
 
 
 def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:

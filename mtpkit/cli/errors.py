@@ -55,7 +55,7 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         sys.exit(1)
     except OSError as error:
         _fail(_describe(error), 1)
-    if "mtpkit.platform" in sys.modules:
+    if code == 0 and "mtpkit.platform" in sys.modules:
         from mtpkit.platform import close_distributed
 
         atexit.register(close_distributed)  # when what the command held is gone

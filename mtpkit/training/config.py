@@ -122,8 +122,9 @@ class OptimizerConfig:
     distributed: bool = True
     """Each data-parallel rank keeps its share of the fp32 weights and moments, rather than all of them."""
     offload: bool = False
-    """Keep AdamW's fp32 weights and moments, 12 bytes a parameter, in the host's memory rather than the GPU's; the
-    update goes on while the base runs on the next batch."""
+    """Keep AdamW's fp32 weights and moments in the host's memory rather than the GPU's: 12 bytes a parameter there, and
+    up to 24 here, where torch rounds page-locked tensors up to powers of two. The update goes on while the base runs on
+    the next batch."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Trainer:
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
                 sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group, self.step)
-                values = summary(sums, config.depth_weights())  # waits for the device
+                values = summary(sums, config.depth_weights())  # waits for the losses, not for an update that goes on
             self.step += 1
             self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
             length = self._evaluate() if self._due(config.eval_interval) else None
@@ -148,7 +148,6 @@ class Trainer:
 
     def _save(self, acceptance_length: float | None = None) -> None:
         self.log.sync()
-        self.optimizer.finish()
         self.directory.save(self.step, self.model, self.optimizer, self.loader, acceptance_length)
 
     def _fit_batches(self) -> Iterator[PackedBatch]:

@@ -68,6 +68,7 @@ class HeadOptimizer:
         )
         experts = [parameter for parameter in self.parameters if not getattr(parameter, "allreduce", True)]
         others = [parameter for parameter in self.parameters if getattr(parameter, "allreduce", True)]
+        assert not (config.offload and config.kind == "muon"), "settings refuse it"
         offload = config.offload and bool(self.parameters) and self.parameters[0].is_cuda
         self.buffers = [
             FlatBuffer(some, group, tensor_group, config.distributed, offload)
@@ -87,6 +88,7 @@ class HeadOptimizer:
                 self._adamw.add(buffer.region((DECAYED, *matrices)), config.weight_decay)
             self._adamw.add(buffer.region(vectors), 0.0)
         self._uses_muon = config.kind == "muon"
+        self._defers = config.offload
         self._beside = torch.cuda.Stream() if offload else None
         self._unfinished = False
 
@@ -94,8 +96,8 @@ class HeadOptimizer:
     def step(self, lr: float) -> float:
         """Sum the gradients over ranks, clip, update the parameters, and clear the gradients.
 
-        Collective over the ranks that have heads. Of masters and moments on the host the update goes on beside what the
-        caller does next: call `finish` before parameters or gradients are used.
+        Collective over the ranks that have heads. With `config.offload` the update goes on beside what the caller does
+        next: call `finish` before parameters or gradients are used.
 
         Returns:
             The global norm of the gradient before clipping, every parameter counted once; 0 without parameters.
@@ -105,24 +107,24 @@ class HeadOptimizer:
         """
         if not self.buffers:
             return 0.0
+        assert not self._unfinished, "gradients of heads that did not wait for the last update"
         norm = self.reduce()
         if not math.isfinite(norm):
             raise MtpkitError(f"the gradient's norm is {norm}; lower optimizer.lr or set dtype=float32")
         if self.clip_grad and norm > self.clip_grad:
             for buffer in self.buffers:
                 buffer.own.mul_(self.clip_grad / norm)
-        self._unfinished = True
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._beside):
-                self._adamw.step(lr)
-            return norm
-        self._adamw.step(lr)
+        with torch.cuda.stream(self._beside):  # None: the current one
+            self._adamw.step(lr)
         if self._uses_muon:
             self._muon.step(lr)
             for buffer in self.buffers:
                 buffer.take_masters()
-        self.finish()
+        self._unfinished = True
+        if not self._defers:
+            self.finish()
         return norm
 
     def finish(self) -> None:

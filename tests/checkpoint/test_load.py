@@ -2,6 +2,7 @@
 
 import json
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -176,3 +177,11 @@ def test_swapped_queries_and_keys_would_show(hf_dir, tmp_path):
     with torch.no_grad():
         have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
     assert relative(have, want) > 1e-3
+
+
+def test_saving_starts_no_process(hf_dir, tmp_path):
+    """One that a killed run would leave behind."""
+    before = set(psutil.Process().children(recursive=True))
+    import_checkpoint(hf_dir, tmp_path / "imported")
+    save_model(load_model(tmp_path / "imported"), tmp_path / "saved")
+    assert set(psutil.Process().children(recursive=True)) <= before

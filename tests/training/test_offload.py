@@ -5,13 +5,14 @@ import shutil
 import pytest
 import torch
 
+from mtpkit.checkpoint import load_model
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.freeze import freeze_base
 from mtpkit.training.optimizer import AdamW, HeadOptimizer
 from mtpkit.training.step import train_step
-from tests.training.test_run import losses, run, settings  # noqa: F401  (a fixture)
+from tests.training.test_run import metrics, run, settings  # noqa: F401  (a fixture)
 from tests.training.test_step import toy_config
 from tests.training.toy import CONFIG, toy_batch, toy_model
 
@@ -69,15 +70,26 @@ def test_heads_wait_for_the_update(late):
 
 
 def test_a_run_may_go_on_with_the_other(settings, device, tmp_path):  # noqa: F811
-    whole = losses(run(settings, f"output={tmp_path / 'whole'}"))
+    """After an evaluation and after a checkpoint, which both wait for the update."""
+    often = ["save_interval=3", "eval_interval=2"]
+    saved: list[dict] = []
+    whole = run(settings, *often, f"output={tmp_path / 'whole'}")
     for first in ("true", "false"):
         output = tmp_path / first
-        run(settings, f"output={output}", f"optimizer.offload={first}", "save_interval=3", "eval_interval=2")
+        run(settings, f"output={output}", f"optimizer.offload={first}", *often)
         shutil.rmtree(output / "iter_0000006")
         (output / "latest_checkpointed_iteration.txt").write_text("3")
+        saved.append(load_model(output).state_dict())
         other = "false" if first == "true" else "true"
-        run(settings, f"output={output}", f"optimizer.offload={other}", "save_interval=3", "eval_interval=2")
-        assert losses(output) == pytest.approx(whole, rel=0 if device == "cpu" else 1e-4)
+        run(settings, f"output={output}", f"optimizer.offload={other}", *often)
+        for kind in ("train", "eval"):
+            found, wanted = (
+                {step: line["loss"] for step, line in metrics(path, kind).items()} for path in (output, whole)
+            )
+            assert found == pytest.approx(wanted, rel=0 if device == "cpu" else 1e-4) and len(found) >= 4
+    for name, value in saved[0].items():
+        if value is not None:
+            torch.testing.assert_close(value, saved[1][name], rtol=1e-4, atol=1e-6)
 
 
 def test_muon_has_no_state_on_the_host():

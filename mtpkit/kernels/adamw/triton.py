@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, NUM_WARPS = 4096, 8
-HOST_PROGRAMS = 8
-"""Of memory on the host: each has 48 KiB under way, and the bus holds less than 200."""
+HOST_PROGRAMS = 4
+"""Of memory on the host: each has 48 KiB under way, and the bus holds about 200."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _adamw_kernel(
     exp_avg_sq,
     size,
     rounds,
-    decay,
+    shrink,
     rate,
     gain1,
     beta2,
@@ -40,7 +40,8 @@ def _adamw_kernel(
         slope = tl.load(grad + place, mask=mask)
         first += (slope - first) * gain1
         second = second * beta2 + slope * slope * gain2
-        weight = weight * decay - rate * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
+        weight -= shrink * weight
+        weight -= rate * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
         tl.store(exp_avg + place, first, mask=mask)
         tl.store(exp_avg_sq + place, second, mask=mask)
         tl.store(master + place, weight, mask=mask)
@@ -70,7 +71,7 @@ def adamw_(
         exp_avg_sq,
         len(grad),
         triton.cdiv(blocks, programs),
-        1 - lr * weight_decay,
+        lr * weight_decay,
         lr / (1 - beta1**step),
         1 - beta1,
         beta2,

@@ -71,9 +71,10 @@ class SelfAttention(MegatronSelfAttention):
             out = self._step(q, k[:, 0], v[:, 0], inputs)[:, None]
         else:
             q, k, v = self.get_query_key_value_tensors(hidden_states)
-            if torch.is_grad_enabled():  # or the backward would keep the whole projection for its keys and values
-                q, k, v = (t.contiguous() for t in (q, k, v))
             q, k = self._rotate(q, k, inputs)
+            if torch.is_grad_enabled() and self.k_layernorm is None:
+                # Or the backward would keep the whole projection for its keys and values; norms keep it anyhow.
+                q, k, v = (t.contiguous() for t in (q, k, v))
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, heads, d]
             if isinstance(inputs, DepthInput):
                 out = self._depth(q, k, v, inputs).transpose(0, 1)

@@ -14,5 +14,6 @@ class MLP(MegatronMLP):
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] to (the same shape, bias or None)."""
-        inner, _unused = self.linear_fc1(hidden_states)
+        inner, bias = self.linear_fc1(hidden_states)
+        assert bias is None, "built without"
         return linear_of(self.linear_fc2, ACTIVATIONS[self.config.mtpkit.activation], inner)

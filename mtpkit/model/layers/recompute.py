@@ -30,18 +30,19 @@ def linear_of[R](linear: Callable[[Tensor], R], function: Callable[..., Tensor],
     made = function(*inputs)
     if _keeps.get() or not (torch.is_grad_enabled() and made.requires_grad):
         return linear(made)
-    address, kept = made.untyped_storage().data_ptr(), [tensor.detach() for tensor in inputs]
+    storage = made.untyped_storage()._cdata
+    kept = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
 
     def pack(tensor: Tensor) -> Tensor | tuple:
-        if tensor.untyped_storage().data_ptr() != address:
+        if tensor.untyped_storage()._cdata != storage:
             return tensor
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Tensor | tuple) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        with torch.no_grad():
-            return function(*kept).as_strided(*packed)
+        with torch.enable_grad():  # so that the same kernels run as in the forward
+            return function(*kept).detach().as_strided(*packed)
 
     with saved_tensors_hooks(pack, unpack):
         return linear(made)
