@@ -1,12 +1,12 @@
 """`mtpkit eval`: acceptance by source, and the report of a run."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from mtpkit.cli import run
 from mtpkit.cli.eval import app
+from tests.ranks import run_ranks
 
 
 def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
@@ -26,17 +26,20 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
         assert f"{values['acceptance_length']:.3f}" in rows[name] and f"{values['loss']:.4f}" in rows[name]
 
 
+def call_rank(rank, options):
+    with pytest.raises(SystemExit) as stop:
+        run(app, options)
+    assert not stop.value.code
+
+
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_a_model_split_over_processes_is_evaluated_the_same(split, model_dir, call, capsys, tmp_path):
     (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
     options = ["acceptance", "--model", model_dir, "--data", tmp_path / "cats.txt", "--sequence-length", 24]
     assert call(app, *options) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "-m", "mtpkit.cli.main", "eval", *options, f"--{split}-parallel", 2]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    run_ranks(call_rank, [*map(str, options), f"--{split}-parallel=2", f"--json={tmp_path / 'found.json'}"])
+    found = json.loads((tmp_path / "found.json").read_text())
     assert found["positions"] == alone["positions"] > 0
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert found["conditional_acceptance"] == pytest.approx(alone["conditional_acceptance"], abs=1e-2)

@@ -15,7 +15,8 @@ from filelock import FileLock
 from mtpkit.checkpoint.convert import export_checkpoint
 from mtpkit.data import load_tokenizer
 from mtpkit.engine import LLM
-from tests.integration.front_doors import AHEAD, PROMPTS, TINY_BASE, TOKENS, call, greedy
+from mtpkit.training import load_config, train, write_cache
+from tests.integration.front_doors import AHEAD, PROMPTS, ROOT, TINY_BASE, TOKENS, call, greedy
 
 SETTINGS = [
     "data.eval=[]",
@@ -92,8 +93,11 @@ def _make(shared: Path, answers: list[list[int]], settings: list[str]) -> None:
     tokenizer = load_tokenizer(TINY_BASE)
     shared.mkdir()
     lines = [json.dumps({"text": tokenizer.decode(tokens[:-AHEAD])}) + "\n" for tokens in answers]
-    (shared / "answers.jsonl").write_text("".join(lines))
-    paths = [f"output={shared / 'run'}", f"data.train=[{shared / 'answers.jsonl'}]"]
-    training = call("train/train_mtp.py", "--config", "examples/train_tiny.yaml", *SETTINGS, *settings, *paths)
-    assert training.returncode == 0, training.stderr
+    cache, data = shared.with_name("cache"), shared.with_name("answers.jsonl")
+    paths = [f"model={TINY_BASE}", f"output={shared / 'run'}", f"data.train=[{data}]", f"cache={cache}"]
+    config = load_config(ROOT / "examples" / "train_tiny.yaml", [*SETTINGS, *settings, *paths])
+    with FileLock(f"{cache}.lock"):
+        data.write_text("".join(lines))
+        write_cache(config)
+    train(config)
     export_checkpoint(shared / "run", shared / "hf")

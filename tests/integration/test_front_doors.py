@@ -1,10 +1,12 @@
 """The scripts as a user calls them: what they print, and one line and exit code 2 for what a user gets wrong."""
 
 import json
+import runpy
+import sys
 
 import pytest
 
-from tests.integration.front_doors import TINY_BASE, call
+from tests.integration.front_doors import ROOT, TINY_BASE, call
 
 PROMPT = "def add(left, right):\n"
 
@@ -54,14 +56,24 @@ def files(tmp_path):
         ),
     ],
 )
-def test_what_a_user_gets_wrong_is_one_line(script, options, message, files):
+def test_what_a_user_gets_wrong_is_one_line(script, options, message, files, monkeypatch, capsys):
+    """The scripts run in this process: starting one takes seconds."""
     model = [] if "--model" in options else ["--model", TINY_BASE]
     out = ["--out", files / "out"] if script == "eval_speedup" else []
-    done = call(f"infer/{script}.py", *model, *out, *options.format(tmp=files).split())
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("mtpkit: error: ") and done.stderr.count("\n") == 1
-    assert message.format(tmp=files) in done.stderr
-    assert not (files / "out").exists() and not done.stdout
+    command = [f"{script}.py", *model, *out, *options.format(tmp=files).split()]
+    monkeypatch.setattr(sys, "argv", [*map(str, command)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "infer" / f"{script}.py"), run_name="__main__")
+    printed = capsys.readouterr()
+    assert stop.value.code == 2, printed.err
+    assert printed.err.startswith("mtpkit: error: ") and printed.err.count("\n") == 1
+    assert message.format(tmp=files) in printed.err
+    assert not (files / "out").exists() and not printed.out
+
+
+def test_an_error_of_a_process(files):
+    done = call("infer/generate.py", "--model", TINY_BASE, "--prompt-file", files / "empty.txt")
+    assert done.returncode == 2 and done.stderr.startswith("mtpkit: error: ") and done.stderr.count("\n") == 1
 
 
 def test_the_demo_in_small(tmp_path):

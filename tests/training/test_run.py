@@ -20,6 +20,7 @@ from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.training import load_config, loop, train
 from mtpkit.training.loop import Trainer
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -255,6 +256,10 @@ def start(settings, *overrides, ranks=1, **pipes):
     return subprocess.Popen([*launcher, *script], env=environment, text=True, **pipes)
 
 
+def train_rank(rank, overrides):
+    train(load_config(None, overrides))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimizer):
     if device == "cuda" and torch.cuda.device_count() < 2:
@@ -262,7 +267,7 @@ def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimi
     settings = [*settings, f"optimizer.kind={optimizer}", "heads.init=base"]
     alone = run(settings, "eval_interval=3")
     together = tmp_path / "together"
-    assert start(settings, f"output={together}", "eval_interval=3", ranks=2).wait() == 0
+    run_ranks(train_rank, [*settings, f"output={together}", "eval_interval=3"], device=device)
     assert list(losses(together).values()) == pytest.approx(list(losses(alone).values()), rel=1e-5)
     for step, line in metrics(alone, "eval").items():
         other = metrics(together, "eval")[step]
