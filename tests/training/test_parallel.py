@@ -17,6 +17,8 @@ from tests.ranks import run_ranks
 from tests.training.parallel_ranks import CASES, EXPERTS, gradients, work
 from tests.training.toy import CONFIG, cut, toy_batch
 
+pytestmark = pytest.mark.xdist_group("ranks")  # what they wrote is for all tests here: one worker makes it
+
 TWO = {
     "data": {},
     "tensor": {"tensor_parallel": 2},

@@ -58,4 +58,7 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
     if shapes.k:
         if "*" in shapes.config.mtp_pattern and shapes.k > 1:
             yield training.depth_attention(shapes, length)
+        if "-" in shapes.config.pattern + shapes.config.mtp_pattern:
+            yield training.activation(shapes, length)
         yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))
+        yield training.update(shapes)

@@ -1,10 +1,11 @@
-"""What a training step of the heads runs that decoding does not: attention with its backward, and the losses.
+"""What a training step of the heads runs that decoding does not: backwards, the losses, and the update.
 
 One sequence of one document. What is differentiated is copied first, which is in the time.
 
 Shape legend: s sequence, K depths, V vocabulary, h hidden size.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.kernels import activation as activations
 from mtpkit.kernels import attention as ops
+from mtpkit.kernels.adamw import adamw_
 from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.training.loss import LossOptions, head_losses
@@ -76,6 +79,36 @@ def depth_attention(shapes: Shapes, length: int) -> Case:
         reference=split(reference.depth_attention),
         capture=False,
     )
+
+
+def activation(shapes: Shapes, length: int) -> Case:
+    """The activation of feed-forward layers, and its backward."""
+    config = shapes.config
+    gated = config.activation == "swiglu"
+    op = activations.swiglu if gated else activations.relu2
+    width = config.ffn_hidden_size * (2 if gated else 1)
+    return Case(
+        _differentiated(op),
+        f"[{length}, {width}], with backward",
+        lambda: (shapes.normal(length, width),),
+        # Input and output; then the input, its gradient and the output's.
+        lambda args: size(args[0]) * (3 + 2 * config.ffn_hidden_size / width),
+        name=f"{config.activation} training",
+        reference=_differentiated(inspect.unwrap(op)),
+        capture=False,
+    )
+
+
+def update(shapes: Shapes) -> Case:
+    """AdamW on one square matrix, masters and moments on the device."""
+    count = shapes.config.hidden_size**2
+
+    def make() -> Args:
+        grad, master, first = (shapes.normal(count, dtype=torch.float32) for _ in range(3))
+        second = shapes.uniform(count, dtype=torch.float32)
+        return grad, master, first, second, 10, 1e-3, (0.9, 0.95), 1e-8, 0.01
+
+    return Case(adamw_, f"[{count}]", make, lambda args: 2 * size(*args[:4]), capture=False)
 
 
 def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
