@@ -189,7 +189,7 @@ class TrainConfig:
     """How fp32 matrices are multiplied, in torch's words (`torch.set_float32_matmul_precision`): `high` takes TF32 and
     `medium` bf16 inside, where the hardware has them, which is faster. Not of Transformer Engine, which takes TF32."""
     log_interval: int = 10
-    """Steps between lines in the metrics files."""
+    """Steps between lines in the metrics files, and in what is printed where stderr is no terminal."""
     log: LogConfig = field(default_factory=LogConfig)
     eval_interval: int = 100
     """Steps between evaluations; there is always one after the last step."""

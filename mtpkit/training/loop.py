@@ -127,8 +127,9 @@ class Trainer:
         if used is not None:
             values["mfu"] = used
             shown += f", MFU {used:.1%}"
-        self.log.progress(shown)
-        if self._due(self.config.log_interval):
+        due = self._due(self.config.log_interval)
+        self.log.progress(self.step, shown, due)
+        if due:
             self.log.write("train", self.step, values)
             throughput.reset()
 

@@ -63,10 +63,15 @@ class MetricsLog:
             self._file = path.open("a", encoding="utf-8")
             self._board = _tensorboard(output / "tensorboard", first_step)
             self._wandb = _start_wandb(wandb, output, settings) if wandb else None
+        self._steps = steps
         self._bar = tqdm(total=steps, initial=first_step, desc="training", unit=" steps", disable=disable)
 
-    def progress(self, shown: str) -> None:
-        """Advance the bar by one step and show this beside it."""
+    def progress(self, step: int, shown: str, due: bool) -> None:
+        """Advance the bar by one step and show this beside it; without a bar, print it where a line is due."""
+        if self._bar.disable:
+            if due:
+                self.message(f"step {step} of {self._steps}: {shown}")
+            return
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 

@@ -355,3 +355,10 @@ def test_bad_settings_are_one_line_and_exit_code_2(settings):
     _, stderr = process.communicate()
     assert process.returncode == 2
     assert stderr.count("\n") == 1 and "stepz" in stderr
+
+
+def test_without_a_terminal_a_line_is_printed_at_each_interval(settings, capsys):
+    run(settings, "log_interval=4", "data.eval=[]")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 4 of 6", "step 6 of 6"]
+    assert all("loss " in line and "tokens/s" in line for line in lines)
