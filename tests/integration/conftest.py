@@ -4,7 +4,6 @@ They learn what the base itself answers to the prompts of the tests, and so are 
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from mtpkit.data import load_tokenizer
 from mtpkit.engine import LLM
 from mtpkit.training import load_config, train, write_cache
 from tests.integration.front_doors import AHEAD, PROMPTS, ROOT, TINY_BASE, TOKENS, call, greedy
+from tests.shared import made_once
 
 SETTINGS = [
     "data.eval=[]",
@@ -50,14 +50,15 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> list[list[int]]:
     """Each prompt with what the base says to it, TOKENS + AHEAD tokens, decoded once for all workers."""
-    file = _shared(tmp_path_factory) / "answers.json"
-    with FileLock(f"{file}.lock"):
-        if not file.exists():
-            base = LLM(TINY_BASE, max_num_seqs=PROMPTS, max_model_len=512)
-            outputs = base.generate(prompts, greedy(TOKENS + AHEAD))
-            pairs = zip(prompts, outputs, strict=True)
-            file.write_text(json.dumps([prompt + output.outputs[0].token_ids for prompt, output in pairs]))
-    return json.loads(file.read_text())
+
+    def make(folder: Path) -> None:
+        base = LLM(TINY_BASE, max_num_seqs=PROMPTS, max_model_len=512)
+        outputs = base.generate(prompts, greedy(TOKENS + AHEAD))
+        pairs = zip(prompts, outputs, strict=True)
+        tokens = [prompt + output.outputs[0].token_ids for prompt, output in pairs]
+        (folder / "tokens.json").write_text(json.dumps(tokens))
+
+    return json.loads((made_once(tmp_path_factory, "answers", make) / "tokens.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -67,11 +68,10 @@ def train_on_answers(
     """Heads by loss, attention and steps, made by whichever worker needs them first."""
 
     def make(loss: str, attention: str, steps: int) -> Trained:
-        shared = _shared(tmp_path_factory) / f"trained-{loss}-{attention}"
-        with FileLock(f"{shared}.lock"):
-            if not (shared / "done").exists():
-                _make(shared, answers, [f"loss.kind={loss}", f"heads.attention={attention}", f"steps={steps}"])
-                (shared / "done").touch()
+        settings = [f"loss.kind={loss}", f"heads.attention={attention}", f"steps={steps}"]
+        shared = made_once(
+            tmp_path_factory, f"trained-{loss}-{attention}", lambda folder: _make(folder, answers, settings)
+        )
         return Trained(shared / "run", shared / "hf")
 
     return make
@@ -83,15 +83,8 @@ def trained(train_on_answers: Callable[[str, str, int], Trained]) -> Trained:
     return train_on_answers("kl", "serving", 32)
 
 
-def _shared(factory: pytest.TempPathFactory) -> Path:
-    """The parent of the workers' temporary directories, common to all."""
-    folder = factory.getbasetemp()
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-
-
 def _make(shared: Path, answers: list[list[int]], settings: list[str]) -> None:
     tokenizer = load_tokenizer(TINY_BASE)
-    shared.mkdir()
     lines = [json.dumps({"text": tokenizer.decode(tokens[:-AHEAD])}) + "\n" for tokens in answers]
     cache, data = shared.with_name("cache"), shared.with_name("answers.jsonl")
     paths = [f"model={TINY_BASE}", f"output={shared / 'run'}", f"data.train=[{data}]", f"cache={cache}"]

@@ -10,6 +10,7 @@ import torch
 from mtpkit.checkpoint import save_model
 from mtpkit.data import build_dataset, load_tokenizer
 from mtpkit.model import SequenceInput, base_forward, compute_logits
+from tests.shared import made_once
 from tests.training.toy import toy_model
 
 SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left + right\n"]
@@ -18,10 +19,13 @@ SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left
 @pytest.fixture(scope="session")
 def text_files(tmp_path_factory) -> tuple[Path, Path]:
     """Two sentences in random order, many times: text to train on, and held-out text."""
-    folder = tmp_path_factory.mktemp("text")
-    rng = random.Random(0)
-    for name, count in (("train.txt", 400), ("heldout.txt", 60)):
-        (folder / name).write_text("".join(rng.choices(SENTENCES, k=count)))
+
+    def make(folder):
+        rng = random.Random(0)
+        for name, count in (("train.txt", 400), ("heldout.txt", 60)):
+            (folder / name).write_text("".join(rng.choices(SENTENCES, k=count)))
+
+    folder = made_once(tmp_path_factory, "text", make)
     return folder / "train.txt", folder / "heldout.txt"
 
 

@@ -14,10 +14,9 @@ from mtpkit.training import load_config, train
 from mtpkit.training.config import ParallelConfig
 from mtpkit.training.parallel import check_layout
 from tests.ranks import run_ranks
+from tests.shared import made_once
 from tests.training.parallel_ranks import CASES, EXPERTS, gradients, work
 from tests.training.toy import CONFIG, cut, toy_batch
-
-pytestmark = pytest.mark.xdist_group("ranks")  # what they wrote is for all tests here: one worker makes it
 
 TWO = {
     "data": {},
@@ -91,11 +90,13 @@ def run_settings(base, text_files):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tokenizer_dir):
     """A base with experts, and a tokenizer."""
-    directory = tmp_path_factory.mktemp("moe_base")
-    sizes = dict(pattern="*EM-M", mtp_pattern="", mtp_num_depths=0, vocab_size=300, init_std=0.3, qk_layernorm=True)
-    save_model(build_model(CONFIG.replace(**{**EXPERTS, **sizes}), device="cpu"), directory)
-    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
-    return directory
+
+    def make(directory):
+        sizes = dict(pattern="*EM-M", mtp_pattern="", mtp_num_depths=0, vocab_size=300, init_std=0.3, qk_layernorm=True)
+        save_model(build_model(CONFIG.replace(**{**EXPERTS, **sizes}), device="cpu"), directory)
+        shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+
+    return made_once(tmp_path_factory, "moe_base", make)
 
 
 @pytest.fixture(scope="module")
@@ -107,28 +108,29 @@ def settings(base, text_files):
 def two(tmp_path_factory, settings, where):
     """What two processes wrote: gradients of all cases, and runs."""
     need_gpus(where, 2)
-    out = tmp_path_factory.mktemp("two")
-    runs = [
-        ["parallel.tensor=2", "optimizer.kind=muon", f"output={out / 'tensor'}"],
-        ["optimizer.offload=true", "eval_interval=4", f"output={out / 'offload'}"],
-        *(
-            [f"parallel.{kind}=2", f"steps={steps}", f"output={out / 'moves'}", *more]
-            for steps, (kind, *more) in enumerate(MOVES, start=1)
-        ),
-    ]
-    undistributed = ("gradients", "undistributed", ("experts", TWO["expert"], False, where))
-    jobs = [*gradient_jobs(TWO, TWO_PAIRS, where), undistributed, ("stream", where)]
-    run_ranks(work, out, [*jobs, *(("train", [*settings, *changes]) for changes in runs)], device=where)
-    return out
+
+    def make(out):
+        runs = [
+            ["parallel.tensor=2", "optimizer.kind=muon", f"output={out / 'tensor'}"],
+            ["optimizer.offload=true", "eval_interval=4", f"output={out / 'offload'}"],
+            *(
+                [f"parallel.{kind}=2", f"steps={steps}", f"output={out / 'moves'}", *more]
+                for steps, (kind, *more) in enumerate(MOVES, start=1)
+            ),
+        ]
+        undistributed = ("gradients", "undistributed", ("experts", TWO["expert"], False, where))
+        jobs = [*gradient_jobs(TWO, TWO_PAIRS, where), undistributed, ("stream", where)]
+        run_ranks(work, out, [*jobs, *(("train", [*settings, *changes]) for changes in runs)], device=where)
+
+    return made_once(tmp_path_factory, f"two-{where}", make)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, where):
     """What four processes wrote: gradients of some cases."""
     need_gpus(where, 4)
-    out = tmp_path_factory.mktemp("four")
-    run_ranks(work, out, gradient_jobs(FOUR, FOUR_PAIRS, where), ranks=4, device=where)
-    return out
+    jobs = gradient_jobs(FOUR, FOUR_PAIRS, where)
+    return made_once(tmp_path_factory, f"four-{where}", lambda out: run_ranks(work, out, jobs, ranks=4, device=where))
 
 
 @pytest.fixture(scope="module")
