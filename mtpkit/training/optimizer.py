@@ -26,7 +26,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class AdamW:
-    """AdamW on regions of flat buffers; matrices decay, vectors do not."""
+    """AdamW on regions of flat buffers, each with a weight decay of its own."""
 
     def __init__(self, config: OptimizerConfig):
         self.steps = 0

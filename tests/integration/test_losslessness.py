@@ -32,7 +32,7 @@ WAYS = {
 
 def decode(model, prompts, k, **settings) -> list[list[int]]:
     llm = LLM(model, k, **{"max_model_len": 128, "block_size": 1 + k, **settings})
-    outputs = llm.generate(prompts, greedy(28))
+    outputs = llm.generate(prompts, greedy(40))
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
     return [output.outputs[0].token_ids for output in outputs]
 

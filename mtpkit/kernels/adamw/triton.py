@@ -11,7 +11,8 @@ from torch import Tensor
 
 BLOCK, NUM_WARPS = 4096, 8
 HOST_PROGRAMS = 4
-"""Of memory on the host: each has 48 KiB under way, and the bus holds about 200."""
+"""Of memory on the host. Each has 48 KiB of loads under way, which together is meant to cover the latency of the bus;
+other counts have not been measured."""
 
 
 @triton.jit
