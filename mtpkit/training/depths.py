@@ -93,6 +93,27 @@ def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Ten
     return selected
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What the depths learn from a batch. To make it the host waits for the device: best before the base runs."""
+
+    selected: Tensor
+    """[K, s, b], see `select_targets`."""
+    rows: Tensor
+    """[n] indices, among s * b, of the positions that some depth selects."""
+    mask: Tensor
+    """[K, n] bool: which of them each depth does."""
+    mask_on_host: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, num_depths: int) -> "Selection":
+        """Of depths 1 .. num_depths."""
+        selected = select_targets(batch.loss_mask, batch.documents, num_depths)
+        rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
+        mask = selected.flatten(1)[:, rows]
+        return cls(selected, rows, mask, mask.cpu())
+
+
 def count_accepted(matches: Tensor, selected: Tensor, rates: Tensor | None = None) -> Tensor:
     """Offered and accepted drafts [2, K], as `DepthSums` has them, all [K, s, b].
 
@@ -126,6 +147,7 @@ def run_depths(
     mix: HiddenMix | None = None,
     hidden: Tensor | None = None,
     recompute: bool = False,
+    selection: Selection | None = None,
 ) -> tuple[Tensor, DepthSums]:
     """Sum of each depth's loss over its selected tokens, [K] with its gradient, and the batch's sums.
 
@@ -134,11 +156,11 @@ def run_depths(
     `hidden` [s, b, h] (s / tp under sequence parallelism) are the base's hidden states; None: the base runs, without
     gradients. Tensor-parallel ranks come to the same losses and sums. Positions that no depth selects cost no lm_head;
     a depth that does not select a position that another does reads some finite row there, which its mask drops.
-    `recompute` as in `unroll_depths`.
+    `recompute` as in `unroll_depths`. `selection` is the batch's, None: made here.
     """
-    compared = _unroll(model, batch, num_depths, attention, mix, hidden, recompute)
+    compared = _unroll(model, batch, num_depths, attention, mix, hidden, recompute, selection)
     losses, matches = head_losses(**compared.inputs, options=options)
-    counts = count_accepted(compared.spread(matches), compared.selected)
+    counts = count_accepted(compared.spread(matches), compared.selection.selected)
     return losses, compared.sums(losses.detach(), counts)
 
 
@@ -169,7 +191,7 @@ def measure_depths(
         "draft_sampling": (found.token_accept, found.overlap),
     }
     pairs = [(compared.spread(go_on), compared.spread(rate)) for go_on, rate in map(chances.__getitem__, DECODINGS)]
-    counts = [count_accepted(go_on, compared.selected, rate) for go_on, rate in pairs]
+    counts = [count_accepted(go_on, compared.selection.selected, rate) for go_on, rate in pairs]
     return compared.sums(losses, torch.cat(counts))
 
 
@@ -177,21 +199,19 @@ def measure_depths(
 class _Compared:
     """What base and depths make of the positions that some depth selects."""
 
-    selected: Tensor
-    """[K, s, b], see `select_targets`."""
-    rows: Tensor
-    """[n] indices of the positions among s * b."""
+    selection: Selection
     inputs: dict[str, Any]
     """For `head_losses`, of n tokens."""
 
     def spread(self, values: Tensor) -> Tensor:
         """[K, s, b] from what the n positions have, [K, n]; 0 elsewhere."""
-        whole = values.new_zeros(len(self.selected), self.selected[0].numel())
-        return whole.index_copy(1, self.rows, values).view_as(self.selected)
+        selected = self.selection.selected
+        whole = values.new_zeros(len(selected), selected[0].numel())
+        return whole.index_copy(1, self.selection.rows, values).view_as(selected)
 
     def sums(self, losses: Tensor, counts: Tensor) -> DepthSums:
         """Of losses [K] and counts [2 D, K]."""
-        tokens = self.selected.flatten(1).sum(dim=1)
+        tokens = self.selection.selected.flatten(1).sum(dim=1)
         return DepthSums(torch.cat([losses[None].double(), tokens[None].double(), counts.double()]))
 
 
@@ -203,13 +223,13 @@ def _unroll(
     mix: HiddenMix | None = None,
     hidden: Tensor | None = None,
     recompute: bool = False,
+    selection: Selection | None = None,
 ) -> _Compared:
     """Run all depths over a batch, and the base if that was not done."""
     assert attention != "auto", "the settings are not resolved"
+    selection = selection or Selection.of(batch, num_depths)
     hidden = base_states(model, batch) if hidden is None else hidden
-    batch_size = batch.token_ids.shape[0]
-    selected = select_targets(batch.loss_mask, batch.documents, num_depths)
-    rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
+    batch_size, rows = batch.token_ids.shape[0], selection.rows
     drafted = unroll_depths(
         model,
         hidden,
@@ -231,7 +251,8 @@ def _unroll(
         teacher=gather_sequence(model, hidden).flatten(0, 1)[rows],
         weight=output_weight(model),
         targets=batch.token_ids.t().flatten()[rows + batch_size],
-        mask=selected.flatten(1)[:, rows],
+        mask=selection.mask,
+        mask_on_host=selection.mask_on_host,
         group=model.pg_collection.tp,
     )
-    return _Compared(selected, rows, compared)
+    return _Compared(selection, compared)

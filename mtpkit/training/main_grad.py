@@ -2,7 +2,8 @@
 
 Autograd sums what the K uses of a weight contribute in the weight's own dtype: in bf16 a contribution that is 256 times
 smaller than the sum so far is lost. Here each use adds its contribution to `parameter.main_grad` (megatron-core's name
-for the fp32 gradient that the optimizer keeps) as soon as the backward has it, and `parameter.grad` stays None.
+for the fp32 gradient that the optimizer keeps) as soon as the backward has it, and `parameter.grad` stays None. The
+product that gives a linear's contribution is itself added up in fp32, without a tensor of its own.
 """
 
 from collections.abc import Iterator
@@ -11,14 +12,32 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
 from mtpkit.model.inputs import LayerInput
+from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mtpkit.model.mtp import head_of, mtp_forward
 
 
+class _WeightGradient:
+    """What megatron-core's linears call, under the name of an extension of apex, to accumulate into `main_grad`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """Add grad_output [n, out] transposed times inputs [n, in] to main_grad [out, in] fp32."""
+        if inputs.is_cuda and inputs.dtype != main_grad.dtype:
+            torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=main_grad.dtype, out=main_grad)
+        else:
+            main_grad.addmm_(grad_output.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
+
+
+layers.fused_weight_gradient_mlp_cuda = _WeightGradient
+_LINEARS = (ColumnParallelLinear, RowParallelLinear)
+
+
 class _IntoMainGrad(torch.autograd.Function):
-    """The parameter itself, whose gradient goes to `main_grad`."""
+    """The parameter itself, whose gradient goes to `main_grad`: of whatever is not a linear of ours."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
@@ -40,12 +59,18 @@ def gradients_into_main(module: nn.Module) -> Iterator[None]:
         for name, parameter in owner._parameters.items()
         if parameter is not None and parameter.requires_grad and hasattr(parameter, "main_grad")
     ]
+    linears = [owner for owner, name, _ in found if name == "weight" and isinstance(owner, _LINEARS)]
+    others = [entry for entry in found if entry[1] != "weight" or not isinstance(entry[0], _LINEARS)]
     try:
-        for owner, name, parameter in found:
+        for linear in linears:
+            linear.gradient_accumulation_fusion = True
+        for owner, name, parameter in others:
             owner._parameters[name] = _IntoMainGrad.apply(parameter, parameter.main_grad)
         yield
     finally:
-        for owner, name, parameter in found:
+        for linear in linears:
+            linear.gradient_accumulation_fusion = False
+        for owner, name, parameter in others:
             owner._parameters[name] = parameter
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from mtpkit.kernels.adamw import adamw_
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region
 from mtpkit.training.muon import Muon
+from mtpkit.training.offload import HostState, Part
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -26,10 +28,11 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class AdamW:
-    """AdamW on regions of flat buffers, each with a weight decay of its own."""
+    """AdamW on regions of flat buffers, each with a weight decay of its own; `host` updates those that are there."""
 
-    def __init__(self, config: OptimizerConfig):
+    def __init__(self, config: OptimizerConfig, host: HostState | None = None):
         self.steps = 0
+        self._host = host
         self._settings: dict[str, Any] = dict(betas=config.betas, eps=config.eps)
         self._parts: list[tuple[Region, float]] = []
 
@@ -42,10 +45,21 @@ class AdamW:
     def step(self, lr: float) -> None:
         """Update the regions by the gradients in their buffers, which become the new weights."""
         self.steps += 1
-        for region, weight_decay in self._parts:
-            if len(region.grad):
-                master, first, second = (region.tensors[name] for name in ("fp32_param", "exp_avg", "exp_avg_sq"))
-                adamw_(region.grad, master, first, second, self.steps, lr, weight_decay=weight_decay, **self._settings)
+        settings = self._settings | dict(step=self.steps, lr=lr)
+        parts = [
+            Part(
+                partial(adamw_, weight_decay=weight_decay, **settings),
+                region.grad,
+                [region.tensors[name] for name in ("fp32_param", "exp_avg", "exp_avg_sq")],
+            )
+            for region, weight_decay in self._parts
+            if len(region.grad)
+        ]
+        if self._host is not None:
+            self._host.start(parts)
+            return
+        for part in parts:
+            part.update(part.grad, *part.state)
 
 
 class HeadOptimizer:
@@ -78,7 +92,8 @@ class HeadOptimizer:
             )
             if some
         ]
-        self._adamw, self._muon = AdamW(config), Muon(config.momentum, config.weight_decay)
+        self._host = HostState() if offload else None
+        self._adamw, self._muon = AdamW(config, self._host), Muon(config.momentum, config.weight_decay)
         matrices, vectors = (MATRIX, PARTIAL_MATRIX), (PARTIAL_VECTOR, VECTOR)
         for buffer in self.buffers:
             if config.kind == "muon":
@@ -89,7 +104,6 @@ class HeadOptimizer:
             self._adamw.add(buffer.region(vectors), 0.0)
         self._uses_muon = config.kind == "muon"
         self._defers = config.offload
-        self._beside = torch.cuda.Stream() if offload else None
         self._unfinished = False
 
     @torch.no_grad()
@@ -114,10 +128,7 @@ class HeadOptimizer:
         if self.clip_grad and norm > self.clip_grad:
             for buffer in self.buffers:
                 buffer.own.mul_(self.clip_grad / norm)
-        if self._beside is not None:
-            self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):  # None: the current one
-            self._adamw.step(lr)
+        self._adamw.step(lr)
         if self._uses_muon:
             self._muon.step(lr)
             for buffer in self.buffers:
@@ -132,8 +143,8 @@ class HeadOptimizer:
         if not self._unfinished:
             return
         self._unfinished = False
-        if self._beside is not None:
-            torch.cuda.current_stream().wait_stream(self._beside)
+        if self._host is not None:
+            self._host.finish()
         for buffer in self.buffers:
             buffer.publish()
 
@@ -156,8 +167,8 @@ class HeadOptimizer:
         if not self.buffers:
             return {}
         self.finish()
-        if self._beside is not None:
-            self._beside.synchronize()  # the host reads its own memory
+        if self._host is not None:
+            self._host.synchronize()
         found = get_param_id_to_sharded_param_map(dict(model_state), self.parameters)
         parts = {id(parameter): found[index] for index, parameter in enumerate(self.parameters)}
         return {str(index): buffer.sharded_state(parts) for index, buffer in enumerate(self.buffers)}

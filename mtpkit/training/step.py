@@ -9,7 +9,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.data import PackedBatch
 from mtpkit.training.config import HeadAttention, TrainConfig
-from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths, run_depths, select_targets
+from mtpkit.training.depths import DECODINGS, DepthSums, Selection, measure_depths, run_depths
 from mtpkit.training.loss import LossOptions
 from mtpkit.training.mixing import HiddenMix
 from mtpkit.training.optimizer import HeadOptimizer
@@ -41,18 +41,19 @@ def train_step(
         which do not wait for the last one.
     """
     num_depths = config.heads.num_depths
-    selected = [select_targets(batch.loss_mask, batch.documents, num_depths) for batch in batches]
-    tokens = torch.stack([mask.flatten(1).sum(dim=1) for mask in selected]).sum(dim=0)
+    selections = [Selection.of(batch, num_depths) for batch in batches]
+    tokens = torch.stack([selection.mask.sum(dim=1) for selection in selections]).sum(dim=0)
     dist.all_reduce(tokens, group=group)
     weights = torch.tensor(config.depth_weights(), dtype=torch.float32, device=tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
     mix = _hidden_mix(model, config, step, group)
     attention, options = config.heads.attention, loss_options(config)
-    for batch, hidden in stream_base(model, batches):
+    # A stage without heads has its part in the stream, and no batches.
+    for (batch, hidden), selection in zip(stream_base(model, batches), selections, strict=False):
         optimizer.finish()
         losses, batch_sums = run_depths(
-            model, batch, num_depths, attention, options, mix, hidden, config.heads.recompute
+            model, batch, num_depths, attention, options, mix, hidden, config.heads.recompute, selection
         )
         (losses * scale).sum().backward()  # into the optimizer's fp32 gradients
         sums += batch_sums

@@ -43,6 +43,22 @@ def test_nothing_is_lost_between_uses(recompute):
     assert isinstance(module.weight, torch.nn.Parameter)
 
 
+def test_a_linear_adds_up_its_gradient_in_fp32(device):
+    """What a use contributes is not rounded to bf16 either."""
+    head = build_model(CONFIG, dtype=torch.bfloat16, device=device).mtp.layers[0]
+    product, width = head.eh_proj, head.eh_proj.weight.shape[1]
+    inputs = torch.randn(7, 1, width, device=device).bfloat16()
+    slope = torch.randn(7, 1, len(product.weight), device=device).bfloat16()
+    product.weight.main_grad = torch.ones(product.weight.shape, device=device)
+    for _ in range(2):
+        with gradients_into_main(product):
+            output, _ = product(inputs)
+        output.backward(slope)
+    want = 1 + 2 * slope[:, 0].double().t() @ inputs[:, 0].double()
+    assert product.weight.grad is None
+    assert (product.weight.main_grad - want).norm() < 1e-6 * want.norm()
+
+
 def test_parameters_return_after_an_error():
     module = torch.nn.Linear(2, 2)
     module.weight.main_grad = torch.zeros(2, 2)

@@ -8,9 +8,11 @@ import torch
 from mtpkit.checkpoint import load_model
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
+from mtpkit.training import offload as offloading
+from mtpkit.training import optimizer as optimizers
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.freeze import freeze_base
-from mtpkit.training.optimizer import AdamW, HeadOptimizer
+from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.step import train_step
 from tests.training.test_run import metrics, run, settings  # noqa: F401  (a fixture)
 from tests.training.test_step import toy_config
@@ -21,14 +23,18 @@ SHAPES = [(64, 70_001), (33,), (5, 7)]
 
 @pytest.fixture
 def late(monkeypatch):
-    """Updates begin long after they were asked for."""
-    update = AdamW.step
+    """Whatever an update does begins long after it could; there are many pieces."""
 
-    def slow(self, lr):
-        torch.cuda._sleep(200_000_000)
-        update(self, lr)
+    def slowly(function):
+        def slow(*args, **kwargs):
+            torch.cuda._sleep(5_000_000)
+            function(*args, **kwargs)
 
-    monkeypatch.setattr(AdamW, "step", slow)
+        return slow
+
+    monkeypatch.setattr(optimizers, "adamw_", slowly(optimizers.adamw_))
+    monkeypatch.setattr(offloading, "_copy", slowly(offloading._copy))
+    monkeypatch.setattr(offloading, "PIECE", 1_000_000)
 
 
 @pytest.mark.gpu

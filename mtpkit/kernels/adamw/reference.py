@@ -20,14 +20,14 @@ def adamw_(
 
     Args:
         grad: [n] fp32.
-        master, exp_avg, exp_avg_sq: [n] fp32, all on the device of `grad`, or all in pinned memory of the host.
+        master, exp_avg, exp_avg_sq: [n] fp32, on the device of `grad`.
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, times `lr`.
     """
     adamw(
         [master],
-        [grad.to(master.device)],
+        [grad],
         [exp_avg],
         [exp_avg_sq],
         [],

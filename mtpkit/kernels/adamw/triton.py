@@ -1,18 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""AdamW in one pass over gradient, weights and moments, wherever these lie.
-
-A GPU reads and writes pinned memory of the host as its own, over the bus: nothing is copied to the device first. A few
-programs keep the bus busy, and leave the other multiprocessors to what runs beside them.
-"""
+"""AdamW in one pass over gradient, weights and moments."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 BLOCK, NUM_WARPS = 4096, 8
-HOST_PROGRAMS = 4
-"""Of memory on the host. Each has 48 KiB of loads under way, which together is meant to cover the latency of the bus;
-other counts have not been measured."""
 
 
 @triton.jit
@@ -22,7 +15,6 @@ def _adamw_kernel(
     exp_avg,
     exp_avg_sq,
     size,
-    rounds,
     shrink,
     rate,
     gain1,
@@ -33,21 +25,19 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    for _ in range(rounds):
-        mask = place < size
-        weight = tl.load(master + place, mask=mask)
-        first = tl.load(exp_avg + place, mask=mask)
-        second = tl.load(exp_avg_sq + place, mask=mask)
-        slope = tl.load(grad + place, mask=mask)
-        first += (slope - first) * gain1
-        second = second * beta2 + slope * slope * gain2
-        weight -= shrink * weight
-        weight -= rate * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
-        tl.store(exp_avg + place, first, mask=mask)
-        tl.store(exp_avg_sq + place, second, mask=mask)
-        tl.store(master + place, weight, mask=mask)
-        tl.store(grad + place, weight, mask=mask)
-        place += tl.num_programs(0) * BLOCK
+    mask = place < size
+    weight = tl.load(master + place, mask=mask)
+    first = tl.load(exp_avg + place, mask=mask)
+    second = tl.load(exp_avg_sq + place, mask=mask)
+    slope = tl.load(grad + place, mask=mask)
+    first += (slope - first) * gain1
+    second = second * beta2 + slope * slope * gain2
+    weight -= shrink * weight
+    weight -= rate * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
+    tl.store(exp_avg + place, first, mask=mask)
+    tl.store(exp_avg_sq + place, second, mask=mask)
+    tl.store(master + place, weight, mask=mask)
+    tl.store(grad + place, weight, mask=mask)
 
 
 def adamw_(
@@ -62,16 +52,13 @@ def adamw_(
     weight_decay: float,
 ) -> None:
     """See the reference."""
-    blocks = triton.cdiv(len(grad), BLOCK)
     beta1, beta2 = betas
-    programs = blocks if master.is_cuda else min(blocks, HOST_PROGRAMS)
-    _adamw_kernel[(programs,)](
+    _adamw_kernel[(triton.cdiv(len(grad), BLOCK),)](
         grad,
         master,
         exp_avg,
         exp_avg_sq,
         len(grad),
-        triton.cdiv(blocks, programs),
         lr * weight_decay,
         lr / (1 - beta1**step),
         1 - beta1,
