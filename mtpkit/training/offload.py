@@ -55,8 +55,7 @@ class HostState:
             # Of the current stream's memory, so that it can be used there after `finish`.
             count, device = max(len(part.state) for part in parts), parts[0].grad.device
             self._room = torch.empty(PIECES, count, min(PIECE, longest), device=device)
-            for stream in (self._inward, self._update):
-                stream.wait_stream(torch.cuda.current_stream())
+            self._inward.wait_stream(torch.cuda.current_stream())
             self._job = self._thread.submit(self._run, parts, self._room)
 
     def finish(self) -> None:

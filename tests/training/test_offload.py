@@ -1,19 +1,22 @@
 """Masters and moments on the host: the same updates, however late they end."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
 from mtpkit.checkpoint import load_model
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from mtpkit.training import offload as offloading
 from mtpkit.training import optimizer as optimizers
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.freeze import freeze_base
+from mtpkit.training.offload import HostState
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.step import train_step
+from tests.training.streams import Device
 from tests.training.test_run import metrics, run, settings  # noqa: F401  (a fixture)
 from tests.training.test_step import toy_config
 from tests.training.toy import CONFIG, toy_batch, toy_model
@@ -74,6 +77,55 @@ def test_heads_wait_for_the_update(late):
         found.append([parameter.detach().clone() for parameter in heads.values()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_of_the_streams_gives_the_same(monkeypatch, seed):
+    """What is asked of streams is done late and in any order that they allow, in memory that had another use before and
+    has another one after."""
+    device, copy, empty = Device(seed), offloading._copy, torch.empty
+    device.install(monkeypatch, torch.cuda)
+    monkeypatch.setattr(offloading, "_copy", lambda *tensors: device.current().ask(lambda: copy(*tensors)))
+    monkeypatch.setattr(offloading, "PIECE", 4)
+    room = torch.empty(offloading.PIECES, 2, 4)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **where: room[tuple(map(slice, sizes))])
+
+    def ask(grad, total, last):
+        def update():
+            total.add_(grad)
+            last.copy_(grad)
+            grad.mul_(2)
+
+        device.current().ask(update)
+
+    host, grads, seen = HostState(), [torch.zeros(50), torch.zeros(3), torch.zeros(0)], []
+    parts = [offloading.Part(ask, grad, torch.zeros(2, len(grad))) for grad in grads]
+    values = [[torch.randn(len(grad)) for grad in grads] for _ in range(3)]
+    for step in values:
+        device.main.ask(lambda: room.fill_(torch.nan))
+        for grad, value in zip(grads, step, strict=True):
+            device.main.ask(partial(grad.copy_, value))
+        host.start(parts)
+        host.finish()
+        device.main.ask(lambda: (room.fill_(torch.nan), seen.append([grad.clone() for grad in grads])))
+    host.synchronize()
+    for part, *step in zip(parts, *values, strict=True):
+        torch.testing.assert_close(part.state, torch.stack([sum(step), step[-1]]))
+    device.main.synchronize()
+    monkeypatch.setattr(torch, "empty", empty)
+    for found, step in zip(seen, values, strict=True):
+        torch.testing.assert_close(found, [2 * value for value in step])
+
+
+def test_what_an_update_raises_is_raised(monkeypatch):
+    def fail(*tensors):
+        raise MtpkitError("out of memory")
+
+    Device(0).install(monkeypatch, torch.cuda)
+    host = HostState()
+    host.start([offloading.Part(fail, torch.zeros(3), torch.zeros(2, 3))])
+    with pytest.raises(MtpkitError, match="out of memory"):
+        host.finish()
 
 
 def test_a_run_may_go_on_with_the_other(settings, device, tmp_path):  # noqa: F811
