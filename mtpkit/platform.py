@@ -6,11 +6,12 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mtpkit.errors import MtpkitError, UserError
@@ -73,6 +74,12 @@ class _CpuInsteadOfCuda(TorchFunctionMode):
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = torch.device("cpu")
         return func(*args, **kwargs)
+
+
+def to_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` as a tensor on the device, without waiting for what is under way there."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 @functools.cache

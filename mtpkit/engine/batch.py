@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.request import Request
-from mtpkit.engine.sampler import SamplingTensors, SamplingUse, sampling_tensors, to_device
+from mtpkit.engine.sampler import SamplingTensors, SamplingUse, sampling_tensors
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Batch, Plan
 from mtpkit.model.inputs import LayerCache, StepInput
+from mtpkit.platform import to_device
 
 
 class BatchBuilder:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mtpkit.engine.request import Request
 from mtpkit.kernels import sampling as ops
 from mtpkit.kernels.draft_head import argmax
+from mtpkit.platform import to_device
 
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)
 """Independent random numbers of a token position: its token, the acceptance of its draft, the draft itself."""
@@ -71,12 +72,6 @@ class SamplingTensors:
     seeds: Tensor
     """[S] int64."""
     penalties: Penalties | None
-
-
-def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` as a tensor on the device, without waiting for what is under way there."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 def sampling_tensors(requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingTensors:

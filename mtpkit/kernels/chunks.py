@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtpkit.platform import to_device
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -36,5 +38,5 @@ def chunks(lens: tuple[int, ...], size: int, device: torch.device) -> Chunks:
         row += [index] * (len(start) - 1 - len(row))
         last.append(len(row) - 1)
     parts = (start, row, last, row_start)
-    host = torch.tensor([number for part in parts for number in part], pin_memory=device.type == "cuda")
-    return Chunks(*host.to(device, non_blocking=True).split([len(part) for part in parts]))
+    numbers = to_device([number for part in parts for number in part], torch.int64, device)
+    return Chunks(*numbers.split([len(part) for part in parts]))

@@ -89,7 +89,7 @@ class LossConfig:
     hidden_mix_kind: MixKind = "sample"
     """`sample`: each position reads one or the other, at random. `blend`: each reads the weighted sum."""
     chunk_size: int = 0
-    """Tokens whose logits are held at once; 0: as many as 512 MiB hold on a GPU, 16 MiB on a CPU, at least 64."""
+    """Tokens whose logits are held at once; 0: as many as 384 MiB hold on a GPU, 16 MiB on a CPU, at least 64."""
 
     def weights(self, num_depths: int) -> tuple[float, ...]:
         """One weight a depth, summing to 1."""

@@ -34,11 +34,12 @@ from mtpkit.kernels.head_loss import (
     number_tokens,
     row_losses,
 )
+from mtpkit.platform import to_device
 
 CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
-"""What the logits of a chunk take, base and depths together: on a GPU enough rows for products at full rate (both
-together take 38 ms for 4,096 tokens, h = 4,096, V = 131,072, K = 3 on an H200, 43 with 512 MiB, 39 with 256), on a CPU
-what stays in its cache."""
+"""What the logits of a chunk take, base and depths together: on a GPU enough rows for products at full rate, on a CPU
+what stays in its cache. The products for logits and for the gradient take 38 ms on an H200 for 4,096 tokens at h =
+4,096, V = 131,072, K = 3; with 512 MiB 43 ms, with 256 MiB 39."""
 LEAST_TOKENS = 64
 """A chunk has at least so many, and a multiple of them, however large the vocabulary: each reads the whole lm_head."""
 _ALIGNMENT = 64  # elements between rows of logits are a multiple of this, for loads of 16 bytes
@@ -297,7 +298,8 @@ def _chunks(mask: Tensor, chunk_size: int, device: torch.device) -> Iterator[tup
         for depth, chosen in enumerate(mask[:, rows]):
             span = slice(end, end := end + int(chosen.sum()))
             full = span.stop - span.start == len(chosen)
-            parts.append(_Part(depth, rows if full else (start + chosen.nonzero()[:, 0]).to(device), span))
+            index = rows if full else to_device((start + chosen.nonzero()[:, 0]).tolist(), torch.int64, device)
+            parts.append(_Part(depth, index, span))
         if end:
             yield rows, parts
 

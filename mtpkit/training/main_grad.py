@@ -3,7 +3,8 @@
 Autograd sums what the K uses of a weight contribute in the weight's own dtype: in bf16 a contribution that is 256 times
 smaller than the sum so far is lost. Here each use adds its contribution to `parameter.main_grad` (megatron-core's name
 for the fp32 gradient that the optimizer keeps) as soon as the backward has it, and `parameter.grad` stays None. The
-product that gives a linear's contribution is itself added up in fp32, without a tensor of its own.
+product that gives the contribution of one of megatron-core's linears is itself added up in fp32, without a tensor of
+its own.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
 from mtpkit.model.inputs import LayerInput
-from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mtpkit.model.mtp import head_of, mtp_forward
 
 
@@ -26,6 +26,8 @@ class _WeightGradient:
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         """Add grad_output [n, out] transposed times inputs [n, in] to main_grad [out, in] fp32."""
+        if not len(inputs):  # an expert without tokens
+            return
         if inputs.is_cuda and inputs.dtype != main_grad.dtype:
             torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=main_grad.dtype, out=main_grad)
         else:
@@ -33,11 +35,11 @@ class _WeightGradient:
 
 
 layers.fused_weight_gradient_mlp_cuda = _WeightGradient
-_LINEARS = (ColumnParallelLinear, RowParallelLinear)
+_LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The parameter itself, whose gradient goes to `main_grad`: of whatever is not a linear of ours."""
+    """The parameter itself, whose gradient goes to `main_grad`; megatron-core's linears see to that themselves."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
@@ -52,7 +54,10 @@ class _IntoMainGrad(torch.autograd.Function):
 
 @contextmanager
 def gradients_into_main(module: nn.Module) -> Iterator[None]:
-    """Uses inside of parameters in `module` that have a `main_grad` add their gradients to it, one by one."""
+    """Uses inside of parameters in `module` that have a `main_grad` add their gradients to it, one by one.
+
+    Every backward through them does, even one that asks for other gradients alone. Not to be nested on one module.
+    """
     found = [
         (owner, name, parameter)
         for owner in module.modules()

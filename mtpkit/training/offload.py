@@ -62,18 +62,18 @@ class HostState:
         """Have the current stream wait for the updates; the room that they took on the GPU is free again.
 
         Raises:
-            Exception: what an update raised.
+            Exception: what an update raised, here and at every later call: the state is between two steps.
         """
         if self._job is not None:
-            job, self._job = self._job, None
-            job.result()
+            self._job.result()
             torch.cuda.current_stream().wait_stream(self._outward)
-            self._room = None
+            self._job = self._room = None
 
     def synchronize(self) -> None:
         """Have the host wait for the updates, to read the state."""
         self._outward.synchronize()
 
+    @torch.no_grad()
     def _run(self, parts: Sequence[Part], room: Tensor) -> None:
         torch.cuda.set_device(room.device)  # this thread's
         leaving: deque[torch.cuda.Event] = deque()

@@ -142,11 +142,11 @@ class HeadOptimizer:
         """Have what follows see the last update. Collective, as `step` is; does nothing a second time."""
         if not self._unfinished:
             return
-        self._unfinished = False
         if self._host is not None:
             self._host.finish()
         for buffer in self.buffers:
             buffer.publish()
+        self._unfinished = False
 
     def reduce(self) -> float:
         """Sum every gradient over the ranks that have a part of it; the global norm."""

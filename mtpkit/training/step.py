@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.data import PackedBatch
+from mtpkit.platform import to_device
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, Selection, measure_depths, run_depths
 from mtpkit.training.loss import LossOptions
@@ -44,7 +45,7 @@ def train_step(
     selections = [Selection.of(batch, num_depths) for batch in batches]
     tokens = torch.stack([selection.mask.sum(dim=1) for selection in selections]).sum(dim=0)
     dist.all_reduce(tokens, group=group)
-    weights = torch.tensor(config.depth_weights(), dtype=torch.float32, device=tokens.device)
+    weights = to_device(config.depth_weights(), torch.float32, tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
     mix = _hidden_mix(model, config, step, group)

@@ -66,8 +66,10 @@ class Device:
     @contextmanager
     def within(self, stream):
         before, self._local.stream = self.current(), stream
-        yield
-        self._local.stream = before
+        try:
+            yield
+        finally:
+            self._local.stream = before
 
     def run(self, steps):
         """At most so many steps of streams that can go on; whether there was any."""

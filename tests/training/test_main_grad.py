@@ -43,12 +43,16 @@ def test_nothing_is_lost_between_uses(recompute):
     assert isinstance(module.weight, torch.nn.Parameter)
 
 
-def test_a_linear_adds_up_its_gradient_in_fp32(device):
-    """What a use contributes is not rounded to bf16 either."""
-    head = build_model(CONFIG, dtype=torch.bfloat16, device=device).mtp.layers[0]
-    product, width = head.eh_proj, head.eh_proj.weight.shape[1]
-    inputs = torch.randn(7, 1, width, device=device).bfloat16()
-    slope = torch.randn(7, 1, len(product.weight), device=device).bfloat16()
+@pytest.mark.parametrize("tokens", [7, 0])
+@pytest.mark.parametrize("which", ["eh_proj", "linear_fc1", "linear_fc2"])
+def test_a_linear_adds_up_its_gradient_in_fp32(device, which, tokens):
+    """What a use contributes is not rounded to bf16 either; those of experts too, which may have no token."""
+    config = CONFIG.replace(mtp_pattern="*E", **EXPERTS)
+    head = build_model(config, dtype=torch.bfloat16, device=device).mtp.layers[0]
+    product = next(module for name, module in head.named_modules() if name.endswith(which))
+    width = product.weight.shape[1]
+    inputs = torch.randn(tokens, 1, width, device=device).bfloat16()
+    slope = torch.randn(tokens, 1, len(product.weight), device=device).bfloat16()
     product.weight.main_grad = torch.ones(product.weight.shape, device=device)
     for _ in range(2):
         with gradients_into_main(product):

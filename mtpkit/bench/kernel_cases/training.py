@@ -100,7 +100,7 @@ def activation(shapes: Shapes, length: int) -> Case:
 
 
 def update(shapes: Shapes) -> Case:
-    """AdamW on one square matrix, masters and moments on the device."""
+    """AdamW on one square matrix."""
     count = shapes.config.hidden_size**2
 
     def make() -> Args:
