@@ -311,13 +311,16 @@ class _Bench:
         config, shape = self.config, (self.config.micro_batch_size, length)
         generator = torch.Generator().manual_seed(config.seed + number * self.group.size() + self.group.rank())
         place = torch.arange(length).expand(shape)
-        document_len = config.document_len or length
+        document_len = min(config.document_len or length, length)
+        rest = length % document_len
+        document_lens = (document_len,) * (length // document_len) + ((rest,) if rest else ())
         vocab_size, width = self.model.mtpkit_config.vocab_size, self.model.mtpkit_config.hidden_size
         batch = PackedBatch(
             token_ids=torch.randint(vocab_size, shape, generator=generator),
             loss_mask=torch.ones(shape, dtype=torch.bool),
             documents=(place // document_len).int(),
             positions=place % document_len,
+            document_lens=document_lens * shape[0],
         ).to(self.device)
         if not config.cached:
             return batch

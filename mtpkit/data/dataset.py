@@ -37,6 +37,8 @@ class PackedBatch:
     """[b, s] int32, non-decreasing index of the document within its sequence; padding is a last document."""
     positions: Tensor
     """[b, s] int64, position of each token inside its document."""
+    document_lens: tuple[int, ...] | None = None
+    """Of the documents, row after row; None: to be read from `documents`, for which the host waits for the device."""
     hidden: Callable[[], Any] | None = None
     """Reads the base's final hidden states of these sequences, where they are cached."""
 
@@ -149,17 +151,21 @@ class PackedDataset:
         token_ids = np.full(shape, self._pad_id, dtype=np.int64)
         loss_mask = np.zeros(shape, dtype=bool)
         documents = np.empty(shape, dtype=np.int32)
+        document_lens: list[int] = []
         for place, row in enumerate(rows):
             ids, mask, lengths = self._read(int(row))
             token_ids[place, : len(ids)] = ids
             loss_mask[place, : len(ids)] = mask
             documents[place] = len(lengths)
             documents[place, : len(ids)] = np.repeat(np.arange(len(lengths)), lengths)
+            padding = self.sequence_length - len(ids)
+            document_lens += [*lengths.tolist(), padding] if padding else lengths.tolist()
         return PackedBatch(
             token_ids=torch.from_numpy(token_ids),
             loss_mask=torch.from_numpy(loss_mask),
             documents=torch.from_numpy(documents),
             positions=torch.from_numpy(_positions(documents)),
+            document_lens=tuple(document_lens),
             hidden=None if self.read_hidden is None else partial(self.read_hidden, rows),
         )
 

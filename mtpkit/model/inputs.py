@@ -34,14 +34,19 @@ class SequenceInput(LayerInput):
     `documents` [b, s] int: non-decreasing index of the document a token belongs to; attention, convolution and state
     never cross from one to the next. None: each row is one document.
     `positions` [b, s] int: rotary position of each token inside its document. None: 0, 1, 2, ...
+    `document_lens`: lengths of the documents, row after row. None: read from `documents`, if need be.
     """
 
     documents: Tensor | None = None
     positions: Tensor | None = None
+    document_lens: tuple[int, ...] | None = None
 
     def lens(self, batch: int, length: int) -> tuple[int, ...]:
-        """Lengths of the documents of `batch` rows of `length` tokens, row after row; waits for the device, once."""
-        return (length,) * batch if self.documents is None else self._lens
+        """Lengths of the documents of `batch` rows of `length` tokens, row after row.
+
+        Waits for the device, once, where only the device knows.
+        """
+        return (length,) * batch if self.documents is None else self.document_lens or self._lens
 
     @cached_property
     def _lens(self) -> tuple[int, ...]:

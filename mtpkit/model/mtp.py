@@ -202,7 +202,7 @@ def unroll_depths(
     for depth in range(1, num_depths + 1):
         inputs: LayerInput = SequenceInput(documents, positions)
         if serving:
-            inputs = DepthInput(documents, positions, depth, streams)
+            inputs = DepthInput(documents, positions, depth=depth, streams=streams)
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         if recompute:  # nothing in a depth is random
             kept = partial(_keeping_inputs, forward)

@@ -63,7 +63,8 @@ class HiddenStates:
 def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
     """The base's hidden states [s, b, h] (s / tp under sequence parallelism): those that the batch has, or computed."""
     if batch.hidden is None:
-        return base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+        inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
+        return base_forward(model, batch.token_ids, inputs)
     stored: HiddenStates = batch.hidden()
     on_device = stored.map(lambda tensor: tensor.to(batch.token_ids.device, non_blocking=True))
     hidden = on_device.decode(model.config.params_dtype).transpose(0, 1).contiguous()

@@ -87,7 +87,8 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
     modules += [model.decoder.final_norm] if model.post_process else []
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
-        hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+        inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
+        hidden = base_forward(model, batch.token_ids, inputs)
     finally:
         for hook in hooks:
             hook.remove()

@@ -104,14 +104,16 @@ class HeadOptimizer:
             self._adamw.add(buffer.region(vectors), 0.0)
         self._uses_muon = config.kind == "muon"
         self._defers = config.offload
-        self._unfinished = False
+        self._asked: float | None = None
+        """Learning rate of an update that was put off."""
+        self._begun = False
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Sum the gradients over ranks, clip, update the parameters, and clear the gradients.
 
-        Collective over the ranks that have heads. With `config.offload` the update goes on beside what the caller does
-        next: call `finish` before parameters or gradients are used.
+        Collective over the ranks that have heads. With `config.offload` the update is put off until `begin`: call
+        `finish` before parameters or gradients are used.
 
         Returns:
             The global norm of the gradient before clipping, every parameter counted once; 0 without parameters.
@@ -121,32 +123,44 @@ class HeadOptimizer:
         """
         if not self.buffers:
             return 0.0
-        assert not self._unfinished, "gradients of heads that did not wait for the last update"
+        assert self._asked is None and not self._begun, "gradients of heads that did not wait for the last update"
         norm = self.reduce()
         if not math.isfinite(norm):
             raise MtpkitError(f"the gradient's norm is {norm}; lower optimizer.lr or set dtype=float32")
         if self.clip_grad and norm > self.clip_grad:
             for buffer in self.buffers:
                 buffer.own.mul_(self.clip_grad / norm)
+        self._asked = lr
+        if not self._defers:
+            self.finish()
+        return norm
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin the update that `step` put off, if there is one.
+
+        With state on the host it goes on beside what the caller does next. It fills the bus: small copies between host
+        and device may have to wait for it, and are best made before.
+        """
+        if self._asked is None:
+            return
+        lr, self._asked, self._begun = self._asked, None, True
         self._adamw.step(lr)
         if self._uses_muon:
             self._muon.step(lr)
             for buffer in self.buffers:
                 buffer.take_masters()
-        self._unfinished = True
-        if not self._defers:
-            self.finish()
-        return norm
 
     def finish(self) -> None:
         """Have what follows see the last update. Collective, as `step` is; does nothing a second time."""
-        if not self._unfinished:
+        self.begin()
+        if not self._begun:
             return
         if self._host is not None:
             self._host.finish()
         for buffer in self.buffers:
             buffer.publish()
-        self._unfinished = False
+        self._begun = False
 
     def reduce(self) -> float:
         """Sum every gradient over the ranks that have a part of it; the global norm."""

@@ -100,7 +100,8 @@ def _filled(batch: PackedBatch, rows: int) -> PackedBatch:
     changes: dict[str, Any] = {name: getattr(batch, name)[repeat] for name in ("token_ids", "documents", "positions")}
     if (cached := batch.hidden) is not None:
         changes["hidden"] = lambda: cached().map(lambda states: states[repeat.cpu()])
-    return dataclasses.replace(batch, **changes, loss_mask=F.pad(batch.loss_mask, (0, 0, 0, short)))
+    mask = F.pad(batch.loss_mask, (0, 0, 0, short))
+    return dataclasses.replace(batch, **changes, loss_mask=mask, document_lens=None)
 
 
 def own_rows(weight: Tensor, local: Tensor, model: HybridModel) -> Tensor:

@@ -50,6 +50,7 @@ def train_step(
     sums = DepthSums.zero(num_depths, tokens.device)
     mix = _hidden_mix(model, config, step, group)
     attention, options = config.heads.attention, loss_options(config)
+    optimizer.begin()  # the last step's update, beside the base
     # A stage without heads has its part in the stream, and no batches.
     for (batch, hidden), selection in zip(stream_base(model, batches), selections, strict=False):
         optimizer.finish()

@@ -50,6 +50,7 @@ def test_the_figures_hang_together(cached, monkeypatch):
     model, batches = calls[0][:2]
     assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
     assert batches[0].documents[0].tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 2
+    assert batches[0].document_lens == (10, 10, 10, 2) * 2
     assert not torch.equal(batches[0].token_ids, batches[1].token_ids)
 
 

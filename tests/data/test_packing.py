@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mtpkit.data import Document, PackedDataset, packing
 from mtpkit.data.dataset import pack_documents
 from mtpkit.data.packing import first_fit, pack
+from mtpkit.model import SequenceInput
 
 PAD = -1
 
@@ -86,6 +87,7 @@ def test_long_documents_are_split_and_only_targetless_parts_are_dropped(lengths:
     batch = next(dataset.batches(len(dataset)))
     assert sorted(batch.token_ids[batch.token_ids != PAD].tolist()) == kept
     assert dataset.num_tokens == len(kept)
+    assert batch.document_lens == SequenceInput(batch.documents).lens(*batch.documents.shape)
 
 
 def test_batch_layout() -> None:

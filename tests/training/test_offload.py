@@ -56,6 +56,7 @@ def test_updates_are_those_of_state_on_the_device(late):
             for parameter in parameters:
                 parameter.main_grad.normal_(generator=generator)
             optimizer.step(1e-2)
+            optimizer.begin()
             torch.full((2**26,), torch.nan, device="cuda")  # in whatever memory is free meanwhile
             optimizer.finish()
         torch.cuda.synchronize()

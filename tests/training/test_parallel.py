@@ -2,17 +2,19 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mtpkit.checkpoint import load_model, save_model
 from mtpkit.errors import UserError
-from mtpkit.model import build_model
+from mtpkit.model import SequenceInput, build_model
 from mtpkit.training import load_config, train
 from mtpkit.training.config import ParallelConfig
-from mtpkit.training.parallel import check_layout
+from mtpkit.training.parallel import check_layout, even_share
 from tests.ranks import run_ranks
 from tests.shared import made_once
 from tests.training.parallel_ranks import CASES, EXPERTS, gradients, work
@@ -260,6 +262,17 @@ def test_a_run_goes_on_at_another_layout(two, runs_alone, settings, where):
 def test_layouts_that_do_not_fit_are_refused(sizes, says):
     with pytest.raises(UserError, match=says):
         check_layout(ParallelConfig(**sizes), CONFIG)
+
+
+def test_a_short_share_is_filled_with_sequences_that_do_not_count():
+    batches = [toy_batch([[5, 3], [8]]), replace(toy_batch([[2, 6]]), document_lens=(2, 6)), toy_batch([[8], [8]])]
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    filled, spare = even_share(batches, group)
+    assert filled.token_ids[0].equal(filled.token_ids[1]) and not filled.loss_mask[1].any()
+    assert filled.loss_mask[0].equal(batches[1].loss_mask[0])
+    inputs = SequenceInput(filled.documents, filled.positions, filled.document_lens)
+    assert inputs.lens(2, 8) == (2, 6, 2, 6)
+    assert spare.token_ids.equal(batches[2].token_ids) and not spare.loss_mask.any()
 
 
 def test_settings_that_cannot_be_split_are_refused():
