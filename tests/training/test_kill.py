@@ -94,15 +94,17 @@ def check_checkpoints(output: Path, whole: Path) -> None:
         load_model(path)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(settings, launch, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("killed", ["optimizer.kind=muon", "optimizer.offload=true"])
+def test_a_killed_run_goes_on_bit_for_bit(settings, launch, killed, tmp_path):  # noqa: F811
+    """A run that puts its updates off into the next step is compared with one that does not."""
     base = [*settings, f"steps={STEPS}", "save_interval=3", "eval_interval=2", "keep_checkpoints=1"]
-    base += ["loss.hidden_mix=0.5", "optimizer.kind=muon", "optimizer.lr=1e-2"]
+    base += ["loss.hidden_mix=0.5", "optimizer.lr=1e-2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    uninterrupted = launch([*base, f"output={whole}"])
+    uninterrupted = launch([*base, f"output={whole}", *([] if "offload" in killed else [killed])])
     uninterrupted.join()
     assert uninterrupted.exitcode == 0
 
-    command = [*base, f"output={parts}"]
+    command = [*base, f"output={parts}", killed]
     cut_saves, reached = 0, set()
     for due in (in_a_save(2, 0), after(random.uniform(0, 0.5)), in_a_save(2, random.uniform(0, 0.1)), in_a_save(1, 0)):
         cut_saves += kill_when(launch(command), parts, due)
