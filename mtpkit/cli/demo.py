@@ -1,6 +1,7 @@
 """`mtpkit demo`: the whole road on the tiny base, from real text to a speedup report."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def _call(command: list[str], **environment: str) -> None:
     """
     code = subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
     if code:
-        raise MtpkitError(f"{' '.join(command[1:4])} failed with exit code {code}; see its output above")
+        raise MtpkitError(f"{shlex.join(command)} failed with exit code {code}; see its output above")
 
 
 def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[Row]":

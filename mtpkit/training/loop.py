@@ -95,6 +95,8 @@ class Trainer:
         config, throughput = self.config, Throughput()
         if self.step == 0:
             self._evaluate()
+        elif self.step >= config.steps:
+            self.log.message(f"all {self.step} steps are done already; set steps higher to go on")
         while self.step < config.steps and not stop.on_any_rank(self.device):
             lr = learning_rate(config.optimizer, self.step, config.steps)
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):

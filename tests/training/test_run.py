@@ -100,9 +100,12 @@ def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, op
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items() if tensor is not None)
 
 
-def test_only_the_newest_checkpoints_are_kept(settings):
-    output = run(settings, "save_interval=1", "keep_checkpoints=2")
-    assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
+def test_only_the_newest_checkpoints_are_kept(settings, capsys):
+    """Also when the finished run is asked for once more, which says that it is finished."""
+    for again in (False, True):
+        output = run(settings, "save_interval=1", "keep_checkpoints=2")
+        assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
+        assert ("all 6 steps are done already; set steps higher to go on" in capsys.readouterr().out) == again
 
 
 def test_checkpoints_share_the_files_of_the_base(settings, toy_base, tmp_path):
