@@ -4,6 +4,7 @@ Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V voca
 newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from mtpkit.kernels.linear import linear
 from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens, mtp_forward
 from mtpkit.model.inputs import AttentionCache, LayerCache, ReplayCache, StepInput
+
+_logger = logging.getLogger(__name__)
 
 
 class Drafter(Protocol):
@@ -70,6 +73,12 @@ def make_drafter(
         )
     recurrent = "M" in config.mtp_pattern
     if config.mtp_use_repeated_layer:
+        if depths > config.mtp_num_depths:
+            _logger.warning(
+                "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
+                depths,
+                config.mtp_num_depths,
+            )
         return RepeatedDrafter(model, depths, block_size, sample, draft_token_ids)
     if recurrent and depths > 1:
         raise UserError(

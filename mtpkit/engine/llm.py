@@ -109,12 +109,6 @@ class LLM:
         if adaptive and not drafter.device_only:
             raise UserError("num_speculative_tokens 'auto' needs a repeated MTP head: set a number for distinct ones")
         _warn_if_ignored(depths, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
-        if depths > model_config.mtp_num_depths:  # repeated heads alone come here
-            _logger.warning(
-                "num_speculative_tokens is %d, but the heads are of %d depths: drafts beyond are seldom accepted",
-                depths,
-                model_config.mtp_num_depths,
-            )
         ahead, graphs = _execution(weight.device, model_config, drafter, async_scheduling, enforce_eager)
         config = replace(
             config,

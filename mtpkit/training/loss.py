@@ -125,8 +125,7 @@ def head_losses(
         that of one loss, computed by all together.
     """
     wants_grad = torch.is_grad_enabled() and any(student.requires_grad for student in students)
-    masks = (mask, mask.cpu() if mask_on_host is None else mask_on_host)
-    return _HeadLosses.apply(teacher, weight, targets, masks, options, group, wants_grad, *students)
+    return _HeadLosses.apply(teacher, weight, targets, mask, mask_on_host, options, group, wants_grad, *students)
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,7 @@ def head_agreement(
     losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
     found = losses.new_zeros(len(Agreement.__dataclass_fields__), *mask.shape)
     logits = _Logits(teacher, weight, len(students), options.chunk_size)
-    on_host = mask.cpu() if mask_on_host is None else mask_on_host
-    for rows, parts in _chunks(on_host, logits.chunk_size, mask.device):
+    for rows, parts in _chunks(mask, mask_on_host, logits.chunk_size):
         base, drafts = logits.of(teacher[rows], [students[part.depth][part.rows] for part in parts])
         values, agreement = _agree(base, drafts, mask[:, rows], targets[rows], options, shard)
         for part in parts:
@@ -181,14 +179,13 @@ def head_agreement(
 
 class _HeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, teacher, weight, targets, masks, options, group, wants_grad, *students):
-        mask, mask_on_host = masks
+    def forward(ctx, teacher, weight, targets, mask, mask_on_host, options, group, wants_grad, *students):
         shard = VocabShard(weight.shape[0], group)
         losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
         same = torch.zeros_like(mask)
         grads = [torch.zeros_like(student) for student in students] if wants_grad else []
         logits = _Logits(teacher, weight, len(students), options.chunk_size)
-        for rows, parts in _chunks(mask_on_host, logits.chunk_size, mask.device):
+        for rows, parts in _chunks(mask, mask_on_host, logits.chunk_size):
             base, drafts = logits.of(teacher[rows], [students[part.depth][part.rows] for part in parts])
             values, row_same = _finish(base, drafts, mask[:, rows], targets[rows], options, shard, wants_grad)
             grad = drafts @ weight if wants_grad else None
@@ -208,7 +205,7 @@ class _HeadLosses(torch.autograd.Function):
             (grad * scale.to(_wide(grad))).to(grad.dtype)
             for grad, scale in zip(ctx.saved_tensors, grad_losses.unsqueeze(-1), strict=True)
         ]
-        return (None,) * 7 + tuple(scaled)
+        return (None,) * 8 + tuple(scaled)
 
 
 def _finish(
@@ -290,15 +287,16 @@ class _Part:
     span: slice
 
 
-def _chunks(mask: Tensor, chunk_size: int, device: torch.device) -> Iterator[tuple[slice, list[_Part]]]:
-    """Chunks of mask [K, N], which is on the host, with anything in them; indices are on `device`."""
+def _chunks(mask: Tensor, on_host: Tensor | None, chunk_size: int) -> Iterator[tuple[slice, list[_Part]]]:
+    """Chunks of mask [K, N] with anything in them. It is read on the host, once, where that has no copy of it."""
+    on_host = mask.cpu() if on_host is None else on_host
     for start in range(0, mask.shape[1], chunk_size):
         rows = slice(start, min(start + chunk_size, mask.shape[1]))
         parts, end = [], 0
-        for depth, chosen in enumerate(mask[:, rows]):
+        for depth, chosen in enumerate(on_host[:, rows]):
             span = slice(end, end := end + int(chosen.sum()))
             full = span.stop - span.start == len(chosen)
-            index = rows if full else to_device((start + chosen.nonzero()[:, 0]).tolist(), torch.int64, device)
+            index = rows if full else to_device((start + chosen.nonzero()[:, 0]).tolist(), torch.int64, mask.device)
             parts.append(_Part(depth, index, span))
         if end:
             yield rows, parts

@@ -34,6 +34,7 @@ class _WeightGradient:
             main_grad.addmm_(grad_output.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
 
 
+# Also where apex is there: the same sums everywhere.
 layers.fused_weight_gradient_mlp_cuda = _WeightGradient
 _LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 

@@ -80,19 +80,25 @@ def ssd_chunk_scan(
     state = x_c.new_zeros(batch, groups, rep, width, state_dim)
     if initial_state is not None:
         state = initial_state.float().view_as(state)
-    starts = []
-    for c in range(num_chunks):
-        starts.append(state)
-        state = state * keep[:, c, ..., None, None] + added[:, c]
+    starts, state = _pass_states(state, keep, added)
 
     weight_start = torch.exp(decay.float())
     if from_start is not None:
         weight_start = weight_start * from_start
-    y = y + (C_c[:, :, :, None] @ torch.stack(starts, 1).transpose(-1, -2)) * weight_start[..., None]
+    y = y + (C_c[:, :, :, None] @ starts.transpose(-1, -2)) * weight_start[..., None]
     y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, num_chunks * chunk, heads, width)[:, :length]
     if D is not None:
         y = y + x.float() * D.float()[:, None]
     return y.to(x.dtype), state.reshape(batch, heads, width, state_dim)
+
+
+def _pass_states(state: Tensor, keep: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """States at the starts of chunks [b, c, g, r, p, n] and at the end of the last, of which each keeps and adds."""
+    starts = []
+    for kept, new in zip(keep.unbind(1), added.unbind(1), strict=True):
+        starts.append(state)
+        state = state * kept[..., None, None] + new
+    return torch.stack(starts, 1), state
 
 
 def ssd_varlen(

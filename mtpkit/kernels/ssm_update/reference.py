@@ -126,27 +126,39 @@ def ssm_replay_update(
     decay = torch.cumsum((all_dt * A).double(), 1)
     current = state[slots].float().view(rows, groups, rep, width, state_dim)
 
-    queries = C.float()
-    causal = torch.ones(tokens, capacity + tokens, dtype=torch.bool, device=x.device).tril(capacity)
-    log_pair = (decay[:, capacity:, None] - decay[:, None]).float()  # [R, T, E + T, g, r]
-    weights = torch.exp(log_pair.masked_fill(~causal[None, :, :, None, None], float("-inf")))
-    scores = torch.einsum("rtgn,rjgn->rtjg", queries, all_B)
-    y = torch.einsum("rtjgq,rjgqp->rtgqp", scores[..., None] * weights, scaled_x)
-    y = y + torch.einsum("rtgn,rgqpn->rtgqp", queries, current) * torch.exp(decay[:, capacity:].float())[..., None]
+    y = _replayed(current, scaled_x, all_B, C.float(), decay)
     y = y.reshape(rows, tokens, heads, width) + x.float() * D.float()[:, None]
 
     full = ring_lens + tokens > capacity
     if bool(full.any()):
-        at_end = decay[:, capacity - 1]
-        to_end = torch.exp((at_end[:, None] - decay[:, :capacity]).float())
-        folded = current * torch.exp(at_end.float())[..., None, None]
-        decayed_x = scaled_x[:, :capacity] * to_end[..., None]
-        folded = folded + torch.einsum("rjgn,rjgqp->rgqpn", all_B[:, :capacity], decayed_x)
+        folded = _folded(current, *(t[:, :capacity] for t in (scaled_x, all_B, decay)))
         state[slots[full]] = folded.view(rows, heads, width, state_dim)[full].to(state.dtype)
     new_places = (context_lens[:, None] + torch.arange(tokens, device=x.device)) % length
     for ring, new in ((ring_x, x), (ring_B, B), (ring_dt, steps)):
         ring[slots[:, None], new_places] = new.to(ring.dtype)
     return y.to(x.dtype)
+
+
+def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
+    """Outputs [R, T, g, r, p] of the last T of J inputs after the state `current` [R, g, r, p, n].
+
+    scaled_x [R, J, g, r, p], B [R, J, g, n], queries [R, T, g, n], decay [R, J, g, r] in logarithms since that state.
+    """
+    tokens, earlier = queries.shape[1], B.shape[1] - queries.shape[1]
+    causal = torch.ones(tokens, B.shape[1], dtype=torch.bool, device=B.device).tril(earlier)
+    log_pair = (decay[:, earlier:, None] - decay[:, None]).float()  # [R, T, J, g, r]
+    weights = torch.exp(log_pair.masked_fill(~causal[None, :, :, None, None], float("-inf")))
+    scores = torch.einsum("rtgn,rjgn->rtjg", queries, B)
+    y = torch.einsum("rtjgq,rjgqp->rtgqp", scores[..., None] * weights, scaled_x)
+    return y + torch.einsum("rtgn,rgqpn->rtgqp", queries, current) * torch.exp(decay[:, earlier:].float())[..., None]
+
+
+def _folded(current: Tensor, scaled_x: Tensor, B: Tensor, decay: Tensor) -> Tensor:
+    """The state after all J inputs, [R, g, r, p, n]; arguments as above."""
+    at_end = decay[:, -1]
+    to_end = torch.exp((at_end[:, None] - decay).float())
+    added = torch.einsum("rjgn,rjgqp->rgqpn", B, scaled_x * to_end[..., None])
+    return current * torch.exp(at_end.float())[..., None, None] + added
 
 
 def step_size(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float]) -> Tensor:
