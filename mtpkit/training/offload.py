@@ -18,8 +18,8 @@ PIECE = 8 << 20
 """Elements of each tensor that are on their way at a time, enough for the bus' full rate: 48 GB/s each way beside an
 H200."""
 PIECES = 6
-"""On the GPU at a time: some come, are updated or leave, and some are there for the thread to be late. Three left the
-step a few milliseconds longer than without; six have not been measured."""
+"""On the GPU at a time: some come, are updated or leave, and some are there for the thread to be late. With three the
+heads' backward waited 7 ms for an 8B shape's update, with six it does not."""
 
 
 @dataclass(frozen=True)
