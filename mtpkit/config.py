@@ -1,7 +1,8 @@
 """The frozen description of a model, whichever checkpoint layout it came from."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -46,6 +47,29 @@ AT_MOST = (
     ("E", "moe_router_group_topk", "moe_router_num_groups"),
 )
 """(letter, field, field that it may not exceed)"""
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+VALUES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number", _is_whole),
+    int | None: ("a whole number, or nothing", lambda value: value is None or _is_whole(value)),
+    float: ("a number", _is_number),
+    bool: ("true or false", lambda value: type(value) is bool),
+    str: ("a text", lambda value: isinstance(value, str)),
+    tuple[int, ...]: ("whole numbers", lambda value: isinstance(value, tuple) and all(map(_is_whole, value))),
+    tuple[float, float]: (
+        "two numbers",
+        lambda value: isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value)),
+    ),
+}
+"""Type of a field -> what its values are, and whether one is."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +143,9 @@ class ModelConfig:
         """Yield one clause for every value of the wrong type or outside its choices."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, str) and type(value) is not field.type:
-                yield f"{field.name} {value!r} is not {'a whole number' if field.type is int else 'a text'}"
+            expected, fits = VALUES.get(field.type, ("", None))
+            if fits and not fits(value):
+                yield f"{field.name} {value!r} is not {expected}"
             elif get_origin(field.type) is Literal and value not in get_args(field.type):
                 yield f"{field.name} {value!r} is unknown; known: {', '.join(get_args(field.type))}"
 
@@ -187,7 +212,7 @@ class ModelConfig:
         values = dict(values)
         if "mamba_dt_limit" in values:
             low, high = values["mamba_dt_limit"]
-            values["mamba_dt_limit"] = (float(low), float("inf") if high is None else float(high))
+            values["mamba_dt_limit"] = (low, math.inf if high is None else high)
         if "eos_token_ids" in values:
             values["eos_token_ids"] = tuple(values["eos_token_ids"])
         return cls(**values)

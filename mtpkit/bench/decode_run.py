@@ -15,7 +15,7 @@ from mtpkit.bench.roofline import Roofline, expected_length
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.trace import Trace, trace_kernels
 from mtpkit.engine import LLM, SamplingParams
-from mtpkit.engine.llm import DTYPES
+from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ssm_update import ring_capacity

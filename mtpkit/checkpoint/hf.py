@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.atomic import copy_file
-from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, list_names
+from mtpkit.checkpoint.tensors import TensorInfo, TensorSource
 from mtpkit.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,7 +46,7 @@ class HFReader:
             shard = _open_shard(path)
             names = set(shard.keys())
             if promised is not None and names != promised:
-                odd = list_names(sorted(names ^ promised))
+                odd = ", ".join(sorted(names ^ promised))
                 raise UserError(f"{path} and {INDEX} disagree about: {odd}; download both again")
             for name in sorted(names):
                 self._add(path, shard, name, canonical(name))
@@ -77,7 +77,7 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
         shards = {directory / SINGLE: None}
     missing = [path.name for path in shards if not path.exists()]
     if missing or not shards:
-        raise UserError(f"{directory}: missing {list_names(missing) or 'weights'}; download the checkpoint again")
+        raise UserError(f"{directory}: missing {', '.join(missing) or 'weights'}; download the checkpoint again")
     return shards
 
 
@@ -159,3 +159,8 @@ def copy_companions(source: Path, destination: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in COMPANION_SUFFIXES and path.name not in OWN_FILES:
             copy_file(path, destination / path.name)
+
+
+def as_token_ids(value: Any) -> tuple[Any, ...]:
+    """Ids of one key of a Hugging Face config, which may be one, several or none."""
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpkit.checkpoint.families import config_from_hf, get_family
-from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, read_json
+from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, as_token_ids, read_json
 from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.checkpoint.megatron_config import config_from_megatron
 from mtpkit.checkpoint.tensors import TensorSource
@@ -100,6 +100,13 @@ def find_companions(directory: Path | str) -> Path:
         return directory
     marks = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
     return next((place for place in _beside(directory) if any((place / m).exists() for m in marks)), directory)
+
+
+def end_token_ids(directory: Path | str) -> frozenset[int]:
+    """What the generation settings in a directory call the end of a sequence; none where there are no settings."""
+    settings = Path(directory) / "generation_config.json"
+    found = as_token_ids(read_json(settings).get("eos_token_id")) if settings.exists() else ()
+    return frozenset(token for token in found if isinstance(token, int))
 
 
 def load_config(directory: Path | str) -> ModelConfig:

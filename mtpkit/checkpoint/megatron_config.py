@@ -46,6 +46,9 @@ UNSUPPORTED = {
 }
 """Settings with one value that can be represented."""
 
+MAMBA_EXPAND = 2
+"""Inner width of a Mamba layer in hidden sizes, where the number of its heads is not given."""
+
 MOE_FIXED = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -64,6 +67,11 @@ def config_from_megatron(values: Mapping[str, Any]) -> ModelConfig:
     """
     pattern, mtp_pattern, depths = _patterns(values)
     letters = pattern + mtp_pattern
+    missing = [
+        " or ".join(FIELDS[name]) for name in ("vocab_size", "hidden_size") if _first(values, FIELDS[name]) is None
+    ]
+    if missing:
+        raise UserError(f"Megatron config: {', '.join(missing)} is missing")
     fixed = UNSUPPORTED | (MOE_FIXED if "E" in letters else {})
     problems = [
         f"{key} {values[key]!r} is not supported, only {value!r}"
@@ -77,6 +85,8 @@ def config_from_megatron(values: Mapping[str, Any]) -> ModelConfig:
     heads = values.get("num_attention_heads") or 1
     grouped = values.get("group_query_attention", True)
     fields = {field: value for field, names in FIELDS.items() if (value := _first(values, names)) is not None}
+    if "M" in letters:  # as Megatron-LM derives it
+        fields.setdefault("mamba_num_heads", MAMBA_EXPAND * fields["hidden_size"] // fields.get("mamba_head_dim", 64))
     return ModelConfig(
         family="nemotron_h",
         pattern=pattern,

@@ -35,7 +35,7 @@ from mtpkit.checkpoint.layout import (
     latest_iteration,
 )
 from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
-from mtpkit.checkpoint.tensors import Shape, list_names, require_same_names
+from mtpkit.checkpoint.tensors import Shape, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.platform import on_first_rank
@@ -159,7 +159,7 @@ def load_checkpoint(
     shapes = _over_all_ranks({t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)})
     objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
     if objects.keys() - stored.keys():
-        raise UserError(f"{path}: missing {list_names(sorted(objects.keys() - stored.keys()))}")
+        raise UserError(f"{path}: missing {', '.join(sorted(objects.keys() - stored.keys()))}")
     tensors = {key: shape for key, shape in stored.items() if shape is not None}
     require_same_names(str(path), tensors, shapes, extra_ok=partial)
     try:

@@ -1,6 +1,6 @@
 """Named tensors that are read one at a time, whatever file or mapping they come from."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,9 +9,6 @@ from torch import Tensor
 from mtpkit.errors import UserError
 
 Shape = tuple[int, ...]
-
-MAX_LISTED = 200
-"""Names that one error lists before it says how many more there are."""
 
 
 class TensorInfo(NamedTuple):
@@ -39,13 +36,6 @@ class TensorSource(Protocol):
         ...
 
 
-def list_names(names: Iterable[str]) -> str:
-    """Names on one line, cut off at `MAX_LISTED`."""
-    names = list(names)
-    rest = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + rest
-
-
 def require_same_names(
     where: str, found: Mapping[str, Shape], expected: Mapping[str, Shape], extra_ok: bool = False
 ) -> None:
@@ -63,11 +53,11 @@ def require_same_names(
     )
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {list_names(missing)}")
+        problems.append(f"{len(missing)} missing: {', '.join(missing)}")
     if unexpected:
-        problems.append(f"{len(unexpected)} unexpected: {list_names(unexpected)}")
+        problems.append(f"{len(unexpected)} unexpected: {', '.join(unexpected)}")
     if misshapen:
-        problems.append(f"{len(misshapen)} of another shape: {list_names(misshapen)}")
+        problems.append(f"{len(misshapen)} of another shape: {', '.join(misshapen)}")
     if problems:
         raise UserError(f"{where}: tensors do not fit the model config; " + "; ".join(problems))
 

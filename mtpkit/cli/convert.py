@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from mtpkit.checkpoint.hf import MAX_SHARD_BYTES
-from mtpkit.checkpoint.tensors import list_names
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -56,7 +55,7 @@ def verify(
         (f"only in {second}", result.only_second),
     ):
         if names:
-            print(f"{len(names)} {title}: {list_names(names)}")
+            print(f"{len(names)} {title}: {', '.join(names)}")
     same = result.identical
     if logits:
         for name, difference in compare_logits(first, second).items():

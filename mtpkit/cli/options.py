@@ -48,7 +48,7 @@ Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Smallest set of tokens with this much probability; 1: all.")]
 TopK = Annotated[int, typer.Option(help="So many most likely tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(help="Tokens at least this share as likely as the most likely one.")]
-Seed = Annotated[int, typer.Option(help="Of the random numbers.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
 
 
 def parse_drafts(text: str) -> int | Literal["auto"]:

@@ -240,12 +240,16 @@ def build_dataset(
     tokenizer: "PreTrainedTokenizerBase",
     sequence_length: int,
     columns: Columns | None = None,
+    vocab_size: int | None = None,
 ) -> PackedDataset:
     """Map the prepared data of `paths`; read, tokenise and pack its files, folders and globs, with a progress bar.
 
+    Args:
+        vocab_size: of the model that is to read it; None: not known.
+
     Raises:
-        UserError: from any of the stages; see `find_sources`, `open_prepared`, `read_samples`, `tokenize`,
-            `PackedDataset`.
+        UserError: from any of the stages, see `find_sources`, `open_prepared`, `read_samples`, `tokenize`,
+            `PackedDataset`; a token that the model does not know.
     """
     from tqdm import tqdm
 
@@ -262,7 +266,29 @@ def build_dataset(
         progress = tqdm(documents, desc=f"tokenising {source.name}", unit=" documents", disable=None, leave=False)
         sources.append(pack_documents(source.name, progress, sequence_length))
     assert tokenizer.eos_token_id is not None
+    if vocab_size is not None and max(tokenizer.get_vocab().values()) >= vocab_size:
+        _require_known(sources, tokenizer, vocab_size)
     return PackedDataset(sources, sequence_length, pad_id=tokenizer.eos_token_id)
+
+
+def _require_known(sources: Sequence[PackedSource], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the end of a text.
+
+    Raises:
+        UserError: names one and the source that it is in.
+    """
+    import pyarrow.compute as pc
+
+    largest = {tokenizer.eos_token_id: "padding"}
+    for source in sources:
+        chunks = source.table["input_ids"].chunks
+        largest[max(pc.max(chunk.flatten()).as_py() or 0 for chunk in chunks)] = source.counts.name
+    token = max(largest)
+    if token >= vocab_size:
+        raise UserError(
+            f"data: {largest[token]} has token {token}, {tokenizer.convert_ids_to_tokens(token)!r}, but the model's "
+            f"vocabulary is of {vocab_size}: its tokenizer has tokens added since; take them out of the data"
+        )
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 from mtpkit.config import ModelConfig
 from mtpkit.engine.drafter import Drafter, make_drafter
 from mtpkit.engine.engine import Engine, EngineStats
+from mtpkit.engine.loading import DTYPES, open_model
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.params import EngineConfig, SamplingParams
 from mtpkit.engine.request import Request, RequestOutput
@@ -21,9 +23,7 @@ from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import cache_specs
-from mtpkit.platform import default_device
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAX_BATCHED = 2048
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class LLM:
             draft_sampling=draft_sampling,
             seed=seed,
         )
-        self.model, self.tokenizer = _load(model, dtype, device, tokenizer)
+        self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
         model_config, weight = self.model.mtpkit_config, next(self.model.parameters())
         depths = model_config.mtp_num_depths if adaptive else config.num_speculative_tokens
         draft_ids = _draft_token_ids(draft_vocab, model_config.vocab_size, weight.device)
@@ -130,7 +130,7 @@ class LLM:
             model_config.vocab_size,
             weight.device,
             self.tokenizer,
-            model_config.eos_token_ids,
+            eos_token_ids,
             SyntheticAcceptance(synthetic_acceptance, depths, weight.device) if synthetic_acceptance else None,
         )
         # A step must not wait while the collector looks through all of a model's modules. What an earlier engine froze
@@ -231,16 +231,20 @@ class LLM:
             if not known:
                 raise UserError(f"prompt {prompt} has neither 'prompt' nor 'prompt_token_ids'")
             return self._encode(prompt[known[0]])
-        if not isinstance(prompt, str):
-            return None, prompt
-        if self.tokenizer is None:
-            raise UserError("a text prompt needs a tokenizer: give one, or prompt_token_ids")
-        return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UserError("a text prompt needs a tokenizer: give one, or prompt_token_ids")
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+            raise UserError(f"a prompt is a {type(prompt).__name__}: give a text, or token ids as a list of integers")
+        return None, prompt  # type: ignore[return-value]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt as a list of one."""
-    if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+    if not isinstance(prompts, str | dict | Sequence):
+        raise UserError(f"prompts are a {type(prompts).__name__}: give texts, or lists of token ids")
+    if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -279,29 +283,6 @@ def _execution(
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
     ahead = drafter.device_only and (on_gpu if async_scheduling is None else async_scheduling)
     return ahead, on_gpu and not enforce_eager and not reason
-
-
-def _load(model: Any, dtype: str, device: torch.device | str | None, tokenizer: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer, loaded where directories are given."""
-    if isinstance(tokenizer, str | Path):
-        from mtpkit.data.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(tokenizer)
-    if not isinstance(model, str | Path):
-        own = next(model.parameters()).dtype
-        if dtype != "auto" and DTYPES[dtype] != own:
-            raise UserError(f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert the model")
-        return (model if device is None else model.to(device)).eval(), tokenizer
-    from mtpkit.checkpoint import find_companions, load_model
-    from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-
-    place = default_device() if device is None else torch.device(device)
-    auto = torch.bfloat16 if place.type == "cuda" else torch.float32
-    loaded = load_model(model, dtype=DTYPES.get(dtype, auto), device=place)
-    beside = find_companions(model)
-    if tokenizer is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
-        tokenizer = load_tokenizer(beside)
-    return loaded, tokenizer
 
 
 def _draft_token_ids(

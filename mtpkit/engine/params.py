@@ -52,7 +52,10 @@ class SamplingParams:
     def _problems(self) -> list[str]:
         checks = [
             (self.n == 1, f"n is {self.n}, only 1 is served: repeat the prompt instead"),
-            (self.max_tokens >= 1, f"max_tokens is {self.max_tokens}, must be at least 1"),
+            (
+                isinstance(self.max_tokens, int) and self.max_tokens >= 1,
+                f"max_tokens is {self.max_tokens}, must be a whole number of at least 1",
+            ),
             (self.temperature >= 0, f"temperature is {self.temperature}, must be 0 (greedy) or more"),
             (self.top_k >= -1, f"top_k is {self.top_k}, must be positive, or 0 or -1 to turn it off"),
             (0 < self.top_p <= 1, f"top_p is {self.top_p}, must be in (0, 1]"),

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from mtpkit.checkpoint import load_config
 from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, load_tokenizer
 from mtpkit.training.config import TrainConfig
 
@@ -21,7 +22,8 @@ def open_dataset(config: TrainConfig, paths: tuple[str, ...]) -> PackedDataset:
     """
     data = config.data
     columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
-    return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns)
+    vocab_size = load_config(config.model).vocab_size
+    return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns, vocab_size)
 
 
 class ReadAhead:

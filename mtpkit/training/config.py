@@ -1,6 +1,8 @@
 """The settings of a training run: a YAML file, `key=value` overrides, and checks that name the key that mends them."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -210,6 +212,9 @@ class TrainConfig:
 
     def _problems(self):
         """Yield one clause for every setting that cannot be run."""
+        for key, value in _numbers(dataclasses.asdict(self)):
+            if not math.isfinite(value):
+                yield f"{key} must be a finite number, not {value}"
         data, heads, loss, optimizer = self.data, self.heads, self.loss, self.optimizer
         least = {
             "data.sequence_length": heads.num_depths + 2,
@@ -217,7 +222,7 @@ class TrainConfig:
             **dict.fromkeys(("heads.num_depths", "steps", "keep_checkpoints"), 1),
             **dict.fromkeys(("log_interval", "eval_interval", "save_interval"), 1),
             **dict.fromkeys(("optimizer.warmup_steps", "optimizer.clip_grad", "optimizer.min_lr"), 0),
-            **dict.fromkeys(("optimizer.weight_decay", "loss.beta", "heads.fit_tokens"), 0),
+            **dict.fromkeys(("optimizer.weight_decay", "loss.beta", "heads.fit_tokens", "seed"), 0),
             **dict.fromkeys(("loss.chunk_size", "loss.top_k"), 0),
             **dict.fromkeys(("parallel.tensor", "parallel.pipeline", "parallel.expert"), 1),
         }
@@ -264,6 +269,10 @@ class TrainConfig:
             )
         if optimizer.lr < optimizer.min_lr:
             yield f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}"
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            yield f"optimizer.betas must be at least 0 and below 1, not {list(optimizer.betas)}"
+        if optimizer.eps <= 0:
+            yield f"optimizer.eps must be positive, not {optimizer.eps}"
         if not 0 <= optimizer.momentum < 1:
             yield f"optimizer.momentum must be at least 0 and below 1, not {optimizer.momentum}"
         if optimizer.warmup_steps > self.steps:
@@ -278,6 +287,18 @@ class TrainConfig:
     def depth_weights(self) -> tuple[float, ...]:
         """One weight a depth, summing to 1."""
         return self.loss.weights(self.heads.num_depths)
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers in nested settings, by key."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _numbers(part, f"{key}.{name}" if key else name)
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _numbers(part, key)
+    elif isinstance(value, int | float):
+        yield key, value
 
 
 def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:

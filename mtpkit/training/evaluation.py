@@ -154,7 +154,8 @@ def evaluate_directory(
     check_layout(parallel, config)
     if sequence_length % parallel.tensor:
         raise UserError(f"{sequence_length} tokens cannot be split over {parallel.tensor} ranks: make it a multiple")
-    dataset = build_dataset(data, load_tokenizer(find_companions(directory)), sequence_length, columns)
+    tokenizer = load_tokenizer(find_companions(directory))
+    dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size)
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     device = default_device()
     if dtype == "auto":

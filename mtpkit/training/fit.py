@@ -56,12 +56,16 @@ def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -
 
 
 def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor]:
-    """What a head reads [n, 2h], and what should enter its layers [n, h], wherever both are of one document."""
+    """What a head reads [n, 2h], and what should enter its layers [n, h], wherever both are of one document.
+
+    Padding follows the last token that is learnt.
+    """
     head = model.mtp.layers[0]
     embedding, hidden, residual = (gather_sequence(model, t) for t in (embed(model, batch.token_ids), *states))
     x = torch.cat([head.enorm(embedding[1:]), head.hnorm(hidden[:-1])], -1)
-    same = (batch.documents[:, 1:] == batch.documents[:, :-1]).t()
-    return x[same], residual[1:][same]
+    real = batch.loss_mask.flip(1).cummax(1).values.flip(1)
+    counts = (real[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])).t()
+    return x[counts], residual[1:][counts]
 
 
 def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = None) -> Tensor:

@@ -24,8 +24,9 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.atomic import storage_errors, write_file
-from mtpkit.checkpoint.layout import iteration_name
+from mtpkit.checkpoint.layout import OWN_CONFIG, iteration_name
 from mtpkit.data import PackedLoader
+from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError
 from mtpkit.model.fp8 import is_fp8
 from mtpkit.platform import on_first_rank
@@ -61,6 +62,9 @@ BEST = "best"
 LEFT_OVER = re.compile(r"\..+\.(writing|replaced|removing)(-\d+)?")
 """What a killed run leaves of what it was writing or removing."""
 
+MODEL_FILES = ("config.json", OWN_CONFIG, *TOKENIZER_FILES, "*.safetensors", "*.bin")
+"""What a directory of somebody's model has; a run would replace some of them."""
+
 
 @dataclass(frozen=True)
 class Best:
@@ -90,6 +94,10 @@ class RunDirectory:
         """The best one among those that stand."""
         if self.iteration is not None:
             self._check_resumable()
+        elif not self._settings.exists():
+            models = sorted(file.name for pattern in MODEL_FILES for file in self.path.glob(pattern))
+            if models:
+                raise UserError(f"output {self.path} holds a model ({models[0]}) and no run; set output to another one")
 
     def start(self) -> None:
         """Write the settings, replacing those of an earlier part of the run, and clear what that left half-done.

@@ -34,6 +34,30 @@ def test_depths_without_a_hint(hf_dir, physical, depths, repeated):
     assert (config.mtp_num_depths, config.mtp_use_repeated_layer) == (depths, repeated)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"time_step_min": "x"}, "mamba_dt_limit"),
+        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers 'one' is no whole number"),
+        ({"mtpkit": 3}, "or mtpkit no object"),
+        ({"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern .* is not a text of layer letters"),
+        ({"hybrid_override_pattern": None, "layers_block_type": "mamba"}, "layers_block_type 'mamba' is not a list"),
+        ({"hybrid_override_pattern": None, "layers_block_type": [["mamba"]]}, "has unknown layers"),
+        ({"layer_norm_epsilon": "small"}, "layernorm_epsilon 'small' is not a number"),
+        ({"eos_token_id": "</s>"}, "eos_token_ids"),
+    ],
+)
+def test_values_of_another_type_are_named(hf_dir, changes, says):
+    edit_config(hf_dir, **changes)
+    with pytest.raises(UserError, match=says):
+        load_config(hf_dir)
+
+
+def test_an_absent_bound_is_transformers_own(hf_dir):
+    edit_config(hf_dir, time_step_min=None)
+    assert load_config(hf_dir).mamba_dt_limit == (0.001, float("inf"))
+
+
 def test_export_writes_what_servers_read_and_keeps_the_rest(hf_dir):
     original = json.loads((hf_dir / "config.json").read_text()) | {"rope_theta": 10000, "eos_token_id": [2, 5]}
     config = nemotron_h.config_from_hf(original)
@@ -87,12 +111,16 @@ def test_megatron_lm_arguments():
     config = config_from_megatron(megatron_args())
     assert (config.hybrid_layer_pattern, config.num_mtp_layers, config.layernorm_epsilon) == ("M-*-/*-/*-", 1, 1e-6)
     assert config.num_query_groups == 4, "without group_query_attention every head has its own"
+    assert config_from_megatron(megatron_args(mamba_num_heads=None)) == config, "2 x hidden_size / mamba_head_dim"
     for changes in (
         {"normalization": "LayerNorm"},
         {"disable_bias_linear": False},
         {"squared_relu": False},
         {"hybrid_override_pattern": "M-*/*-/*E"},
         {"hybrid_override_pattern": "G-*-"},
+        {"hidden_size": None},
+        {"padded_vocab_size": None},
+        {"norm_epsilon": "x"},
     ):
         with pytest.raises(UserError):
             config_from_megatron(megatron_args(**changes))

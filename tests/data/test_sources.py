@@ -211,6 +211,22 @@ def test_build_dataset_counts_documents_without_targets(
     assert counts.num_target_tokens < dataset.num_tokens <= len(dataset) * 4
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, tokenizer_dir: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["dog"])
+    (tmp_path / "a.txt").write_text("the cat sat\n")
+    (tmp_path / "b.txt").write_text("the dog sat\n")
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    assert len(build_dataset(files[:1], tokenizer, 4, vocab_size=size))
+    assert len(build_dataset(files, tokenizer, 4, vocab_size=size + 1))
+    with pytest.raises(UserError, match=rf"data: b has token {size}, 'dog', but the model's vocabulary is of {size}"):
+        build_dataset(files, tokenizer, 4, vocab_size=size)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    with pytest.raises(UserError, match="'<end>', but the model's vocabulary"):
+        build_dataset(files[:1], tokenizer, 4, vocab_size=size)
+
+
 def test_too_little_data(tmp_path: Path, tokenizer_dir: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     (tmp_path / "a.txt").write_text("the cat")

@@ -1,5 +1,6 @@
 """The front door: prompts in every form, streaming, statistics, errors of a user's making."""
 
+import json
 import shutil
 import weakref
 
@@ -149,6 +150,7 @@ def test_statistics_add_up():
         ("repeated", {"num_blocks": -3}, "num_blocks is -3, must be at least 1"),
         ("repeated", {"num_speculative_tokens": 3, "synthetic_acceptance": [0.9, 0.5]}, "must be 3 rates from 0 to 1"),
         ("repeated", {"num_speculative_tokens": 1, "synthetic_acceptance": [2.0]}, "must be 1 rates from 0 to 1"),
+        ("repeated", {"device": "gpu"}, "device 'gpu' is unknown: use 'cuda' or 'cpu'"),
         ("repeated", {"max_model_len": 1 << 40}, "lower max_num_seqs, max_model_len or max_num_batched_tokens"),
     ],
 )
@@ -202,6 +204,9 @@ def test_distinct_heads_with_mamba_layers_draft_one_token():
         ([[1], []], greedy(), "prompt is empty"),
         ([[1], [1] * 125], greedy(), "exceed max_model_len 128"),
         (["text"], greedy(), "needs a tokenizer"),
+        ([1.5, 2.0], greedy(), "a prompt is a float: give a text, or token ids"),
+        (torch.tensor([1, 2]), greedy(), "prompts are a Tensor: give texts, or lists of token ids"),
+        ([[1, "a"]], greedy(), "a prompt is a list: give a text, or token ids as a list of integers"),
         ([{}], greedy(), "neither 'prompt' nor 'prompt_token_ids'"),
         ([[1]], [greedy(), greedy()], "1 prompts but 2 sampling parameters"),
         ([[1]], SamplingParams(stop="x"), "stop strings need a tokenizer"),
@@ -236,6 +241,25 @@ def test_text_with_a_real_tokenizer(tokenizer_dir):
     token_ids = [t % model.mtpkit_config.vocab_size for t in range(3, 9)]
     output = llm.generate([token_ids], greedy(8))[0].outputs[0]
     assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="device is cuda, but torch finds no GPU here: use 'cpu'"):
+        LLM(tiny_model(), device="cuda")
+
+
+def test_all_that_a_model_calls_its_end_ends_a_request(tmp_path, tokenizer_dir):
+    """Config, generation settings and tokenizer may each name another token."""
+    model = tiny_model()
+    model.mtpkit_config = model.mtpkit_config.replace(eos_token_ids=(7,))
+    save_model(model, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    own = load_tokenizer(tokenizer_dir).eos_token_id
+    assert LLM(tmp_path, num_blocks=50).engine.scheduler.eos_token_ids == {7, 9, 11, own}
+    given = LLM(model, num_blocks=50, tokenizer=tokenizer_dir)
+    assert given.engine.scheduler.eos_token_ids == {7, own}
 
 
 def test_bfloat16_model_decodes():

@@ -11,6 +11,7 @@ from mtpkit.errors import UserError
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5, must be a whole number"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_k": -2}, "top_k is -2"),

@@ -9,7 +9,7 @@ from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.heads import init_from_base
 from tests.training.toy import toy_batch, toy_model
 
-BATCHES = [toy_batch([[25, 39], [64]], seed=seed) for seed in range(6)]
+BATCHES = [toy_batch([[25, 39], [64]], wanted=1.1, seed=seed) for seed in range(6)]
 
 
 @torch.no_grad()
@@ -60,6 +60,21 @@ def test_layers_that_are_not_the_last_are_left_out_of_the_target():
         _, last = residuals(model, BATCHES[0], 0)
     torch.testing.assert_close(residual, last - (middle - before), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.decoder.final_norm(last), hidden)
+
+
+def test_padding_does_not_count():
+    """It is a document of its own, with nothing to learn."""
+    model = toy_model(mtp_pattern="*-")
+    head = model.mtp.layers[0]
+    whole = [toy_batch([[25, 14]], wanted=1.1, seed=seed) for seed in range(6)]
+    padded = [toy_batch([[25, 14, 25]], wanted=1.1, seed=seed) for seed in range(6)]
+    for batch, alone in zip(padded, whole, strict=True):
+        batch.token_ids[:, :39] = alone.token_ids
+        batch.loss_mask[:, 39:] = False
+    explained = fit_input_projection(model, whole)
+    weight = head.eh_proj.weight.clone()
+    assert fit_input_projection(model, padded) == pytest.approx(explained, abs=1e-5)
+    assert (head.eh_proj.weight - weight).norm() < 1e-3 * weight.norm()
 
 
 def test_nothing_but_the_projection_changes():

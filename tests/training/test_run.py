@@ -248,6 +248,20 @@ def test_a_run_is_not_mixed_with_another(settings, toy_base):
         run(settings, f"output={toy_base}")
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_another_models_directory_is_left_alone(settings, tmp_path, file):
+    place = tmp_path / "mine"
+    place.mkdir()
+    (place / "notes.txt").write_text("of the user's")
+    (place / file).write_text("{}")
+    with pytest.raises(UserError, match=rf"mine holds a model \({file}\) and no run; set output to another one"):
+        run(settings, f"output={place}")
+    assert {path.name: path.read_text() for path in place.iterdir()} == {"notes.txt": "of the user's", file: "{}"}
+    (place / file).unlink()
+    run(settings, f"output={place}")
+    assert (place / "notes.txt").read_text() == "of the user's"
+
+
 def start(settings, *overrides, ranks=1, **pipes):
     """`train/train_mtp.py` in a process of its own, under torchrun when there are more ranks."""
     script = [str(ROOT / "train" / "train_mtp.py"), "--config", "/dev/null", *settings, *overrides]

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from mtpkit.checkpoint.families.nemotron_h_names import canonical_hf_name, table
+from mtpkit.checkpoint.hf import as_token_ids
 from mtpkit.config import LAYER_KINDS, ModelConfig
 from mtpkit.errors import UserError
 
@@ -104,7 +105,10 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         UserError: names every missing key, unknown layer and setting that cannot be represented.
     """
     pattern = _read_pattern(hf, "hybrid_override_pattern", "layers_block_type")
-    physical = int(hf.get("num_nextn_predict_layers") or 0)
+    physical = hf.get("num_nextn_predict_layers") or 0
+    own = hf.get("mtpkit") or {}
+    if type(physical) is not int or not isinstance(own, dict):
+        raise UserError(f"config.json: num_nextn_predict_layers {physical!r} is no whole number, or mtpkit no object")
     mtp_pattern = _read_pattern(hf, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if physical else ""
     hf = {"head_dim": hf.get("attention_head_dim")} | hf  # the name in the first Nemotron-H releases
     keys = _keys(pattern + mtp_pattern)
@@ -120,7 +124,6 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     }
     if "E" in pattern + mtp_pattern:
         values["moe_latent_size"] = values["moe_latent_size"] or 0
-    eos = hf.get("eos_token_id")
     return ModelConfig(
         family="nemotron_h",
         pattern=pattern,
@@ -128,8 +131,8 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         mtp_num_depths=depths,
         mtp_use_repeated_layer=repeated,
         # Transformers clamps dt to this range and ignores `time_step_limit`.
-        mamba_dt_limit=(float(hf.get("time_step_min", 0.001)), math.inf),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        mamba_dt_limit=(0.001 if hf.get("time_step_min") is None else hf["time_step_min"], math.inf),
+        eos_token_ids=as_token_ids(hf.get("eos_token_id")),
         **values,
     )
 
@@ -138,6 +141,8 @@ def _read_pattern(hf: dict[str, Any], letters_key: str, blocks_key: str) -> str:
     """A layer pattern as letters, from whichever of its two keys is there."""
     if hf.get(letters_key):
         pattern = hf[letters_key]
+        if not isinstance(pattern, str):
+            raise UserError(f"config.json: {letters_key} {pattern!r} is not a text of layer letters")
         unknown = sorted(set(pattern) - set(LAYER_KINDS))
         if unknown:
             raise UserError(f"config.json: {letters_key} has unknown layer letter(s) {unknown}; known: M * - E")
@@ -145,7 +150,9 @@ def _read_pattern(hf: dict[str, Any], letters_key: str, blocks_key: str) -> str:
     blocks = hf.get(blocks_key)
     if not blocks:
         raise UserError(f"config.json: missing key {letters_key} (or {blocks_key})")
-    unknown = sorted(set(blocks) - set(BLOCK_TYPES))
+    if not isinstance(blocks, list):
+        raise UserError(f"config.json: {blocks_key} {blocks!r} is not a list of layers")
+    unknown = sorted({str(block) for block in blocks} - set(BLOCK_TYPES))
     if unknown:
         raise UserError(f"config.json: {blocks_key} has unknown layers {unknown}; known: {', '.join(BLOCK_TYPES)}")
     return "".join(BLOCK_TYPES[block] for block in blocks)
