@@ -250,8 +250,8 @@ def roofline(
         typer.Option(min=1, help="Committed entries that a replay ring holds; by default as the engine's for K."),
     ] = None,
     draft_vocab_size: DraftVocabSize = None,
-    bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = 4.3,
-    matrix_rate: Annotated[float, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = 790,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = None,
+    matrix_rate: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = None,
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
     out: Out = None,
 ) -> None:
@@ -262,7 +262,7 @@ def roofline(
     import torch
 
     from mtpkit.bench.limits import tabulate_limits
-    from mtpkit.bench.roofline import Roofline, depth_rates
+    from mtpkit.bench.roofline import H200_BANDWIDTH, H200_MATRIX_RATE, Roofline, depth_rates
     from mtpkit.bench.shapes import get_config
 
     line = Roofline(
@@ -274,7 +274,11 @@ def roofline(
         draft_vocab_size,
     )
     rates = [depth_rates(_synthetic(acceptance), depths) for depths in k]
-    steps, pieces = tabulate_limits(line, batch_size, rates, context_len, bandwidth * 1e12, matrix_rate * 1e12, model)
+    speeds = (
+        bandwidth * 1e12 if bandwidth else H200_BANDWIDTH,
+        matrix_rate * 1e12 if matrix_rate else H200_MATRIX_RATE,
+    )
+    steps, pieces = tabulate_limits(line, batch_size, rates, context_len, *speeds, model)
     if works:
         pieces.show_table()
     _finish(steps, out)

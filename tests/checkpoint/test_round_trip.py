@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 
+from mtpkit.checkpoint import load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families.table import MappedTensors, _Step
 from mtpkit.checkpoint.layout import detect_layout, load_config
@@ -79,14 +80,21 @@ def test_golden_checkpoints_round_trip(tmp_path, case):
     assert disk_items(tmp_path / "back" / "release") == disk_items(GOLDEN / case / "checkpoint")
 
 
-def test_parts_on_disk_are_megatrons(tmp_path):
-    """Chunks too: one an expert, as megatron-core writes at tensor parallelism 1."""
-    export_checkpoint(GOLDEN / "tp1/moe", tmp_path / "hf")
-    import_checkpoint(tmp_path / "hf", tmp_path / "back")
-    metadata = [FileSystemReader(d).read_metadata() for d in (GOLDEN / "tp1/moe/checkpoint", tmp_path / "back/release")]
-    parts = [{k: v.chunks for k, v in m.state_dict_metadata.items() if hasattr(v, "chunks")} for m in metadata]
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("tp1")])
+@pytest.mark.parametrize("way", ["import", "save"])
+def test_parts_on_disk_are_megatrons(tmp_path, case, way):
+    """Chunks too: one an expert, as megatron-core writes at tensor parallelism 1; of conversion and of training."""
+    if way == "import":
+        export_checkpoint(GOLDEN / case, tmp_path / "hf")
+        import_checkpoint(tmp_path / "hf", tmp_path / "back")
+    else:
+        save_model(load_model(GOLDEN / case), tmp_path / "back")
+    theirs, ours = GOLDEN / case / "checkpoint", tmp_path / "back" / "release"
+    metadata = [FileSystemReader(d).read_metadata() for d in (theirs, ours)]
+    parts = [{k: getattr(v, "chunks", None) for k, v in m.state_dict_metadata.items()} for m in metadata]
     assert parts[0] == parts[1]
-    texts = [(d / "metadata.json").read_text() for d in (GOLDEN / "tp1/moe/checkpoint", tmp_path / "back/release")]
+    assert disk_items(theirs) == disk_items(ours)
+    texts = [(d / "metadata.json").read_text() for d in (theirs, ours)]
     assert json.loads(texts[0]) == json.loads(texts[1])
 
 
