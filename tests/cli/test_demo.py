@@ -48,7 +48,7 @@ def test_heads_that_learnt_too_little_fail_the_demo():
         return [Row(1, k, 40.0, 1.0, length, [], 1.0) for k, length in enumerate(lengths)]
 
     demo._require_learnt(rows(1.0, 1.5, 1.7, 1.8))
-    with pytest.raises(MtpkitError, match="acceptance length of 1.79, where 1.8 is the least"):
+    with pytest.raises(MtpkitError, match=r"acceptance length of 1\.79, where 1\.8 is the least"):
         demo._require_learnt(rows(1.0, 1.5, 1.7, 1.79))
 
 

@@ -65,3 +65,11 @@ def test_changed_tokens_fail_greedy_fp32_alone(dtype, options, code, prompts, ca
 def test_out_must_not_be_a_file(model_dir, prompts, call, capsys):
     assert call(app, "--model", model_dir, "--prompts", prompts, "--out", prompts) == 2
     assert f"{prompts} is a file; name a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "says"), [("--top-k", "top_k is -3, must be"), ("--min-p", "min_p is -3.0, must be")]
+)
+def test_sampling_options_reach_the_requests(model_dir, prompts, call, capsys, option, says):
+    assert call(app, "--model", model_dir, "--prompts", prompts, option, -3) == 2
+    assert says in capsys.readouterr().err

@@ -62,6 +62,13 @@ def test_sampling_follows_the_seed(model_dir, call, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
+    text = answer(PROMPT).text
+    stop = text[len(text) // 2 :][:2]
+    assert call(app, "--model", model_dir, "--max-tokens", 8, "--stop", stop, PROMPT) == 0
+    assert capsys.readouterr().out == text[: text.index(stop)] + "\n"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -69,6 +76,8 @@ def test_sampling_follows_the_seed(model_dir, call, capsys):
         ([PROMPT, "--prompt-file", "x"], "a prompt and --prompt-file were both given: leave one out"),
         ([PROMPT, "--temperature", -1], "temperature is -1.0, must be 0 (greedy) or more"),
         ([PROMPT, "--top-p", 0], "top_p is 0.0, must be in (0, 1]"),
+        ([PROMPT, "--top-k", -3], "top_k is -3, must be positive"),
+        ([PROMPT, "--min-p", 2], "min_p is 2.0, must be in [0, 1]"),
         ([PROMPT, "--dtype", "int8"], "Invalid value for '--dtype'"),
         ([PROMPT, "--max-model-len", 5], "max_tokens 128 exceed max_model_len 5"),
     ],

@@ -17,8 +17,9 @@ from mtpkit.checkpoint import find_companions, load_model, save_model
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.layout import open_weights
 from mtpkit.checkpoint.megatron import MegatronReader
+from mtpkit.data import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
-from mtpkit.training import load_config, loop, train
+from mtpkit.training import batches, load_config, loop, train
 from mtpkit.training.loop import Trainer
 from tests.ranks import run_ranks
 
@@ -234,6 +235,13 @@ def test_distinct_heads(settings):
 def test_user_errors(settings, overrides, says):
     with pytest.raises(UserError, match=says):
         run(settings, *overrides)
+
+
+def test_columns_of_any_name_are_read(settings, monkeypatch):
+    names = ["text_column=body", "prompt_column=q", "response_column=a", "messages_column=talk"]
+    config = load_config(None, [*settings, *(f"data.{name}" for name in names)])
+    monkeypatch.setattr(batches, "build_dataset", lambda paths, tokenizer, length, columns, vocab_size: columns)
+    assert batches.open_dataset(config, config.data.train) == Columns("body", "q", "a", "talk")
 
 
 def test_a_run_is_not_mixed_with_another(settings, toy_base):
