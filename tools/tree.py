@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "tree.md"
 
 def tree() -> str:
     """The text of the page."""
-    lines = ["# Every file", "", "Written by `python tools/tree.py` from the modules' own docstrings."]
+    lines = ["# Every module", "", "Written by `python tools/tree.py` from the modules' own docstrings."]
     folder = None
     files = (path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
     for path in sorted(files, key=lambda path: (path.parent, path.name)):
