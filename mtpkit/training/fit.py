@@ -63,7 +63,7 @@ def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tens
     head = model.mtp.layers[0]
     embedding, hidden, residual = (gather_sequence(model, t) for t in (embed(model, batch.token_ids), *states))
     x = torch.cat([head.enorm(embedding[1:]), head.hnorm(hidden[:-1])], -1)
-    real = batch.loss_mask.flip(1).cummax(1).values.flip(1)
+    real = batch.loss_mask.flip(1).cumsum(1).flip(1) > 0
     counts = (real[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])).t()
     return x[counts], residual[1:][counts]
 
