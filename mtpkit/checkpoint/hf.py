@@ -29,7 +29,7 @@ DTYPES = {
 """Dtypes that are read and written; quantised weights are not among them."""
 
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-OWN_FILES = {"config.json", "mtpkit.json", "metadata.json", "latest_checkpointed_iteration.txt", INDEX}
+OWN_FILES = {"config.json", "mtpkit.json", "metadata.json", "latest_checkpointed_iteration.txt", "best.json", INDEX}
 
 
 class HFReader:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.data import MessagesColumn, PromptColumn, ResponseColumn, SequenceLength, Sources, TextColumn
+from mtpkit.cli.data import MessagesColumn, PromptColumn, ResponseColumn, Sources, TextColumn
 from mtpkit.cli.options import ListCommand
 
 app = typer.Typer(add_completion=False)
@@ -29,7 +29,10 @@ def acceptance(
         Literal["auto", "serving", "per_depth"],
         typer.Option(help="What depths see; auto: what they see when this model decodes."),
     ] = "auto",
-    sequence_length: SequenceLength = 1024,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a packed sequence; by default as in the run, where the model is one's."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward pass.")] = 1,
     num_sequences: Annotated[
         int | None, typer.Option(min=1, help="Only so many sequences of each source, spread over it.")
@@ -64,7 +67,7 @@ def acceptance(
         model,
         data,
         columns,
-        sequence_length,
+        sequence_length or _trained_length(model),
         num_depths=num_depths,
         attention=attention,
         batch_size=batch_size,
@@ -80,6 +83,14 @@ def acceptance(
         write_file(json_file, line + "\n")
     _show(found)
     print(line)
+
+
+def _trained_length(model: Path) -> int:
+    """Tokens of a sequence in the run that a directory holds; 1024 where it holds none."""
+    from mtpkit.training import load_config
+
+    settings = model / "config.yaml"
+    return load_config(settings).data.sequence_length if settings.exists() else 1024
 
 
 @app.command()

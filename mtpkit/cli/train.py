@@ -18,7 +18,9 @@ def _print_settings(wanted: bool) -> None:
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Option(help="YAML file of settings; see examples/train_tiny.yaml.")],
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of settings; see examples/train_tiny.yaml. Without: the defaults.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: loss.kind=tv"),

@@ -267,7 +267,9 @@ class TrainConfig:
                 f"optimizer.offload is for AdamW, not optimizer.kind={optimizer.kind}: set optimizer.offload=false or "
                 "optimizer.kind=adamw"
             )
-        if optimizer.lr < optimizer.min_lr:
+        if optimizer.lr <= 0:
+            yield f"optimizer.lr must be positive, not {optimizer.lr}"
+        elif optimizer.lr < optimizer.min_lr:
             yield f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}"
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"optimizer.betas must be at least 0 and below 1, not {list(optimizer.betas)}"
@@ -322,13 +324,19 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
     source = "config overrides" if path is None else f"config {path}"
     try:
-        texts = [f"{override}''" if override.endswith("=") else override for override in overrides]  # empty, not None
+        texts = [_quoted(override) for override in overrides]
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), from_file, OmegaConf.from_dotlist(texts))
         return cast(TrainConfig, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
         raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"{source}: {_one_line(error)}") from error
+
+
+def _quoted(override: str) -> str:
+    """`key=value` with texts in quotes that YAML would take for something else: nothing, and patterns such as `*-`."""
+    key, value = override.split("=", 1)
+    return f"{key}='{value}'" if not value or (key == "heads.pattern" and value[0] not in "'\"") else override
 
 
 def _one_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mtpkit.training import load_config
 from tests.integration.front_doors import call
 
 TEXT = (
@@ -35,7 +36,8 @@ def test_rows_of_text_and_of_the_bases_own_answers(corpus):
         ("kl", "serving", "greedy", 3),
     ]
     assert own["trained"] == pytest.approx(own["in_serving"]) and own["trained"] > 1
-    assert per_depth["trained"] != per_depth["in_serving"]
+    settings = load_config(corpus / "out" / "kl-per_depth-text-k3-2" / "config.yaml")
+    assert (settings.heads.attention, settings.steps) == ("per_depth", 2)
     for row in (per_depth, own):
         assert (
             row["engine"] == pytest.approx(row["served"], rel=0.02) and len(row["engine_conditional_acceptance"]) == 3

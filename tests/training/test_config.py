@@ -32,6 +32,18 @@ def test_an_empty_value_is_an_empty_text(tmp_path):
         load_config(path, ["parallel.pipeline=2"])
 
 
+@pytest.mark.parametrize("pattern", ["*", "*-", "-", "M*-", "E"])
+def test_patterns_are_taken_as_they_stand(pattern):
+    assert load_config(None, [*NEEDED, f"heads.pattern={pattern}"]).heads.pattern == pattern
+    assert load_config(None, [*NEEDED, f"heads.pattern='{pattern}'"]).heads.pattern == pattern
+
+
+def test_the_script_needs_no_file(tmp_path):
+    """As in the README, where all settings stand on the command line."""
+    result = CliRunner().invoke(app, [f"model={tmp_path / 'none'}", "output=run", "data.train=[a.txt]"])
+    assert isinstance(result.exception, UserError) and str(tmp_path / "none") in str(result.exception)
+
+
 def test_saved_config_reads_back(tmp_path):
     config = load_config(None, [*NEEDED, "loss.depth_weights=[3,2,1]", "optimizer.betas=[0.8,0.9]"])
     save_config(config, tmp_path / "config.yaml")
@@ -63,6 +75,7 @@ def test_depth_weights_sum_to_one():
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 exceeds optimizer.lr"),
         ("optimizer.warmup_steps=1001", "optimizer.warmup_steps 1001 exceeds steps 1000"),
         ("base_fp8=true", "base_fp8 needs dtype=bfloat16"),
+        ("optimizer.lr=-1", "optimizer.lr must be positive, not -1.0"),
         ("seed=-1", "seed must be at least 0, not -1"),
         ("optimizer.lr=nan", "optimizer.lr must be a finite number, not nan"),
         ("optimizer.weight_decay=.inf", "optimizer.weight_decay must be a finite number, not inf"),

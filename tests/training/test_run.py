@@ -12,11 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from mtpkit.checkpoint import find_companions, load_model, save_model
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.layout import open_weights
 from mtpkit.checkpoint.megatron import MegatronReader
+from mtpkit.cli.eval import app as eval_app
 from mtpkit.data import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.training import batches, load_config, loop, train
@@ -235,6 +237,17 @@ def test_distinct_heads(settings):
 def test_user_errors(settings, overrides, says):
     with pytest.raises(UserError, match=says):
         run(settings, *overrides)
+
+
+def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, tmp_path):
+    """What the run printed for its held-out data is found again."""
+    output = run(settings, "data.eval_sequences=1000")
+    measured = tmp_path / "acceptance.json"
+    command = ["acceptance", "--model", output, "--data", text_files[1], "--json", measured]
+    assert CliRunner().invoke(eval_app, list(map(str, command))).exit_code == 0
+    found, (*_, last) = json.loads(measured.read_text()), metrics(output, "eval").values()
+    assert found["acceptance_length"] == pytest.approx(last["acceptance_length"], rel=1e-4)
+    assert found["loss"] == pytest.approx(last["loss"], rel=1e-4)
 
 
 def test_columns_of_any_name_are_read(settings, monkeypatch):
