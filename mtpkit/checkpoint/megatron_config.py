@@ -86,7 +86,8 @@ def config_from_megatron(values: Mapping[str, Any]) -> ModelConfig:
     grouped = values.get("group_query_attention", True)
     fields = {field: value for field, names in FIELDS.items() if (value := _first(values, names)) is not None}
     if "M" in letters:  # as Megatron-LM derives it
-        fields.setdefault("mamba_num_heads", MAMBA_EXPAND * fields["hidden_size"] // fields.get("mamba_head_dim", 64))
+        width = fields.get("mamba_head_dim", ModelConfig.mamba_head_dim)
+        fields.setdefault("mamba_num_heads", MAMBA_EXPAND * fields["hidden_size"] // max(1, width))
     return ModelConfig(
         family="nemotron_h",
         pattern=pattern,

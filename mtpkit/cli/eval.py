@@ -67,7 +67,7 @@ def acceptance(
         model,
         data,
         columns,
-        sequence_length or _trained_length(model),
+        _trained_length(model) if sequence_length is None else sequence_length,
         num_depths=num_depths,
         attention=attention,
         batch_size=batch_size,
@@ -86,11 +86,14 @@ def acceptance(
 
 
 def _trained_length(model: Path) -> int:
-    """Tokens of a sequence in the run that a directory holds; 1024 where it holds none."""
+    """Tokens of a sequence in the run that a directory is, or is a checkpoint of; 1024 where it is none."""
+    from mtpkit.checkpoint.layout import TRACKER
     from mtpkit.training import load_config
 
-    settings = model / "config.yaml"
-    return load_config(settings).data.sequence_length if settings.exists() else 1024
+    for place in (model, model.parent):
+        if (place / TRACKER).exists() and (place / "config.yaml").exists():
+            return load_config(place / "config.yaml").data.sequence_length
+    return 1024
 
 
 @app.command()

@@ -38,8 +38,8 @@ def test_depths_without_a_hint(hf_dir, physical, depths, repeated):
     ("changes", "says"),
     [
         ({"time_step_min": "x"}, "mamba_dt_limit"),
-        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers 'one' is no whole number"),
-        ({"mtpkit": 3}, "or mtpkit no object"),
+        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers 'one' is not a whole number"),
+        ({"mtpkit": 3}, "mtpkit 3 is not an object"),
         ({"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern .* is not a text of layer letters"),
         ({"hybrid_override_pattern": None, "layers_block_type": "mamba"}, "layers_block_type 'mamba' is not a list"),
         ({"hybrid_override_pattern": None, "layers_block_type": [["mamba"]]}, "has unknown layers"),
@@ -121,6 +121,7 @@ def test_megatron_lm_arguments():
         {"hidden_size": None},
         {"padded_vocab_size": None},
         {"norm_epsilon": "x"},
+        {"mamba_num_heads": None, "mamba_head_dim": 0},
     ):
         with pytest.raises(UserError):
             config_from_megatron(megatron_args(**changes))

@@ -243,9 +243,10 @@ def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, t
     """What the run printed for its held-out data is found again."""
     output = run(settings, "data.eval_sequences=1000")
     measured = tmp_path / "acceptance.json"
-    command = ["acceptance", "--model", output, "--data", text_files[1], "--json", measured]
+    command = ["acceptance", "--model", output / "best", "--data", text_files[1], "--json", measured]
     assert CliRunner().invoke(eval_app, list(map(str, command))).exit_code == 0
-    found, (*_, last) = json.loads(measured.read_text()), metrics(output, "eval").values()
+    best = json.loads((output / "best.json").read_text())["iteration"]
+    found, last = json.loads(measured.read_text()), metrics(output, "eval")[best]
     assert found["acceptance_length"] == pytest.approx(last["acceptance_length"], rel=1e-4)
     assert found["loss"] == pytest.approx(last["loss"], rel=1e-4)
 

@@ -107,8 +107,10 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     pattern = _read_pattern(hf, "hybrid_override_pattern", "layers_block_type")
     physical = hf.get("num_nextn_predict_layers") or 0
     own = hf.get("mtpkit") or {}
-    if type(physical) is not int or not isinstance(own, dict):
-        raise UserError(f"config.json: num_nextn_predict_layers {physical!r} is no whole number, or mtpkit no object")
+    if type(physical) is not int:
+        raise UserError(f"config.json: num_nextn_predict_layers {physical!r} is not a whole number")
+    if not isinstance(own, dict):
+        raise UserError(f"config.json: mtpkit {own!r} is not an object")
     mtp_pattern = _read_pattern(hf, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if physical else ""
     hf = {"head_dim": hf.get("attention_head_dim")} | hf  # the name in the first Nemotron-H releases
     keys = _keys(pattern + mtp_pattern)
