@@ -25,7 +25,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
-from mtpkit.platform import default_device, ensure_distributed, on_first_rank
+from mtpkit.platform import default_device, ensure_distributed, matmul_precision, on_first_rank
 from mtpkit.training.batches import open_dataset
 from mtpkit.training.cache import (
     FORMAT,
@@ -60,10 +60,10 @@ def write_cache(config: TrainConfig) -> None:
     parallel = config.parallel
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     check_layout(parallel, model_config)
-    torch.set_float32_matmul_precision(config.matmul_precision)
     train = open_dataset(config, config.data.train)
     heldout = open_dataset(config, config.data.eval) if config.data.eval else None
-    attach_cache(config, model_config, train, heldout, default_device())
+    with matmul_precision(config.matmul_precision):
+        attach_cache(config, model_config, train, heldout, default_device())
 
 
 def attach_cache(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mtpkit.data import PackedBatch, PackedLoader
-from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.platform import default_device, ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config import TrainConfig
@@ -36,15 +36,13 @@ def train(config: TrainConfig) -> Path:
         MtpkitError: the gradient is not finite, or a frozen tensor changed.
     """
     ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(config.matmul_precision)
-    trainer = Trainer(config)
-    with StopSignal() as stop:
-        try:
-            return trainer.run(stop)
-        finally:
-            trainer.log.close()
-            torch.set_float32_matmul_precision(precision)
+    with matmul_precision(config.matmul_precision):
+        trainer = Trainer(config)
+        with StopSignal() as stop:
+            try:
+                return trainer.run(stop)
+            finally:
+                trainer.log.close()
 
 
 class Trainer:

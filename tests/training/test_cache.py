@@ -22,7 +22,7 @@ from mtpkit.data import PackedLoader, build_dataset, load_tokenizer
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from mtpkit.training import cache as cache_format
-from mtpkit.training import load_config, train, write_cache
+from mtpkit.training import cache_write, load_config, train, write_cache
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache import HiddenStates, Split
 from mtpkit.training.cache_write import _share, attach_cache
@@ -173,6 +173,20 @@ def cached(settings, tmp_path):
     settings["cache"] = tmp_path / "cache"
     write_cache(load_config(None, overrides(settings)))
     return settings
+
+
+def test_writing_ahead_leaves_the_matmul_precision_alone(settings, tmp_path, monkeypatch):
+    """What is computed after it in the same process is not rounded to bf16 on a CPU that has bf16 products."""
+    before, inside = torch.get_float32_matmul_precision(), []
+    attach = cache_write.attach_cache
+
+    def watch(*args):
+        inside.append(torch.get_float32_matmul_precision())
+        attach(*args)
+
+    monkeypatch.setattr(cache_write, "attach_cache", watch)
+    write_cache(load_config(None, overrides(settings, cache=tmp_path / "cache", matmul_precision="medium")))
+    assert inside == ["medium"] and torch.get_float32_matmul_precision() == before == "highest"
 
 
 def files(directory):

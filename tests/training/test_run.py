@@ -368,6 +368,16 @@ def test_matmul_precision_and_wandb_reach_the_run(settings, monkeypatch):
     assert asked == ["medium", torch.get_float32_matmul_precision()] and made == ["heads", "heads"]
 
 
+def test_a_run_that_cannot_begin_leaves_the_matmul_precision_alone(settings, monkeypatch):
+    def refuse(project):
+        raise UserError(f"{project} with {torch.get_float32_matmul_precision()}")
+
+    monkeypatch.setattr(loop, "check_wandb", refuse)
+    with pytest.raises(UserError, match="heads with medium"):
+        run(settings, "matmul_precision=medium", "log.wandb=heads")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_a_run_may_go_on_with_another_backend(settings):
     output = run(settings, "steps=3", "backend=local")
     config = output / "config.yaml"
