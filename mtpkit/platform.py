@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -77,9 +78,11 @@ class _CpuInsteadOfCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def to_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` as a tensor on the device, without waiting for what is under way there."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+def to_device(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of `values`, lists or an array, as a tensor on the device, without waiting for what is under way there."""
+    host = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 

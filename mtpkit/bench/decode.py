@@ -120,8 +120,9 @@ def measure_decode(
     """Decode at every batch size and K, with one engine after another around the same weights.
 
     Before an engine is timed it decodes once: kernels are compiled and graphs captured, every output must have its
-    length, synthetic acceptance must come out as it was asked for, and with real acceptance the outputs in fp32 must be
-    those of K = 0, if that is among `ks`.
+    length, and tokens that the base chose must be those of a plain forward pass, but for near ties (one request of each
+    batch is compared). Synthetic acceptance must come out as it was asked for, and with real acceptance the outputs in
+    fp32 must be those of K = 0, if that is among `ks`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -137,9 +138,11 @@ def measure_decode(
     machine = measure_machine(weight.device)
     synthetic = config.acceptance is not None
     how = f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}" if synthetic else "real acceptance"
-    title = f"decoding: {name}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+    pattern = model.mtpkit_config.mtp_pattern
+    head = f", head {pattern}" if pattern else ""
+    title = f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
-    settings |= {"model": name, "synthetic": synthetic}
+    settings |= {"model": name, "mtp_pattern": pattern, "synthetic": synthetic}
     result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings, details=("kernels",))
     pairs = [(size, k) for size in config.batch_sizes for k in sorted(config.ks, key=lambda k: k != 0)]  # 0 first
     plain: dict[int, list[list[int]]] = {}

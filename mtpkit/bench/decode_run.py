@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mtpkit.bench.machine import Machine, synchronize
+from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.roofline import Roofline, expected_length
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.trace import Trace, trace_kernels
@@ -98,6 +99,8 @@ class Contender:
         self.runs = 0
         self.outputs: dict[str, list[int]] = {}
         """Tokens of the newest run's requests so far, in the order of its prompts."""
+        self.lengths: dict[str, list[int]] = {}
+        """How many tokens each of them had after each of its steps."""
         options: dict[str, Any] = {}
         if self.depths and config.acceptance is not None:
             options["synthetic_acceptance"] = config.rates(self.depths)
@@ -126,7 +129,8 @@ class Contender:
             Kernels of some steps in which all requests decode, and how many steps; None where nothing can be traced.
 
         Raises:
-            MtpkitError: outputs of another length, or synthetic acceptance that is not what was asked for.
+            MtpkitError: outputs of another length, synthetic acceptance that is not what was asked for, or tokens that
+                a plain forward pass would not choose.
         """
         self._start()
         self._steps(_SETTLING_STEPS)
@@ -136,6 +140,7 @@ class Contender:
         self._steps()
         self.check(Window.between(before, self._counts(), self.depths))
         self._finish()
+        self._check_last_row()
         return (trace, traced[-1]) if trace and traced[-1] else None
 
     def same_tokens(self, plain: Sequence[Sequence[int]] | None) -> float | None:
@@ -200,6 +205,7 @@ class Contender:
         engine = self.llm.engine
         chosen = [self.prompts[(first + row) % len(self.prompts)] for row in range(self.batch_size)]
         self.outputs = {engine.add_request(prompt, params): [] for prompt in chosen}
+        self.lengths = {name: [] for name in self.outputs}
         while engine.has_unfinished and not all(self.outputs.values()):
             self._step()
         synchronize(self.device)
@@ -207,6 +213,7 @@ class Contender:
     def _step(self) -> None:
         for output in self.llm.engine.step():
             self.outputs[output.request_id] = output.outputs[0].token_ids
+            self.lengths[output.request_id].append(len(output.outputs[0].token_ids))
 
     def _steps(self, most: float = math.inf) -> int:
         """Step until a request may end with the next step or with the one that is under way; how many steps."""
@@ -227,6 +234,26 @@ class Contender:
         wrong = {len(tokens) for tokens in self.outputs.values()} - {self.config.max_tokens}
         if wrong:
             raise MtpkitError(f"outputs of {sorted(wrong)} tokens where {self.config.max_tokens} were asked for")
+
+    def _check_last_row(self) -> None:
+        """Compare the last request of the newest run with a plain forward pass.
+
+        With synthetic acceptance the base chose the last token of each step alone, and not that of a step which
+        max_tokens cut.
+
+        Raises:
+            MtpkitError: the base would not choose a token.
+        """
+        model, name = self.llm.model, list(self.outputs)[-1]
+        prompt = self.prompts[(self.runs * self.batch_size - 1) % len(self.prompts)]
+        drawn = self.depths and self.config.acceptance is not None
+        places = [end - 1 for end in self.lengths[name][:-1]] if drawn else range(len(self.outputs[name]))
+        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
+        precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
+        try:
+            check_greedy(model, prompt, self.outputs[name], places, precision)
+        except MtpkitError as error:
+            raise MtpkitError(f"batch {self.batch_size}, K = {self.k}: {error}") from error
 
     def _counts(self) -> list[int]:
         """Tokens, decode steps of all requests, accepted and reached drafts of each depth."""

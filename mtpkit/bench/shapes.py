@@ -51,27 +51,37 @@ SHAPES = {"nemotron-h-8b": NEMOTRON_H_8B, "nemotron-h-tiny": NEMOTRON_H_TINY}
 """By the name that commands take in place of a model directory."""
 
 
-def get_config(model: str) -> ModelConfig:
+def get_config(model: str, pattern: str | None = None) -> ModelConfig:
     """The config of a shape or of a model directory.
 
+    Args:
+        pattern: layers of a shape's head; None: its own.
+
     Raises:
-        UserError: neither a known shape nor a model directory.
+        UserError: neither a known shape nor a model directory, or a pattern of unknown layers or for a directory.
     """
-    return SHAPES[model] if model in SHAPES else load_config(_directory(model))
+    if model in SHAPES:
+        return SHAPES[model].replace(mtp_pattern=pattern) if pattern else SHAPES[model]
+    directory = _directory(model)
+    if pattern:
+        raise UserError(f"pattern {pattern!r} is for a shape ({', '.join(SHAPES)}): {model} has heads of its own")
+    return load_config(directory)
 
 
-def open_model(model: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def open_model(model: str, device: torch.device, dtype: torch.dtype | None = None, pattern: str | None = None) -> Any:
     """A shape with random weights drawn on the device, or the model of a directory.
 
     Args:
         dtype: None: bfloat16 on a GPU, float32 on a CPU.
+        pattern: layers of a shape's head; None: its own.
 
     Raises:
-        UserError: neither a known shape nor a model directory, or one that cannot be built.
+        UserError: neither a known shape nor a model directory, or one that cannot be built; see `get_config`.
     """
+    config = get_config(model, pattern)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if model in SHAPES:
-        return build_model(SHAPES[model], dtype, device, init="device").requires_grad_(False)
+        return build_model(config, dtype, device, init="device").requires_grad_(False)
     return load_model(_directory(model), dtype, device).requires_grad_(False)
 
 

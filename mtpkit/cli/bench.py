@@ -17,6 +17,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Model = Annotated[
     str, typer.Option(help="A shape with random weights (nemotron-h-8b, nemotron-h-tiny), or a model directory.")
 ]
+Pattern = Annotated[str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")]
 BatchSizes = Annotated[list[int], typer.Option(help="Requests that run at once.")]
 Acceptance = Annotated[
     list[float] | None,
@@ -36,6 +37,7 @@ NVIDIA_8B = "nemotron-h-8b"
 @app.command(cls=ListCommand)
 def decode(
     model: Model = NVIDIA_8B,
+    pattern: Pattern = None,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
     k: Annotated[list[str], typer.Option(help="Drafts a step; auto: as the engine chooses.")] = ["0", "1", "3"],  # noqa: B006
     prompt_len: Annotated[int, typer.Option(help="Tokens of a random prompt.")] = 512,
@@ -60,7 +62,8 @@ def decode(
     """Time decoding once all prompts are computed, beside what it takes at the copy bandwidth measured in the same run.
 
     Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Before anything is
-    timed, outputs must have their length and synthetic acceptance must come out as asked for.
+    timed, outputs must have their length, synthetic acceptance must come out as asked for, and what the base chose must
+    be what a plain forward pass of it chooses.
     """
     from mtpkit.bench.decode import DecodeConfig, kernel_shares, measure_decode
     from mtpkit.bench.shapes import read_token_ids
@@ -89,7 +92,7 @@ def decode(
             result.save(out)
             kernel_shares(result).save(out)
 
-    result = measure_decode(_open(model, dtype), config, token_ids, model, keep)
+    result = measure_decode(_open(model, dtype, pattern), config, token_ids, model, keep)
     if kernels:
         kernel_shares(result).show_table()
     result.show()
@@ -238,6 +241,7 @@ def kernels(
 @app.command(cls=ListCommand)
 def roofline(
     model: Model = NVIDIA_8B,
+    pattern: Pattern = None,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
     k: Annotated[list[int], typer.Option(min=0, help="Drafts a step.")] = [0, 1, 3],  # noqa: B006
     acceptance: Acceptance = None,
@@ -266,7 +270,7 @@ def roofline(
     from mtpkit.bench.shapes import get_config
 
     line = Roofline(
-        get_config(model),
+        get_config(model, pattern),
         getattr(torch, dtype),
         getattr(torch, state_dtype),
         state_rollback,
@@ -288,13 +292,13 @@ def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:
     return tuple(acceptance or (0.85,))
 
 
-def _open(model: str, dtype: str) -> Any:
+def _open(model: str, dtype: str, pattern: str | None = None) -> Any:
     import torch
 
     from mtpkit.bench.shapes import open_model
     from mtpkit.platform import default_device
 
-    return open_model(model, default_device(), None if dtype == "auto" else getattr(torch, dtype))
+    return open_model(model, default_device(), None if dtype == "auto" else getattr(torch, dtype), pattern)
 
 
 def _finish(result: "Result[Any]", out: Path | None) -> None:

@@ -31,8 +31,8 @@ class Engine(Protocol):
         """Queue a request; UserError if it can never be served."""
         ...
 
-    def step(self) -> list[Any]:
-        """`RequestOutput`s of the requests that have new tokens."""
+    def step(self, finished_only: bool) -> list[Any]:
+        """`RequestOutput`s of the requests that have new tokens, or only of those that are finished."""
         ...
 
 
@@ -218,13 +218,12 @@ def regenerate(
                     progress.update()
             if not open_requests:
                 break
-            for output in engine.step():
-                if output.finished:
-                    answer = _answer(int(output.request_id), prompts, output, tokenizer)
-                    journal.add(answer)
-                    open_requests -= 1
-                    tokens += len(answer.completion_token_ids)
-                    progress.update()
+            for output in engine.step(finished_only=True):
+                answer = _answer(int(output.request_id), prompts, output, tokenizer)
+                journal.add(answer)
+                open_requests -= 1
+                tokens += len(answer.completion_token_ids)
+                progress.update()
             elapsed = progress.format_dict["elapsed"]
             progress.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "", refresh=False)
     answered = len(journal.done)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,15 +115,17 @@ class BatchBuilder:
             lookahead=self.ints([row.known_after(max(1, depths)) for row in rows]),
         )
 
-    def ints(self, values: list) -> Tensor:
+    def ints(self, values: list | np.ndarray) -> Tensor:
         """`values` as an int64 tensor on the device, without waiting for it."""
         return to_device(values, torch.int64, self.device)
 
 
-def block_tables(requests: Sequence[Request], fill: int = 0) -> list[list[int]]:
-    """Blocks of each request, filled up to the widest."""
-    width = max(len(request.block_table) for request in requests)
-    return [request.block_table + [fill] * (width - len(request.block_table)) for request in requests]
+def block_tables(requests: Sequence[Request], fill: int = 0) -> np.ndarray:
+    """Blocks of each request, [R, B] int64, filled up to the widest."""
+    tables = np.full((len(requests), max(len(request.block_table) for request in requests)), fill, dtype=np.int64)
+    for row, request in zip(tables, requests, strict=True):
+        row[: len(request.block_table)] = request.block_table
+    return tables
 
 
 def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Allocation of numbered things: blocks of the paged cache, slots of recurrent state."""
 
+from collections.abc import Iterable
+
 from mtpkit.errors import MtpkitError
 
 
@@ -34,7 +36,7 @@ class IdPool:
         assert self._references[held] > 0, f"id {held} is free"
         self._references[held] += 1
 
-    def release(self, ids: list[int]) -> None:
+    def release(self, ids: Iterable[int]) -> None:
         """Drop one reference of each; the last one frees the id."""
         for held in ids:
             assert self._references[held] > 0, f"id {held} is free"

@@ -140,11 +140,12 @@ class RepeatedDrafter(_MtpDrafter):
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """See `Drafter.draft`."""
-        states = mtp_forward(self.model, 1, hidden, shifted_token_ids(batch, verdict)[None], batch.inputs)
+        flat, newest = batch.newest(verdict.accepted)
+        drafting = flat if batch.plan.num_speculative_tokens else flat[:0]
+        shifted = shifted_token_ids(batch, verdict)[None]
+        state = mtp_forward(self.model, 1, hidden, shifted, batch.inputs, keep=drafting)
         chosen: list[tuple[Tensor, Tensor | None]] = []
-        if batch.plan.num_sampling_rows and batch.plan.num_speculative_tokens:
-            flat, newest = batch.newest(verdict.accepted)
-            state = states[flat]
+        if len(drafting):
             chosen.append(self._choose(state[:, 0], 1, batch, newest))
             depths = batch.plan.num_speculative_tokens
             inputs = self._continue_at(batch, verdict) if depths > 1 else batch.inputs

@@ -198,8 +198,15 @@ class Engine:
         return self.scheduler.has_unfinished
 
     @torch.inference_mode()
-    def step(self) -> list[RequestOutput]:
-        """Launch a step and take up the results of the last one that is complete; the requests that emitted tokens."""
+    def step(self, finished_only: bool = False) -> list[RequestOutput]:
+        """Launch a step and take up the results of the last one that is complete.
+
+        Args:
+            finished_only: make no outputs of requests that go on; their text is not decoded then.
+
+        Returns:
+            Outputs of the requests that emitted tokens.
+        """
         began = time.perf_counter()
         changed = []
         ahead = self._may_run_ahead()
@@ -217,7 +224,8 @@ class Engine:
             self._under_way.clear()
         self._seconds += time.perf_counter() - began
         once = {request.request_id: request for request in changed}  # two steps may have been taken up
-        return [RequestOutput.of(request) for request in once.values()]
+        wanted = (request for request in once.values() if request.finished or not finished_only)
+        return [RequestOutput.of(request) for request in wanted]
 
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
         """Measure steps of these sizes at every K, and choose K by them from now on. No request may be there."""

@@ -8,6 +8,7 @@ that a batch leaves over are null rows: they own no recurrent state, and a block
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,7 +73,7 @@ class DecodeGraphs:
         """A greedy step on the slots 0 .. rows - 1, which nobody may hold; for timing."""
         graph, _ = self.captured(execute, (bucket_size(rows), depths, GREEDY))
         self.builder.slots.num_computed.zero_()
-        self._fill(range(rows), [[self.null_block] * self._tables.shape[1]] * rows, bucket_size(rows))
+        self._fill(range(rows), np.full((rows, self._tables.shape[1]), self.null_block), bucket_size(rows))
         graph.replay()
 
     def captured(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -81,12 +82,12 @@ class DecodeGraphs:
             self._graphs[key] = self._capture(execute, key)
         return self._graphs[key]
 
-    def _fill(self, slots: Sequence[int | None], tables: list[list[int]], rows: int) -> None:
+    def _fill(self, slots: Sequence[int | None], tables: np.ndarray, rows: int) -> None:
         """Set the first `rows` rows; those beyond the given ones become null rows."""
-        missing, width = rows - len(slots), len(tables[0])
-        self._slots[:rows].copy_(self.builder.ints([*slots, *[NULL_SLOT] * missing]))
-        filled = tables + [[self.null_block] * width] * missing
-        self._tables[:rows, :width].copy_(self.builder.ints(filled))
+        given, width = tables.shape
+        self._slots[:rows].copy_(self.builder.ints([*slots, *[NULL_SLOT] * (rows - given)]))
+        self._tables[:given, :width].copy_(self.builder.ints(tables))
+        self._tables[given:rows, :width] = self.null_block
 
     def _capture(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         self._slots.fill_(NULL_SLOT)

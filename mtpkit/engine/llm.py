@@ -165,10 +165,9 @@ class LLM:
         from tqdm import tqdm
 
         with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as progress:
-            for output in self._run(requests):
-                if output.finished:
-                    finished[output.request_id] = output
-                    progress.update()
+            for output in self._run(requests, finished_only=True):
+                finished[output.request_id] = output
+                progress.update()
         return [finished[request.request_id] for request in requests]
 
     def stream(
@@ -193,7 +192,7 @@ class LLM:
         """Start the totals anew."""
         self.engine.reset_stats()
 
-    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
+    def _run(self, requests: list[Request], finished_only: bool = False) -> Iterator[RequestOutput]:
         if self.engine.has_unfinished:
             raise UserError("an earlier stream is still open: read it to its end or close it first")
         unfinished = {request.request_id for request in requests}
@@ -201,7 +200,7 @@ class LLM:
             for request in requests:
                 self.engine.scheduler.add(request)
             while unfinished:
-                for output in self.engine.step():
+                for output in self.engine.step(finished_only):
                     if output.finished:
                         unfinished.discard(output.request_id)
                     yield output

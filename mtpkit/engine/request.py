@@ -1,5 +1,6 @@
 """A request and its statistics, and what a user gets back."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,6 +64,10 @@ class RequestStats(AcceptanceStats):
     """Largest size of the blocks that it held."""
 
 
+def _no_blocks() -> array:
+    return array("q")
+
+
 @dataclass(eq=False)
 class Request:
     """Everything that belongs to one request. The scheduler alone changes it.
@@ -88,7 +93,8 @@ class Request:
     """Tokens that prefill computes: the prompt, or all but the newest token when there was output at admission."""
     in_flight: int = 0
     """Steps under way that emit tokens of this request."""
-    block_table: list[int] = field(default_factory=list)
+    block_table: array = field(default_factory=_no_blocks)
+    """Of int64, which numpy reads as it is: tables of many thousand tokens go to the device in every step."""
     slot: int | None = None
     finish_reason: FinishReason | None = None
 

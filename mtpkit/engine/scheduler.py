@@ -177,7 +177,7 @@ class Scheduler:
         needed = self._blocks_for(positions) - len(request.block_table)
         if needed > self.blocks.num_free:
             return False
-        request.block_table += self.blocks.allocate(max(0, needed))
+        request.block_table.extend(self.blocks.allocate(max(0, needed)))
         request.stats.kv_bytes = max(request.stats.kv_bytes, len(request.block_table) * self.block_bytes)
         return True
 
@@ -193,7 +193,8 @@ class Scheduler:
         assert request.slot is not None
         self.blocks.release(request.block_table)
         self.slots.release([request.slot])
-        request.block_table, request.slot, request.in_flight = [], None, 0
+        del request.block_table[:]
+        request.slot, request.in_flight = None, 0
         self.running.remove(request)
 
     def _blocks_for(self, positions: int) -> int:

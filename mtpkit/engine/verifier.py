@@ -21,21 +21,36 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
     Args:
         logits: [N, V], see `Batch.logit_indices`.
     """
+    if batch.draft_probs is not None:
+        return _verify_drawn(logits, batch, batch.draft_probs)
+    own = own_tokens(logits, batch)
+    rows = len(batch.drafts)
+    return Verdict(*accept_matching(batch.drafts, own.view(rows, -1))) if rows else _first_tokens(batch, own)
+
+
+def own_tokens(logits: Tensor, batch: Batch) -> Tensor:
+    """[N] int64, what the base itself takes at each of the batch's logits [N, V]: its best token, or a draw."""
     logits = sampler.penalise(logits, batch.sampling, batch.logit_rows, batch.drafts)
-    positions = batch.inputs.positions[batch.logit_indices] + 1
+    return sampler.sample(logits, batch.sampling, batch.logit_rows, _logit_positions(batch))
+
+
+def _logit_positions(batch: Batch) -> Tensor:
+    """[N] int64, the position of the token that each logit chooses."""
+    return batch.inputs.positions[batch.logit_indices] + 1
+
+
+def _verify_drawn(logits: Tensor, batch: Batch, draft_probs: Tensor) -> Verdict:
+    """Of drafts that were drawn from `draft_probs` [D, K, V]."""
+    logits = sampler.penalise(logits, batch.sampling, batch.logit_rows, batch.drafts)
+    positions = _logit_positions(batch)
     rows, depths = batch.drafts.shape
-    if batch.draft_probs is None:
-        chosen = sampler.sample(logits, batch.sampling, batch.logit_rows, positions)
-        if not rows:
-            return _first_tokens(batch, chosen)
-        return Verdict(*accept_matching(batch.drafts, chosen.view(rows, 1 + depths)))
     token_uniforms, accept_uniforms = (
         sampler.uniforms(batch.sampling, batch.logit_rows, positions, stream).view(rows, 1 + depths)
         for stream in (sampler.TOKEN_STREAM, sampler.ACCEPT_STREAM)
     )
     probs = sampler.probabilities(logits, batch.sampling, batch.logit_rows).view(rows, 1 + depths, -1)
     accept_uniforms = accept_uniforms[:, :-1]
-    return Verdict(*accept_rejection(batch.drafts, batch.draft_probs, probs, accept_uniforms, token_uniforms))
+    return Verdict(*accept_rejection(batch.drafts, draft_probs, probs, accept_uniforms, token_uniforms))
 
 
 def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
@@ -50,7 +65,8 @@ def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
 class SyntheticAcceptance:
     """Accepts drafts by chance, at a given rate a depth; for benchmarks whose weights mean nothing.
 
-    Does the work of `verify` as well. A function of a request's seed and the position, as sampling is.
+    After them comes the base's own token. Does the work of `verify` as well. A function of a request's seed and the
+    position, as sampling is.
 
     Raises:
         UserError: not one rate from 0 to 1 for each of the K drafts.
@@ -65,14 +81,19 @@ class SyntheticAcceptance:
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
         """See `verify`."""
-        verdict = verify(logits, batch)
         rows, depths = batch.drafts.shape
         if not rows or not depths:
-            return verdict
+            return verify(logits, batch)
+        own = own_tokens(logits, batch).view(rows, 1 + depths)
+        # Verified for the time that it takes.
+        if batch.draft_probs is None:
+            accept_matching(batch.drafts, own)
+        else:
+            _verify_drawn(logits, batch, batch.draft_probs)
         positions = batch.inputs.positions.view(rows, 1 + depths)[:, 1:]
         seeds = batch.sampling.seeds[:, None].expand(-1, depths)
         numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM).view(rows, depths)
         accepted = (numbers < self.rates[:depths]).long().cumprod(-1).sum(-1)
-        token_ids = torch.cat([batch.drafts, batch.drafts[:, -1:]], 1)
-        keep = torch.arange(1 + depths, device=token_ids.device) <= accepted[:, None]
-        return Verdict(accepted, token_ids * keep)
+        place, last = torch.arange(1 + depths, device=own.device), accepted[:, None]
+        token_ids = torch.where(place < last, torch.cat([batch.drafts, own[:, -1:]], 1), own)
+        return Verdict(accepted, token_ids * (place <= last))

@@ -123,7 +123,14 @@ def _normed_pair(layer: Any, embedding: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], -1)
 
 
-def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
+def mtp_forward(
+    model: HybridModel,
+    depth: int,
+    hidden: Tensor,
+    token_ids: Tensor,
+    inputs: LayerInput,
+    keep: Tensor | None = None,
+) -> Tensor:
     """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding); hnorm(g^{k-1})]))).
 
     DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth.
@@ -133,9 +140,10 @@ def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tenso
         hidden: [s, b, h], g^{k-1}; for depth 1 the base's hidden states after its final norm.
         token_ids: [b, s], already shifted: element i is t_{i+k}.
         inputs: `SequenceInput`, `DepthInput`, or `StepInput`.
+        keep: [N] int64, the tokens of a step whose g^k is wanted; None: all. The others only fill the caches.
 
     Returns:
-        g^k, [s, b, h].
+        g^k, [s, b, h], or [N, b, h].
 
     Example, tokens A B C D: depth 1 reads hidden h_A h_B h_C with tokens B C D and predicts C D ..
     """
@@ -149,8 +157,24 @@ def mtp_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tenso
     x = _gather(model, x)
     if model.config.sequence_parallel:
         x = scatter_to_sequence_parallel_region(x)
-    x = layer.mtp_model_layer(hidden_states=x, attention_mask=None, inference_context=inputs)
-    return layer.final_layernorm(x)
+    if keep is None:
+        x = layer.mtp_model_layer(hidden_states=x, attention_mask=None, inference_context=inputs)
+    else:
+        x = _kept(model, layer.mtp_model_layer.layers, x, inputs, keep)
+    return layer.final_layernorm(x) if len(x) else x
+
+
+def _kept(model: HybridModel, layers: Any, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
+    """x [T, 1, h] after a head's layers at tokens `keep` [N]; the others go as far as the last layer with a cache."""
+    pattern = model.mtpkit_config.mtp_pattern
+    caching = 1 + max(map(pattern.rfind, "M*"))
+    for index, layer in enumerate(layers):
+        if index == caching:
+            x = x[keep]
+        if len(x):
+            out = layer(hidden_states=x, attention_mask=None, inference_context=inputs)
+            x = out[0] if isinstance(out, tuple) else out
+    return x[keep] if caching == len(layers) else x
 
 
 def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:

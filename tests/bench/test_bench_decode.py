@@ -46,7 +46,7 @@ def test_every_batch_size_and_k_is_measured(model, device):
     text = json.loads(json.dumps(result.to_dict()))
     assert text["settings"]["synthetic"] and text["settings"]["model"] == "tiny"
     assert {"device", "commit", "date", "copy_bandwidth", "read_bandwidth", "matrix_rate"} <= set(text)
-    assert "synthetic acceptance 0.9 0.5" in result.title
+    assert "tiny, head *, synthetic acceptance 0.9 0.5" in result.title
 
 
 def test_drafts_are_verified_where_no_acceptance_is_given(model):
@@ -70,8 +70,23 @@ def test_outputs_are_compared_with_those_of_k_0(device, monkeypatch):
         return torch.full_like(chosen[:, 0], drafts.shape[1]), torch.cat([drafts, chosen[:, -1:]], 1)
 
     monkeypatch.setattr(verifier, "accept_matching", accept_all)
+    with pytest.raises(MtpkitError, match=r"batch 2, K = 2: \d+ of 16 tokens are not those of a plain forward pass"):
+        measure_decode(model, config, prompts=prompts)
+    monkeypatch.setattr(decode_run, "check_greedy", lambda *_: None)
     with pytest.raises(MtpkitError, match=r"batch 2, K = 2: 2 of 2 outputs are not those of K = 0"):
         measure_decode(model, config, prompts=prompts)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_what_the_base_chose_is_compared_with_a_plain_forward_pass(k, device, monkeypatch):
+    """Synthetic acceptance too: after the accepted drafts comes the base's own token."""
+    model = open_model("nemotron-h-tiny", torch.device(device), torch.float32)
+    config = DecodeConfig(batch_sizes=(3,), ks=(k,), prompt_len=9, max_tokens=60, repeats=1, acceptance=(0.5,))
+    measure_decode(model, config)
+    own_tokens = verifier.own_tokens
+    monkeypatch.setattr(verifier, "own_tokens", lambda *args: (own_tokens(*args) + 1) % 512)
+    with pytest.raises(MtpkitError, match=rf"batch 3, K = {k}: \d+ of \d+ tokens are not those of a plain forward"):
+        measure_decode(model, config)
 
 
 def test_k_as_the_engine_chooses(model):
@@ -166,6 +181,7 @@ def fake(monkeypatch):
 
     machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e12)
     monkeypatch.setattr("mtpkit.bench.decode.measure_machine", lambda device: machine)
+    monkeypatch.setattr(decode_run, "check_greedy", lambda *_: None)
     return use
 
 

@@ -31,6 +31,16 @@ def test_a_shape_or_a_directory(tmp_path):
         get_config("nemotron")
 
 
+def test_a_shape_may_have_another_head(tmp_path):
+    assert get_config("nemotron-h-tiny", "*-") == NEMOTRON_H_TINY.replace(mtp_pattern="*-")
+    model = open_model("nemotron-h-tiny", torch.device("cpu"), pattern="*-")
+    assert model.mtpkit_config.mtp_pattern == "*-" and len(model.mtp.layers[0].mtp_model_layer.layers) == 2
+    with pytest.raises(UserError, match="Q"):
+        get_config("nemotron-h-tiny", "*Q")
+    with pytest.raises(UserError, match=r"pattern '\*-' is for a shape .nemotron-h-8b, .*has heads of its own"):
+        open_model(str(tmp_path), torch.device("cpu"), pattern="*-")
+
+
 def test_weights_drawn_on_the_device_follow_the_seed_and_the_kinds(device):
     first, again, other = (
         dict(build_model(CONFIG, torch.bfloat16, device, seed=seed, init="device").named_parameters())

@@ -38,13 +38,13 @@ class FakeEngine:
         self.most = max(self.most, len(self.requests))
         return request_id
 
-    def step(self):
+    def step(self, finished_only):
         if not self.steps:
             raise KeyboardInterrupt
         self.steps -= 1
         request_id, token_ids, seed = self.requests.pop()
         completion = SimpleNamespace(text=f"{token_ids} {seed}", token_ids=[*token_ids, 0], finish_reason="stop")
-        running = [SimpleNamespace(request_id=r[0], finished=False) for r in self.requests]
+        running = [SimpleNamespace(request_id=r[0], finished=False) for r in self.requests if not finished_only]
         return [*running, SimpleNamespace(request_id=request_id, finished=True, outputs=[completion])]
 
 

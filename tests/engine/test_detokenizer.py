@@ -34,6 +34,38 @@ def test_text_grows_by_whole_characters_to_the_full_text(text, prompt):
     assert detokenizer.visible_text(True) == text
 
 
+@given(st.text(st.characters(exclude_characters="\ufffd"), min_size=1), st.data())
+def test_text_is_the_same_however_often_it_is_looked_at(text, data):
+    """A look decodes all that came since the last one, but for an unfinished character."""
+    detokenizer, encoded = Detokenizer(Bytes(), []), text.encode()
+    looks = data.draw(st.sets(st.integers(1, len(encoded))))
+    for count, byte in enumerate(encoded, 1):
+        detokenizer.append(byte)
+        if count in looks:
+            assert detokenizer.visible_text(False) == encoded[:count].decode(errors="ignore")
+    detokenizer.flush()
+    assert detokenizer.visible_text(True) == text
+
+
+def test_nothing_is_decoded_before_it_is_looked_at():
+    class Counting(Letters):
+        calls = 0
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            self.calls += 1
+            return super().decode(token_ids)
+
+    tokenizer = Counting()
+    detokenizer = Detokenizer(tokenizer, [1, 2])
+    for token_id in range(20):
+        assert not detokenizer.append(token_id) and tokenizer.calls == 0
+    assert detokenizer.visible_text(False) == Letters().decode(range(20))
+    assert tokenizer.calls == 2
+    detokenizer.visible_text(False)
+    detokenizer.flush()
+    assert tokenizer.calls == 2
+
+
 def test_an_unfinished_character_is_shown_at_the_end_alone():
     detokenizer = Detokenizer(Bytes(), [])
     for byte in "aé".encode()[:-1]:

@@ -59,6 +59,19 @@ def test_a_file_or_a_mistake(tmp_path):
             make_llm(tiny_model(), 2, draft_vocab=wrong)
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_synthetic_acceptance_goes_on_with_the_bases_own_token(sample):
+    """Nothing accepted: plain decoding. Everything accepted: every (1 + K)-th token is the base's."""
+    model, prompts = tiny_model(), make_prompts()
+    llm = make_llm(model, 2, synthetic_acceptance=[0.0, 0.0], draft_sampling=sample)
+    assert generate(llm, prompts) == [decode(model, prompt, 20) for prompt in prompts]
+    llm = make_llm(model, 2, synthetic_acceptance=[1.0, 1.0], draft_sampling=sample)
+    for prompt, tokens in zip(prompts, generate(llm, prompts, greedy(16)), strict=True):
+        assert tokens != decode(model, prompt, 16)
+        for place in range(0, 16, 3):
+            assert tokens[place] == decode(model, prompt + tokens[:place], 1)[0]
+
+
 def test_synthetic_acceptance_has_its_rates():
     llm = make_llm(tiny_model(), 3, synthetic_acceptance=[0.9, 0.5, 0.2], num_blocks=400, max_num_seqs=16)
     prompts = [[token] for token in range(40)]

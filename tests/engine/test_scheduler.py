@@ -225,3 +225,28 @@ def test_a_request_that_just_fits_runs():
     engine = fake_engine(MODEL, num_speculative_tokens=2, num_blocks=4, drafts="always")
     engine.add_request([1] * 8, SamplingParams(temperature=0, max_tokens=6), "a")
     assert len(run(engine)["a"].outputs[0].token_ids) == 6
+
+
+def test_only_finished_requests_on_request():
+    """The others' texts are then not decoded at all."""
+
+    class Counting:
+        calls = 0
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            self.calls += 1
+            return " ".join(map(str, token_ids))
+
+    tokenizer = Counting()
+    engine = fake_engine(MODEL, num_speculative_tokens=2, tokenizer=tokenizer)
+    for length in (9, 30):
+        engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=length))
+    outputs = []
+    while engine.has_unfinished:
+        if not outputs:
+            assert tokenizer.calls == 0
+        outputs.append(engine.step(finished_only=True))
+        outputs = [one for one in outputs if one]
+    assert [[output.request_id for output in one] for one in outputs] == [["0"], ["1"]]
+    assert [len(one[0].outputs[0].token_ids) for one in outputs] == [9, 30]
+    assert all(one[0].finished and one[0].outputs[0].text for one in outputs)

@@ -91,8 +91,8 @@ def shift_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Depth 1 reads the hidden state of the position before its own."""
     mtp_forward = drafter_module.mtp_forward
 
-    def shifted(model, depth, hidden, *args):
-        return mtp_forward(model, depth, hidden.roll(1, 0) if depth == 1 else hidden, *args)
+    def shifted(model, depth, hidden, *args, **kwargs):
+        return mtp_forward(model, depth, hidden.roll(1, 0) if depth == 1 else hidden, *args, **kwargs)
 
     monkeypatch.setattr(drafter_module, "mtp_forward", shifted)
 

@@ -158,6 +158,52 @@ def test_sabotage_would_be_seen(rollback, sabotage):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mtp_pattern", ["*", "*-", "-*", "M*-E", "-", "M--", "E"])
+@pytest.mark.parametrize("keep", [[], [2], [1, 3, 4]])
+def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
+    model = toy_model(mtp_pattern=mtp_pattern)
+    generator, width = torch.Generator().manual_seed(4), 0
+
+    def watch(module, args, kwargs):
+        nonlocal width
+        width += len(kwargs["hidden_states"])
+
+    layers = model.mtp.layers[0].mtp_model_layer.layers
+    caches = [{name: make_cache(spec, "replay") for name, spec in cache_specs(model).items()} for _ in range(2)]
+    tokens = draw(generator, 6)
+    hidden = torch.randn(5, 1, model.mtpkit_config.hidden_size, generator=generator)
+    states, widths = [], []
+    for cache, kept in zip(caches, (None, torch.tensor(keep, dtype=torch.int64)), strict=True):
+        zeros, width = torch.zeros(1, dtype=torch.int64), 0
+        step = StepInput(
+            positions=torch.arange(5),
+            query_start=torch.tensor([0, 5]),
+            context_lens=zeros,
+            block_tables=torch.tensor([[3, 7]]),
+            kv_slots=torch.tensor([12, 13, 14, 15, 28]),
+            state_slots=zeros + 1,
+            committed=zeros,
+            ring_lens=zeros,
+            num_decode_rows=0,
+            decode_width=1 + K,
+            prefill_lens=(5,),
+            caches=cache,
+        )
+        hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in layers]
+        states.append(mtp_forward(model, 1, hidden.clone(), torch.tensor([tokens[1:]]), step, keep=kept))
+        for hook in hooks:
+            hook.remove()
+        widths.append(width)
+    assert states[1].shape == (len(keep), 1, hidden.shape[-1])
+    assert torch.allclose(states[0][keep], states[1], rtol=1e-5, atol=1e-6)
+    for name, cache in caches[0].items():
+        for field, tensor in vars(cache).items():
+            assert torch.equal(tensor.nan_to_num(7), getattr(caches[1][name], field).nan_to_num(7))
+    caching = 1 + max(mtp_pattern.rfind("M"), mtp_pattern.rfind("*"))
+    assert widths == [5 * len(mtp_pattern), 5 * caching + len(keep) * (len(mtp_pattern) - caching)]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_a_recycled_slot_does_not_leak(rollback, length):

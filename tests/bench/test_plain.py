@@ -1,0 +1,35 @@
+"""Decoded tokens beside a plain forward pass."""
+
+import pytest
+import torch
+
+from mtpkit.bench.plain import check_greedy
+from mtpkit.errors import MtpkitError
+from tests.engine.tiny import VOCAB_SIZE, decode, tiny_model
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.mark.parametrize("length", [1, 12])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
+def test_every_token_counts_and_no_other(prompt, length):
+    model = tiny_model()
+    tokens = decode(model, prompt, length)
+    check_greedy(model, prompt, tokens, range(length), torch.float32)
+    for place in range(length):
+        wrong = [*tokens[:place], (tokens[place] + 1) % VOCAB_SIZE]
+        with pytest.raises(MtpkitError, match=rf"1 of {place + 1} tokens .* number {place} of the output lies \d"):
+            check_greedy(model, prompt, wrong, range(len(wrong)), torch.float32)
+        check_greedy(model, prompt, wrong, range(place), torch.float32)
+
+
+def test_a_near_tie_is_one_in_bf16_alone(monkeypatch):
+    """Logits of which the chosen one lies a tenth of a deviation below the best."""
+    model, logits = tiny_model(), torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits[0, 7] = logits.max() + 1
+    logits[0, 5] = logits[0, 7] - 0.1 * logits.std()
+    monkeypatch.setattr("mtpkit.bench.plain.compute_logits", lambda model, hidden: logits)
+    check_greedy(model, PROMPT, [5], [0], torch.bfloat16)
+    for token, precision in ((5, torch.float32), (6, torch.bfloat16)):
+        with pytest.raises(MtpkitError, match="standard deviations below the best"):
+            check_greedy(model, PROMPT, [token], [0], precision)
