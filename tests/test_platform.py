@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from mtpkit.platform import (
     ensure_distributed,
     on_first_rank,
     prepare_megatron,
+    to_device,
 )
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -158,3 +160,15 @@ def test_a_command_ends_while_messages_are_on_the_way(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*launcher, str(tmp_path / "ends.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("values", [[3, -1], [[1, 2, 3]], [], np.array([[5, 6], [7, 8]])])
+def test_lists_and_arrays_are_copied_to_the_device(values, device):
+    tensor = to_device(values, torch.int64, torch.device(device))
+    assert tensor.device.type == device and tensor.dtype == torch.int64
+    assert tensor.tolist() == np.array(values).tolist()
+    if isinstance(values, np.ndarray):
+        before = values.tolist()
+        values += 1
+        assert tensor.tolist() == before
+        values -= 1
