@@ -1,7 +1,7 @@
 """How fast the engine decodes once all prompts are computed, and how close that is to the machine's own rates."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from mtpkit.bench.decode_run import Contender, Window
 from mtpkit.bench.machine import Machine, measure_machine, release_memory
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import depth_rates
-from mtpkit.bench.trace import Trace
+from mtpkit.bench.trace import can_trace
 from mtpkit.errors import UserError
 
 _NAME_WIDTH = 80
@@ -45,6 +45,8 @@ class DecodeConfig:
     max_num_batched_tokens: int | None = None
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
+    trace: bool = True
+    """On a GPU, decode once more after everything is timed, and trace kernels."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,11 +90,11 @@ class DecodeRow:
     """From `Roofline`, the acceptance that was drawn and the copy bandwidth and matrix rate measured in the same run.
     Of "auto": the largest of any K, at the acceptance that was asked for, if any was."""
     limit_share: float
-    host_gap_share: float | None
-    """See `Trace.host_gap_share`; None without a GPU."""
-    kernel_ms: float | None
+    host_gap_share: float | None = None
+    """See `Trace.host_gap_share`; None where nothing was traced."""
+    kernel_ms: float | None = None
     """Time of a step in which a kernel ran, traced."""
-    kernels: dict[str, float]
+    kernels: dict[str, float] = field(default_factory=dict)
     """Traced milliseconds a step by kernel, the longest first."""
 
 
@@ -122,7 +124,7 @@ def measure_decode(
     Before an engine is timed it decodes once: kernels are compiled and graphs captured, every output must have its
     length, and tokens that the base chose must be those of a plain forward pass, but for near ties (one request of each
     batch is compared). Synthetic acceptance must come out as it was asked for, and with real acceptance the outputs in
-    fp32 must be those of K = 0, if that is among `ks`.
+    fp32 must be those of K = 0, if that is among `ks`. Kernels are traced when all is timed: see `trace_kernels`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -146,12 +148,20 @@ def measure_decode(
     result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings, details=("kernels",))
     pairs = [(size, k) for size in config.batch_sizes for k in sorted(config.ks, key=lambda k: k != 0)]  # 0 first
     plain: dict[int, list[list[int]]] = {}
-    with tqdm(pairs, desc="decoding", unit=" runs", disable=None) as progress:
-        for size, k in progress:
+    traced = pairs if config.trace and can_trace(weight.device) else []
+    with tqdm(total=len(pairs) + len(traced), desc="decoding", unit=" runs", disable=None) as progress:
+        for index, (size, k) in enumerate([*pairs, *traced]):
             progress.set_postfix_str(f"batch {size}, K = {k}")
-            row = _measure(Contender(model, config, size, k, prompts), machine, plain)
+            contender = Contender(model, config, size, k, prompts)
+            rows = list(result.rows)
+            if index < len(pairs):
+                rows.append(_measure(contender, machine, plain))
+            else:
+                rows[index - len(pairs)] = _trace(contender, rows[index - len(pairs)])
+            del contender
             release_memory(weight.device)
-            result = replace(result, rows=[*result.rows, row])
+            result = replace(result, rows=rows)
+            progress.update()
             if keep:
                 keep(result)
     return result
@@ -159,7 +169,7 @@ def measure_decode(
 
 def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[int]]]) -> DecodeRow:
     """Check, then time. `plain` has, or gets, the outputs of K = 0 by batch size."""
-    traced = contender.warm_up()
+    contender.warm_up()
     if contender.k == 0:
         plain[contender.batch_size] = list(contender.outputs.values())
     same_tokens = contender.same_tokens(plain.get(contender.batch_size))
@@ -179,15 +189,20 @@ def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[
         conditional_acceptance=acceptance.conditional_acceptance,
         limit_tokens_per_s=limit,
         limit_share=window.tokens_per_s / limit,
-        host_gap_share=traced[0].host_gap_share if traced else None,
-        kernel_ms=traced[0].busy_seconds / traced[1] * 1e3 if traced else None,
-        kernels=_by_kernel(*traced) if traced else {},
     )
 
 
-def _by_kernel(trace: Trace, steps: int) -> dict[str, float]:
-    """Milliseconds a step of each kernel."""
-    return {name: seconds / steps * 1e3 for name, seconds in trace.seconds_by_name().items()}
+def _trace(contender: Contender, row: DecodeRow) -> DecodeRow:
+    """The row with what its steps consist of."""
+    trace, steps = contender.trace()
+    if not steps:
+        return row
+    return replace(
+        row,
+        host_gap_share=trace.host_gap_share,
+        kernel_ms=trace.busy_seconds / steps * 1e3,
+        kernels={name: seconds / steps * 1e3 for name, seconds in trace.seconds_by_name().items()},
+    )
 
 
 @dataclass(frozen=True)

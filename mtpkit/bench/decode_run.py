@@ -122,26 +122,28 @@ class Contender:
             **options,
         )
 
-    def warm_up(self) -> tuple[Trace, int] | None:
+    def warm_up(self) -> None:
         """Decode once, so that kernels are compiled and graphs captured.
-
-        Returns:
-            Kernels of some steps in which all requests decode, and how many steps; None where nothing can be traced.
 
         Raises:
             MtpkitError: outputs of another length, synthetic acceptance that is not what was asked for, or tokens that
                 a plain forward pass would not choose.
         """
         self._start()
-        self._steps(_SETTLING_STEPS)
-        before, traced = self._counts(), [0]
-        trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
-        trace = trace_kernels(lambda: traced.append(self._steps(_TRACED_STEPS)), self.device)
+        before = self._counts()
         self._steps()
         self.check(Window.between(before, self._counts(), self.depths))
         self._finish()
         self._check_last_row()
-        return (trace, traced[-1]) if trace and traced[-1] else None
+
+    def trace(self) -> tuple[Trace, int]:
+        """Kernels of some steps in which all requests decode, and how many steps. Nothing can be timed afterwards."""
+        self._start()
+        self._steps(_SETTLING_STEPS)
+        trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
+        steps = [0]
+        trace = trace_kernels(lambda: steps.append(self._steps(_TRACED_STEPS)), self.device)
+        return trace, steps[-1]
 
     def same_tokens(self, plain: Sequence[Sequence[int]] | None) -> float | None:
         """Share of the newest run's outputs that are those of K = 0 on the same prompts, token for token; None where

@@ -64,10 +64,16 @@ class Trace:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def trace_kernels(function: Callable[[], object], device: torch.device) -> Trace | None:
-    """Run `function` and trace its kernels; None, without running it, where there is no GPU to trace."""
-    if device.type != "cuda":
-        return None
+def can_trace(device: torch.device) -> bool:
+    """Whether `trace_kernels` has anything to see there."""
+    return device.type == "cuda"
+
+
+def trace_kernels(function: Callable[[], object], device: torch.device) -> Trace:
+    """Run `function` and trace its kernels, on a GPU.
+
+    The tracer stays attached to the process, and launches of CUDA graphs take longer from then on: time first.
+    """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         function()
         torch.cuda.synchronize(device)

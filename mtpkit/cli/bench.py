@@ -56,6 +56,9 @@ def decode(
     max_num_batched_tokens: MaxNumBatchedTokens = 8192,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")] = False,
+    trace: Annotated[
+        bool, typer.Option(help="On a GPU, trace kernels when all is timed; without it there are no host gaps.")
+    ] = True,
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
@@ -83,6 +86,7 @@ def decode(
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         enforce_eager=enforce_eager,
+        trace=trace or kernels,
         seed=seed,
     )
     token_ids = None if prompts is None else read_token_ids(prompts, model)

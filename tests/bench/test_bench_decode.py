@@ -13,6 +13,7 @@ from mtpkit.bench.machine import Machine
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
+from mtpkit.bench.trace import Kernel, Trace
 from mtpkit.engine import verifier
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
@@ -47,6 +48,33 @@ def test_every_batch_size_and_k_is_measured(model, device):
     assert text["settings"]["synthetic"] and text["settings"]["model"] == "tiny"
     assert {"device", "commit", "date", "copy_bandwidth", "read_bandwidth", "matrix_rate"} <= set(text)
     assert "tiny, head *, synthetic acceptance 0.9 0.5" in result.title
+
+
+def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch):
+    """A tracer slows what comes after it."""
+    order = []
+
+    def trace(function, device):
+        function()
+        order.append("trace")
+        return Trace([Kernel("gemm", 0, 0.3, 1), Kernel("scan", 0.4, 1, 2)])
+
+    run = decode_run.Contender.run
+    monkeypatch.setattr(decode_run.Contender, "run", lambda self: order.append("run") or run(self))
+    monkeypatch.setattr(decode_run, "trace_kernels", trace)
+    monkeypatch.setattr("mtpkit.bench.decode.can_trace", lambda device: True)
+    config = DecodeConfig(batch_sizes=(2,), ks=(0, 1), prompt_len=8, max_tokens=60, repeats=2, acceptance=(0.5,))
+    kept = []
+    result = measure_decode(model, config, keep=kept.append)
+    assert order == ["run"] * 4 + ["trace"] * 4
+    assert [[row.kernel_ms for row in part.rows] for part in kept][:2] == [[None], [None, None]]
+    assert result.rows == kept[-1].rows and [row.k for row in result.rows] == [0, 1]
+    for row in result.rows:
+        assert row.host_gap_share == pytest.approx(0.1) and row.kernel_ms == pytest.approx(90)
+        assert row.kernels == pytest.approx({"scan": 60, "gemm": 30})
+    order.clear()
+    (row, _) = measure_decode(model, replace(config, trace=False)).rows
+    assert order == ["run"] * 4 and row.host_gap_share is None and not row.kernels
 
 
 def test_drafts_are_verified_where_no_acceptance_is_given(model):

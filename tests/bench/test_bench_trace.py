@@ -29,10 +29,6 @@ def test_nothing_at_all():
     assert trace.span == trace.host_gap_share == trace.busy_seconds == 0
 
 
-def test_without_a_gpu_nothing_runs():
-    assert trace_kernels(lambda: pytest.fail("ran"), torch.device("cpu")) is None
-
-
 @pytest.mark.gpu
 def test_kernels_of_a_graph_share_a_launch():
     x = torch.ones(1 << 20, device="cuda")
@@ -48,6 +44,6 @@ def test_kernels_of_a_graph_share_a_launch():
 
     trace_kernels(run, x.device)
     trace = trace_kernels(run, x.device)
-    assert trace is not None and len(trace.kernels) == 11
+    assert len(trace.kernels) == 11
     assert len({kernel.launch for kernel in trace.kernels}) == 3
     assert 0 < trace.busy_seconds <= trace.span and 0 <= trace.host_gap_share < 1
