@@ -47,7 +47,9 @@ if ! works "$venv/bin/python"; then
     "$python" -m venv "$venv"
 fi
 echo "setup: installing mtpkit into $venv ($("$venv/bin/python" -V)); the first time takes a few minutes" >&2
-if ! "$venv/bin/python" -m pip install --disable-pip-version-check --editable '.[dev]' >"$log" 2>&1; then
+# A path, not a hook: beside a clone named mtpkit, `import mtpkit` would else find the clone's folder.
+if ! "$venv/bin/python" -m pip install --disable-pip-version-check --editable '.[dev]' \
+    --config-settings editable_mode=compat >"$log" 2>&1; then
     tail -n 20 "$log" >&2
     echo "setup: installation failed, see $log" >&2
     exit 1

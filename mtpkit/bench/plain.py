@@ -11,6 +11,9 @@ from mtpkit.model import SequenceInput, base_forward, compute_logits
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 """How far a token's logit may lie below the best one, in standard deviations of the logits there, by the precision that
 is rounded to. Of 131,072 random logits all but about ten lie further below; most by four deviations."""
+_STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
+"""Share of tokens that may lie further below: rounding may send one to another expert. What a cache or a rewind gets
+wrong shows in more."""
 
 
 @torch.inference_mode()
@@ -25,7 +28,7 @@ def check_greedy(
         precision: the coarsest of weights, keys, values and state.
 
     Raises:
-        MtpkitError: one is neither the base's best token nor nearly as good.
+        MtpkitError: more than strays are neither the base's best token nor nearly as good.
     """
     if not places:
         return
@@ -35,9 +38,10 @@ def check_greedy(
     logits = compute_logits(model, base_forward(model, known, SequenceInput())[before, 0]).float()
     chosen = logits.gather(1, known[0, len(prompt) + index, None])[:, 0]
     gaps = (logits.amax(-1) - chosen) / logits.std(-1)
-    if (gaps > _NEAR_TIE[precision]).any():
+    wrong = int((gaps > _NEAR_TIE[precision]).sum())
+    if wrong > _STRAYS[precision] * len(index):
         worst = int(gaps.argmax())
         raise MtpkitError(
-            f"{int((gaps > _NEAR_TIE[precision]).sum())} of {len(index)} tokens are not those of a plain forward pass: "
+            f"{wrong} of {len(index)} tokens are not those of a plain forward pass: "
             f"number {int(index[worst])} of the output lies {float(gaps[worst]):.2f} standard deviations below the best"
         )

@@ -271,7 +271,20 @@ def _read_table(file: Path, kind: str) -> Iterator[dict[str, Any]]:
     except StopIteration as error:
         raise UserError(f"data: {file} has no rows") from error
     except Exception as error:  # each of its readers raises its own kinds
-        raise UserError(f"data: {file} cannot be read as {kind}: {error}") from error
+        broken = _broken_line(file) if file.suffix.lower() == ".jsonl" else ""
+        raise UserError(broken or f"data: {file} cannot be read as {kind}: {error}") from error
+
+
+def _broken_line(file: Path) -> str:
+    """What is wrong with the first line that is no JSON object, which the reader only counts within a block; or ""."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"data: {file}:{number} is not an object with columns"
+            except ValueError as error:
+                return f"data: {file}:{number} is not JSON: {getattr(error, 'msg', error)}"
+    return ""
 
 
 def _drop_nulls(value: Any, top: bool = True) -> Any:

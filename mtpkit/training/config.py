@@ -322,15 +322,29 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         raise UserError(f"cannot read config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, YAMLError) as error:
         raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not OmegaConf.is_dict(from_file):
+        raise UserError(f"config {path} is a list, must be settings as key: value")
     source = "config overrides" if path is None else f"config {path}"
     try:
         texts = [_quoted(override) for override in overrides]
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), from_file, OmegaConf.from_dotlist(texts))
+        given = [_with_lists(one) for one in (from_file, OmegaConf.from_dotlist(texts))]
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *given)
         return cast(TrainConfig, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
         raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"{source}: {_one_line(error)}") from error
+
+
+def _with_lists(config: Any) -> Any:
+    """Settings with a single file of data as a list of one, and an empty text as a list of none."""
+    from omegaconf import OmegaConf
+
+    for key in ("data.train", "data.eval"):
+        value = OmegaConf.select(config, key)
+        if isinstance(value, str):
+            OmegaConf.update(config, key, [value] if value else [])
+    return config
 
 
 def _quoted(override: str) -> str:

@@ -23,13 +23,23 @@ def test_every_token_counts_and_no_other(prompt, length):
         check_greedy(model, prompt, wrong, range(place), torch.float32)
 
 
-def test_a_near_tie_is_one_in_bf16_alone(monkeypatch):
+def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):
     """Logits of which the chosen one lies a tenth of a deviation below the best."""
     model, logits = tiny_model(), torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits[0, 7] = logits.max() + 1
     logits[0, 5] = logits[0, 7] - 0.1 * logits.std()
     monkeypatch.setattr("mtpkit.bench.plain.compute_logits", lambda model, hidden: logits)
     check_greedy(model, PROMPT, [5], [0], torch.bfloat16)
+    spread = torch.cat([logits] * 40)
+    monkeypatch.setattr("mtpkit.bench.plain.compute_logits", lambda model, hidden: spread)
+    for strays, refused in ((2, False), (3, True)):
+        tokens = [6] * strays + [7] * (40 - strays)
+        if refused:
+            with pytest.raises(MtpkitError, match="3 of 40 tokens"):
+                check_greedy(model, PROMPT, tokens, range(40), torch.bfloat16)
+        else:
+            check_greedy(model, PROMPT, tokens, range(40), torch.bfloat16)
+    monkeypatch.setattr("mtpkit.bench.plain.compute_logits", lambda model, hidden: logits)
     for token, precision in ((5, torch.float32), (6, torch.bfloat16)):
         with pytest.raises(MtpkitError, match="standard deviations below the best"):
             check_greedy(model, PROMPT, [token], [0], precision)

@@ -32,6 +32,17 @@ def test_an_empty_value_is_an_empty_text(tmp_path):
         load_config(path, ["parallel.pipeline=2"])
 
 
+def test_a_single_file_of_data_needs_no_brackets(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: base\noutput: run\ndata: {train: a.txt, eval: b.txt}\n")
+    data = load_config(path).data
+    assert (data.train, data.eval) == (("a.txt",), ("b.txt",))
+    data = load_config(path, ["data.train=c d.txt", "data.eval="]).data
+    assert (data.train, data.eval) == (("c d.txt",), ())
+    with pytest.raises(UserError, match=r"data\.train is empty"):
+        load_config(path, ["data.train="])
+
+
 @pytest.mark.parametrize("pattern", ["*", "*-", "-", "M*-", "E"])
 def test_patterns_are_taken_as_they_stand(pattern):
     assert load_config(None, [*NEEDED, f"heads.pattern={pattern}"]).heads.pattern == pattern
@@ -98,7 +109,7 @@ def test_every_problem_is_named_at_once():
         load_config(None, [*NEEDED, "steps=0", "loss.kind=tv", "loss.temperature=2"])
 
 
-@pytest.mark.parametrize("content", [None, "a: [1", "just words", "\x00"])
+@pytest.mark.parametrize("content", [None, "a: [1", "just words", "\x00", "- a\n- b\n"])
 def test_unreadable_files(tmp_path, content):
     path = tmp_path / "config.yaml"
     if content is not None:
