@@ -11,6 +11,9 @@ from mtpkit.errors import UserError
 LAYER_KINDS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 """Letters of a layer pattern that can be built."""
 
+CACHING_KINDS = "M*"
+"""Those of layers that keep something of earlier tokens: a state, or keys and values."""
+
 SIZES = ("vocab_size", "hidden_size", "max_position_embeddings")
 """Fields that must be positive in every model."""
 
@@ -70,6 +73,11 @@ VALUES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 """Type of a field -> what its values are, and whether one is."""
+
+
+def caching_length(pattern: str) -> int:
+    """How many layers of a pattern there are up to the last one that keeps something of earlier tokens."""
+    return 1 + max(map(pattern.rfind, CACHING_KINDS))
 
 
 @dataclass(frozen=True)

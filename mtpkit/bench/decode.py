@@ -148,23 +148,32 @@ def measure_decode(
     result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings, details=("kernels",))
     pairs = [(size, k) for size in config.batch_sizes for k in sorted(config.ks, key=lambda k: k != 0)]  # 0 first
     plain: dict[int, list[list[int]]] = {}
+    rows: list[DecodeRow] = []
+    choices = []
     traced = pairs if config.trace and can_trace(weight.device) else []
     with tqdm(total=len(pairs) + len(traced), desc="decoding", unit=" runs", disable=None) as progress:
-        for index, (size, k) in enumerate([*pairs, *traced]):
-            progress.set_postfix_str(f"batch {size}, K = {k}")
-            contender = Contender(model, config, size, k, prompts)
-            rows = list(result.rows)
-            if index < len(pairs):
-                rows.append(_measure(contender, machine, plain))
-            else:
-                rows[index - len(pairs)] = _trace(contender, rows[index - len(pairs)])
-            del contender
+
+        def finish_run() -> None:
             release_memory(weight.device)
-            result = replace(result, rows=rows)
             progress.update()
             if keep:
-                keep(result)
-    return result
+                keep(replace(result, rows=[*rows]))
+
+        for size, k in pairs:
+            progress.set_postfix_str(f"batch {size}, K = {k}")
+            contender = Contender(model, config, size, k, prompts)
+            rows.append(_measure(contender, machine, plain))
+            choices.append(contender.llm.engine.speculation)
+            del contender
+            finish_run()
+        for index, (size, k) in enumerate(traced):
+            progress.set_postfix_str(f"tracing batch {size}, K = {k}")
+            contender = Contender(model, config, size, k, prompts)
+            contender.llm.engine.speculation = choices[index]  # "auto" goes on as it was timed
+            rows[index] = _trace(contender, rows[index])
+            del contender
+            finish_run()
+    return replace(result, rows=rows)
 
 
 def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[int]]]) -> DecodeRow:

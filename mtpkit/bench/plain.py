@@ -10,7 +10,7 @@ from mtpkit.model import SequenceInput, base_forward, compute_logits
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 """How far a token's logit may lie below the best one, in standard deviations of the logits there, by the precision that
-is rounded to. Of 131,072 random logits all but about ten lie further below; most by four deviations."""
+is rounded to. Of 131,072 random logits all but a few lie further below; most by four deviations."""
 _STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
 """Share of tokens that may lie further below: rounding may send one to another expert. What a cache or a rewind gets
 wrong shows in more."""

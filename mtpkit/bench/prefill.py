@@ -6,21 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from mtpkit.bench.machine import measure_machine, synchronize
+from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.engine import LLM, SamplingParams
-from mtpkit.errors import MtpkitError, UserError
-from mtpkit.model import SequenceInput, base_forward, compute_logits
+from mtpkit.errors import UserError
 
 _CHECKED = 2
 """Prompts whose first token is compared with that of a plain forward pass."""
-_NEAR_TIE = 0.1
-"""Of the logits' standard deviation: tokens that rounding may exchange."""
 
 
 @dataclass(frozen=True)
@@ -135,16 +132,7 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
     return time.perf_counter() - began, [output.outputs[0].token_ids[0] for output in outputs]
 
 
-@torch.inference_mode()
 def _check(model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
     """Compare the first tokens of the last prompts, whose chunks follow those of others, with a plain forward pass."""
-    device = next(model.parameters()).device
     for prompt, token in list(zip(prompts, tokens, strict=True))[-_CHECKED:]:
-        hidden = base_forward(model, torch.tensor([prompt], device=device), SequenceInput())
-        logits = compute_logits(model, hidden[-1, 0]).float()
-        behind = float((logits.max() - logits[token]) / logits.std())
-        if behind > _NEAR_TIE:
-            raise MtpkitError(
-                f"a prompt's first token is {token}, {behind:.2f} standard deviations of the logits below the best one "
-                "of a plain forward pass: the times are of no worth until that is mended"
-            )
+        check_greedy(model, prompt, [token], [0], next(model.parameters()).dtype)

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from mtpkit.config import ModelConfig
+from mtpkit.config import ModelConfig, caching_length
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model.matrices import layer_matrices, moe_matrices
 
@@ -160,11 +160,16 @@ class Roofline:
     def _head(
         self, fed: float, drafted: int, context_len: float, cached: float, states: float, passes: int = 1
     ) -> tuple[Work, ...]:
-        """One depth over `fed` tokens, of which `drafted` go through the lm_head; the rest as `_layers`."""
-        eh_proj = 2 * self.config.hidden_size**2
+        """One depth over `fed` tokens, of which `drafted` go through the lm_head; the rest as `_layers`.
+
+        Those alone go through what follows the last cache of a repeated head, see `mtp_forward`.
+        """
+        eh_proj, pattern = 2 * self.config.hidden_size**2, self.config.mtp_pattern
+        cut = caching_length(pattern) if self.config.mtp_use_repeated_layer else len(pattern)
         return _join(
-            self._layers(self.config.mtp_pattern, fed, context_len, cached, states, passes),
             self._matrices(eh_proj, fed, passes),
+            self._layers(pattern[:cut], fed, context_len, cached, states, passes),
+            self._layers(pattern[cut:], drafted, context_len, cached, states, min(passes, math.ceil(drafted))),
             self._output(drafted, self.draft_vocab_size or self.config.vocab_size, passes),
         )
 

@@ -61,9 +61,9 @@ def get_config(model: str, pattern: str | None = None) -> ModelConfig:
         UserError: neither a known shape nor a model directory, or a pattern of unknown layers or for a directory.
     """
     if model in SHAPES:
-        return SHAPES[model].replace(mtp_pattern=pattern) if pattern else SHAPES[model]
+        return SHAPES[model].replace(mtp_pattern=pattern) if pattern is not None else SHAPES[model]
     directory = _directory(model)
-    if pattern:
+    if pattern is not None:
         raise UserError(f"pattern {pattern!r} is for a shape ({', '.join(SHAPES)}): {model} has heads of its own")
     return load_config(directory)
 

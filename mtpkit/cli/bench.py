@@ -71,6 +71,8 @@ def decode(
     from mtpkit.bench.decode import DecodeConfig, kernel_shares, measure_decode
     from mtpkit.bench.shapes import read_token_ids
 
+    if kernels and not trace:
+        raise typer.BadParameter("they are known by tracing", param_hint="--kernels / --no-trace")
     if draft_vocab is not None and draft_vocab_size is not None:
         raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
     config = DecodeConfig(
@@ -86,7 +88,7 @@ def decode(
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         enforce_eager=enforce_eager,
-        trace=trace or kernels,
+        trace=trace,
         seed=seed,
     )
     token_ids = None if prompts is None else read_token_ids(prompts, model)

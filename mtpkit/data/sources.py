@@ -276,14 +276,20 @@ def _read_table(file: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def _broken_line(file: Path) -> str:
-    """What is wrong with the first line that is no JSON object, which the reader only counts within a block; or ""."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
+    """What is wrong with the first line that is no JSON object, which the reader only counts within a block.
+
+    "": none is, or the file cannot be read so; objects may also spread over lines.
+    """
+    number = 0
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
                 if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"data: {file}:{number} is not an object with columns"
-            except ValueError as error:
-                return f"data: {file}:{number} is not JSON: {getattr(error, 'msg', error)}"
+                    return f"data: {file}:{number} is not an object with columns" if number > 1 else ""
+    except ValueError as error:
+        return f"data: {file}:{number} is not JSON: {getattr(error, 'msg', error)}" if number > 1 else ""
+    except (OSError, RecursionError):
+        return ""
     return ""
 
 

@@ -65,8 +65,8 @@ def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
 class SyntheticAcceptance:
     """Accepts drafts by chance, at a given rate a depth; for benchmarks whose weights mean nothing.
 
-    After them comes the base's own token. Does the work of `verify` as well. A function of a request's seed and the
-    position, as sampling is.
+    After them comes the base's own token. Does the work of `verify` as well, of drawn drafts somewhat more. A function
+    of a request's seed and the position, as sampling is.
 
     Raises:
         UserError: not one rate from 0 to 1 for each of the K drafts.

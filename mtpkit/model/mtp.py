@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mtpkit.config import caching_length
 from mtpkit.kernels.draft_head import argmax, linear_argmax
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.mtp_input import mtp_input
@@ -166,8 +167,7 @@ def mtp_forward(
 
 def _kept(model: HybridModel, layers: Any, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
     """x [T, 1, h] after a head's layers at tokens `keep` [N]; the others go as far as the last layer with a cache."""
-    pattern = model.mtpkit_config.mtp_pattern
-    caching = 1 + max(map(pattern.rfind, "M*"))
+    caching = caching_length(model.mtpkit_config.mtp_pattern)
     for index, layer in enumerate(layers):
         if index == caching:
             x = x[keep]

@@ -340,10 +340,10 @@ def _with_lists(config: Any) -> Any:
     """Settings with a single file of data as a list of one, and an empty text as a list of none."""
     from omegaconf import OmegaConf
 
-    for key in ("data.train", "data.eval"):
-        value = OmegaConf.select(config, key)
-        if isinstance(value, str):
-            OmegaConf.update(config, key, [value] if value else [])
+    data = config.get("data")
+    for key in ("train", "eval") if OmegaConf.is_dict(data) else ():
+        if not OmegaConf.is_interpolation(data, key) and isinstance(value := data.get(key), str):
+            data[key] = [value] if value else []
     return config
 
 

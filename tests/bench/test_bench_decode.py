@@ -72,6 +72,17 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
     for row in result.rows:
         assert row.host_gap_share == pytest.approx(0.1) and row.kernel_ms == pytest.approx(90)
         assert row.kernels == pytest.approx({"scan": 60, "gemm": 30})
+    # "auto" goes on as it was timed: an engine that is made after a trace measures other times.
+    monkeypatch.setattr(
+        decode_run.Contender, "trace", lambda self: order.append(self.llm.engine.speculation) or ([], 0)
+    )
+    monkeypatch.setattr(
+        decode_run.Contender, "run", lambda self: order.append(self.llm.engine.speculation) or run(self)
+    )
+    order.clear()
+    measure_decode(model, replace(config, ks=("auto",), repeats=1))
+    assert len(order) == 2 and order[0] is order[1]
+    monkeypatch.setattr(decode_run.Contender, "run", lambda self: order.append("run") or run(self))
     order.clear()
     (row, _) = measure_decode(model, replace(config, trace=False)).rows
     assert order == ["run"] * 4 and row.host_gap_share is None and not row.kernels
@@ -142,7 +153,7 @@ def test_a_pruned_vocabulary_raises_the_limit(model):
 class FakeEngine:
     """Computes one prompt a step in 100 s, and decodes all that were computed in 1 s."""
 
-    drafter = None
+    drafter = speculation = None
     layout = SimpleNamespace(ring_length=20)
 
     def __init__(self, k: int, accepts: int, cut: int) -> None:

@@ -170,7 +170,21 @@ def test_a_prefill_pass_that_ends_no_prompt_reads_no_output_layer():
     cost = Roofline(config, draft_vocab_size=8).prefill(2, 64, k=1, max_num_batched_tokens=16)
     assert works(cost, "base")["matrices"].bytes == 2 * (8 * layer + 2 * output)
     draft = works(cost, "draft 1")["matrices"].bytes
-    assert draft == 2 * (8 * (layer + eh_proj) + 2 * 8 * config.hidden_size)
+    assert draft == 2 * (8 * eh_proj + 2 * (layer + 8 * config.hidden_size))  # the head's MLP is for drafts alone
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_after_the_last_cache_of_a_repeated_head_go_the_rows_that_draft(repeated):
+    def flops(pattern: str, phase: str) -> float:
+        config = toy_config(pattern="M", mtp_pattern=pattern, mtp_use_repeated_layer=repeated)
+        line = Roofline(config)
+        cost = line.prefill(3, 50, k=2) if phase == "prefill" else line.decode(3, [1.0, 1.0])
+        return works(cost, "draft 1")["matrices"].flops
+
+    mlp = 2 * layer_matrices(toy_config(mtp_pattern="*-"), "-")
+    for phase, fed in (("prefill", 150), ("decode", 9)):
+        assert flops("*-", phase) - flops("*", phase) == mlp * (3 if repeated else fed)
+        assert flops("-*", phase) - flops("*", phase) == mlp * fed
 
 
 def test_tables_hold_every_step_and_its_works():

@@ -64,6 +64,15 @@ def test_decode(call, capsys, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"decode.json", "decode.md", "decode_kernels.json"}
 
 
+def test_decode_refuses_what_excludes_each_other(call, capsys):
+    for options, says in (
+        ("--kernels --no-trace", "they are known by tracing"),
+        ("--model nemotron-h-tiny --pattern=", "mtp_pattern ''"),
+    ):
+        assert call(app, "decode", *options.split()) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_decode_real_prompts_with_real_acceptance(model_dir, call, capsys, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\non the mat\n")
     where = ["--model", model_dir, "--prompts", tmp_path / "prompts.txt"]

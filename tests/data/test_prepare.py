@@ -199,7 +199,7 @@ def test_prepared_data_is_no_text(prepared, tokenizer, tmp_path) -> None:
     ("content", "message"),
     [
         ('{"text": "a"}\n{"text": 3}\n', "b.jsonl:2: column 'text' holds int"),
-        ('{"text": ', "b.jsonl:1 is not JSON"),
+        ('{"text": ', "b.jsonl cannot be read as json"),
         ('{"messages": []}\n', r"b has no usable documents: all 1 .* \(no assistant message\)"),
         ('{"text": "a"}\n', "do not fill one sequence of 24"),
     ],

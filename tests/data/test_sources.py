@@ -138,6 +138,8 @@ def test_file_name_with_glob_characters(tmp_path: Path) -> None:
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl:2 is not JSON: Expecting value"),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', "broken.jsonl:3 is not JSON: 'utf-8' codec"),
         ("rows.jsonl", b'{"text": "a"}\n["b"]\n', "rows.jsonl:2 is not an object"),
+        ("spread.jsonl", b'{\n"text": "a"}\n{"text": ', "spread.jsonl cannot be read as json"),
+        ("deep.jsonl", b'{"text": ' + b"[" * 100_000 + b'\n{"text": ', "deep.jsonl cannot be read as json"),
         ("broken.json", b'{"text": ', "broken.json cannot be read as json"),
         ("broken.parquet", b"not parquet", "broken.parquet cannot be read as parquet"),
         ("other.jsonl", b'{"body": "a"}\n', "other.jsonl has the columns body, but neither 'messages', nor both"),

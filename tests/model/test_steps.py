@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
+from mtpkit.config import CACHING_KINDS, LAYER_KINDS, caching_length
 from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model import SequenceInput, StepInput, base_forward, cache_specs, mtp_forward
 from mtpkit.model.inputs import (
@@ -157,6 +158,13 @@ def test_sabotage_would_be_seen(rollback, sabotage):
     assert simulate(toy_model(), rollback, sabotage) > 1e-2
 
 
+@pytest.mark.parametrize("letter", LAYER_KINDS)
+def test_layers_that_cache_are_known_by_their_letters(letter):
+    """Tokens that are not kept must reach all of them."""
+    assert bool(cache_specs(toy_model(pattern=letter, mtp_pattern="", mtp_num_depths=0))) == (letter in CACHING_KINDS)
+    assert [caching_length(pattern) for pattern in ("*", "*-", "-*", "M*-E", "-", "")] == [1, 1, 2, 2, 0, 0]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("mtp_pattern", ["*", "*-", "-*", "M*-E", "-", "M--", "E"])
 @pytest.mark.parametrize("keep", [[], [2], [1, 3, 4]])
@@ -199,7 +207,7 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
     for name, cache in caches[0].items():
         for field, tensor in vars(cache).items():
             assert torch.equal(tensor.nan_to_num(7), getattr(caches[1][name], field).nan_to_num(7))
-    caching = 1 + max(mtp_pattern.rfind("M"), mtp_pattern.rfind("*"))
+    caching = caching_length(mtp_pattern)
     assert widths == [5 * len(mtp_pattern), 5 * caching + len(keep) * (len(mtp_pattern) - caching)]
 
 

@@ -41,6 +41,11 @@ def test_a_single_file_of_data_needs_no_brackets(tmp_path):
     assert (data.train, data.eval) == (("c d.txt",), ())
     with pytest.raises(UserError, match=r"data\.train is empty"):
         load_config(path, ["data.train="])
+    path.write_text("model: base\noutput: run\ndata: {train: '${oc.env:NO_SUCH_PLACE}'}\n")
+    assert load_config(path, ["data.train=x.txt", "data.eval=['${model}']"]).data.eval == ("base",)
+    path.write_text("model: base\noutput: run\ndata: [a.txt, b.txt]\n")
+    with pytest.raises(UserError, match="data"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("pattern", ["*", "*-", "-", "M*-", "E"])
