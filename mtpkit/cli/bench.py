@@ -18,7 +18,7 @@ Model = Annotated[
     str, typer.Option(help="A shape with random weights (nemotron-h-8b, nemotron-h-tiny), or a model directory.")
 ]
 Pattern = Annotated[str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")]
-BatchSizes = Annotated[list[int], typer.Option(help="Requests that run at once.")]
+BatchSizes = Annotated[list[int], typer.Option(min=1, help="Requests that run at once.")]
 Acceptance = Annotated[
     list[float] | None,
     typer.Option(

@@ -332,7 +332,7 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         return cast(TrainConfig, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
         raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, TypeError) as error:  # the last: an object where a list should be
         raise UserError(f"{source}: {_one_line(error)}") from error
 
 

@@ -64,6 +64,12 @@ def test_decode(call, capsys, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"decode.json", "decode.md", "decode_kernels.json"}
 
 
+@pytest.mark.parametrize("command", ["roofline", "decode"])
+def test_an_empty_batch_is_refused(command, call, capsys):
+    assert call(app, command, "--model", "nemotron-h-tiny", "--batch-size", 1, 0) == 2
+    assert "greater than or equal to 1" in capsys.readouterr().err
+
+
 def test_decode_refuses_what_excludes_each_other(call, capsys):
     for options, says in (
         ("--kernels --no-trace", "they are known by tracing"),
