@@ -22,7 +22,9 @@ BatchSizes = Annotated[list[int], typer.Option(min=1, help="Requests that run at
 Acceptance = Annotated[
     list[float] | None,
     typer.Option(
-        help="Synthetic: rate at which each depth is accepted where all before it were; the last one holds on."
+        min=0,
+        max=1,
+        help="Synthetic: rate at which each depth is accepted where all before it were; the last one holds on.",
     ),
 ]
 Dtype = Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, keys and values.")]

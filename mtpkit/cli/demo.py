@@ -49,7 +49,7 @@ def demo(
     out = out.resolve()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)  # the examples name their files from here
-    _start_over(out)
+    _check_place(out)
     import torch
 
     from mtpkit.bench import SpeedupConfig, measure_speedup, read_prompts
@@ -65,6 +65,7 @@ def demo(
     paths = [f"output={run}", f"data.train=[{corpus / 'train.jsonl'}]", f"data.eval=[{corpus / 'heldout.jsonl'}]"]
     settings = [*paths, *(overrides or ())]
     training = load_config(CONFIG, settings)
+    _start_over(out)
     with _stage("1/5 a corpus of the Python standard library's sources"):
         _call([sys.executable, "examples/tiny_base/corpus.py", str(corpus), "--limit", str(TRAINING_MODULES)])
         prompts = read_prompts(corpus / "prompts.jsonl", num_prompts)
@@ -98,8 +99,8 @@ def _require_learnt(rows: "list[Row]") -> None:
         )
 
 
-def _start_over(out: Path) -> None:
-    """Make `out` anew.
+def _check_place(out: Path) -> None:
+    """Refuse to remove what is no demo.
 
     Raises:
         UserError: this is no checkout, or `out` holds something else than a demo.
@@ -108,6 +109,10 @@ def _start_over(out: Path) -> None:
         raise UserError(f"the demo needs a checkout of mtpkit, {ROOT} is none: clone the repository and run make demo")
     if out.exists() and not (out / MARK).exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} holds something else than a demo; name another directory with --out")
+
+
+def _start_over(out: Path) -> None:
+    """Make `out` anew."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / MARK).touch()

@@ -230,6 +230,8 @@ class TrainConfig:
             value = self._get(key)
             if value < smallest:
                 yield f"{key} must be at least {smallest}, not {value}"
+        if not self.output:
+            yield "output is empty: name a directory"
         if not data.train:
             yield "data.train is empty: name at least one file"
         if self.cache and self.parallel.pipeline > 1:

@@ -65,9 +65,13 @@ def test_decode(call, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["roofline", "decode"])
-def test_an_empty_batch_is_refused(command, call, capsys):
-    assert call(app, command, "--model", "nemotron-h-tiny", "--batch-size", 1, 0) == 2
-    assert "greater than or equal to 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("--batch-size 1 0", "greater than or equal to 1"), ("--acceptance 2", "less than or equal to 1")],
+)
+def test_an_empty_batch_and_no_rates_are_refused(command, option, says, call, capsys):
+    assert call(app, command, "--model", "nemotron-h-tiny", *option.split()) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_decode_refuses_what_excludes_each_other(call, capsys):

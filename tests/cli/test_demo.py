@@ -37,6 +37,14 @@ def test_anything_else_is_left_alone(kind, tmp_path, call, capsys):
     assert (out / "thesis.txt" if kind == "directory" else out).read_text() == "mine"
 
 
+def test_settings_are_checked_before_an_earlier_demo_goes(tmp_path, call, capsys):
+    out = tmp_path / "demo"
+    demo._start_over(out)
+    (out / "report.json").write_text("{}")
+    assert call(demo.app, "stepz=5", "--out", out) == 2
+    assert "stepz" in capsys.readouterr().err and (out / "report.json").exists()
+
+
 def test_without_the_examples_it_says_so(tmp_path, call, capsys, monkeypatch):
     monkeypatch.setattr(demo, "ROOT", tmp_path)
     assert call(demo.app) == 2

@@ -84,6 +84,7 @@ def test_depth_weights_sum_to_one():
         ("steps=0", "steps must be at least 1"),
         ("heads.num_depths=-1", "heads.num_depths must be at least 1"),
         ("data.train=[]", "data.train is empty"),
+        ("output=", "output is empty: name a directory"),
         ("data.train={a: b}", "Cannot merge incompatible"),
         ("data.sequence_length=4", "data.sequence_length must be at least 5"),
         ("data.micro_batch_size=3", "data.global_batch_size 8 is not a multiple of data.micro_batch_size 3"),
