@@ -18,7 +18,12 @@ wrong shows in more."""
 
 @torch.inference_mode()
 def check_greedy(
-    model: Any, prompt: Sequence[int], tokens: Sequence[int], places: Sequence[int], precision: torch.dtype
+    model: Any,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    places: Sequence[int],
+    precision: torch.dtype,
+    near_tie: float = 1.0,
 ) -> None:
     """Refuse tokens that the base would not choose.
 
@@ -26,6 +31,7 @@ def check_greedy(
         tokens: what follows `prompt`, decoded with temperature 0.
         places: indices of `tokens` that are the base's own choice; the others may be any.
         precision: the coarsest of weights, keys, values and state.
+        near_tie: a bound below the precision's own, in standard deviations.
 
     Raises:
         MtpkitError: more than strays are neither the base's best token nor nearly as good.
@@ -38,7 +44,7 @@ def check_greedy(
     logits = compute_logits(model, base_forward(model, known, SequenceInput())[before, 0]).float()
     chosen = logits.gather(1, known[0, len(prompt) + index, None])[:, 0]
     gaps = (logits.amax(-1) - chosen) / logits.std(-1)
-    wrong = int((gaps > _NEAR_TIE[precision]).sum())
+    wrong = int((gaps > min(near_tie, _NEAR_TIE[precision])).sum())
     if wrong > _STRAYS[precision] * len(index):
         worst = int(gaps.argmax())
         raise MtpkitError(

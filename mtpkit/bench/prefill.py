@@ -18,6 +18,8 @@ from mtpkit.errors import UserError
 
 _CHECKED = 2
 """Prompts whose first token is compared with that of a plain forward pass."""
+_NEAR_TIE = 0.1
+"""Of the logits' standard deviation: tokens that rounding may exchange where no decode step was taken."""
 
 
 @dataclass(frozen=True)
@@ -135,4 +137,4 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
 def _check(model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
     """Compare the first tokens of the last prompts, whose chunks follow those of others, with a plain forward pass."""
     for prompt, token in list(zip(prompts, tokens, strict=True))[-_CHECKED:]:
-        check_greedy(model, prompt, [token], [0], next(model.parameters()).dtype)
+        check_greedy(model, prompt, [token], [0], next(model.parameters()).dtype, _NEAR_TIE)

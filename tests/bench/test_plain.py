@@ -30,6 +30,8 @@ def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):
     logits[0, 5] = logits[0, 7] - 0.1 * logits.std()
     monkeypatch.setattr("mtpkit.bench.plain.compute_logits", lambda model, hidden: logits)
     check_greedy(model, PROMPT, [5], [0], torch.bfloat16)
+    with pytest.raises(MtpkitError, match="1 of 1 tokens"):
+        check_greedy(model, PROMPT, [5], [0], torch.bfloat16, near_tie=0.05)
     spread = torch.cat([logits] * 40)
     monkeypatch.setattr("mtpkit.bench.plain.compute_logits", lambda model, hidden: spread)
     for strays, refused in ((2, False), (3, True)):
