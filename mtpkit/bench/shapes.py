@@ -47,7 +47,39 @@ NEMOTRON_H_TINY = NEMOTRON_H_8B.replace(
 )
 """The same kinds of layers, small enough for a CPU to decode with in a test."""
 
-SHAPES = {"nemotron-h-8b": NEMOTRON_H_8B, "nemotron-h-tiny": NEMOTRON_H_TINY}
+NEMOTRON_3_NANO = NEMOTRON_H_8B.replace(
+    hidden_size=2688,
+    pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    max_position_embeddings=262144,
+    num_query_groups=2,
+    ffn_hidden_size=0,
+    mamba_num_heads=64,
+    num_moe_experts=128,
+    moe_router_topk=6,
+    moe_ffn_hidden_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+    moe_router_topk_scaling_factor=2.5,
+)
+"""NVIDIA's Nemotron 3 Nano 30B-A3B (arXiv:2512.20848), with the same head. A random router gives every expert about as
+many tokens, so that a batch reads more experts than one of real text does."""
+
+NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
+    pattern="ME*E",
+    ffn_hidden_size=0,
+    num_moe_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=64,
+    moe_router_topk_scaling_factor=2.5,
+)
+"""Its kinds of layers, small enough for a CPU."""
+
+SHAPES = {
+    "nemotron-h-8b": NEMOTRON_H_8B,
+    "nemotron-3-nano": NEMOTRON_3_NANO,
+    "nemotron-h-tiny": NEMOTRON_H_TINY,
+    "nemotron-3-tiny": NEMOTRON_3_TINY,
+}
 """By the name that commands take in place of a model directory."""
 
 

@@ -22,7 +22,8 @@ from mtpkit.engine.runner import Runner
 from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
-from mtpkit.model import cache_specs
+from mtpkit.kernels.dispatch import on_kernels
+from mtpkit.model import cache_specs, stack_experts
 
 _MAX_BATCHED = 2048
 _logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class LLM:
             seed=seed,
         )
         self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
+        stack_experts(self.model)
         model_config, weight = self.model.mtpkit_config, next(self.model.parameters())
         depths = model_config.mtp_num_depths if adaptive else config.num_speculative_tokens
         draft_ids = _draft_token_ids(draft_vocab, model_config.vocab_size, weight.device)
@@ -109,7 +111,7 @@ class LLM:
         if adaptive and not drafter.device_only:
             raise UserError("num_speculative_tokens 'auto' needs a repeated MTP head: set a number for distinct ones")
         _warn_if_ignored(depths, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
-        ahead, graphs = _execution(weight.device, model_config, drafter, async_scheduling, enforce_eager)
+        ahead, graphs = _execution(weight, model_config, drafter, async_scheduling, enforce_eager)
         config = replace(
             config,
             max_model_len=max_model_len or model_config.max_position_embeddings,
@@ -260,14 +262,14 @@ def _warn_if_ignored(depths: int, **settings: object) -> None:
 
 
 def _execution(
-    device: torch.device, config: ModelConfig, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
+    weight: torch.Tensor, config: ModelConfig, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
 ) -> tuple[bool, bool]:
     """Whether steps run ahead of their results, and whether they are CUDA graphs.
 
     Raises:
         UserError: what was asked for cannot be; the GPU is not the current one, on which streams and kernels run.
     """
-    on_gpu = device.type == "cuda"
+    device, on_gpu = weight.device, weight.is_cuda
     if on_gpu and device.index not in (None, torch.cuda.current_device()):
         raise UserError(
             f"device is {device}, but cuda:{torch.cuda.current_device()} is current: call "
@@ -276,8 +278,8 @@ def _execution(
     reason = "" if drafter.device_only else "distinct MTP heads read tokens that only the host knows"
     if async_scheduling and reason:
         raise UserError(f"async_scheduling must be False: {reason}")
-    if config.num_moe_experts:
-        reason = "megatron-core's routing of tokens to experts asks the device how many there are"
+    if config.num_moe_experts and not on_kernels(weight):
+        reason = "without kernels the experts ask the device which of them have tokens"
     if on_gpu and (enforce_eager or reason):
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
     ahead = drafter.device_only and (on_gpu if async_scheduling is None else async_scheduling)

@@ -144,7 +144,7 @@ def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit
     widest = max(
         2 * (model.ffn_hidden_size or 0),
         3 * inner + 4 * model.mamba_num_groups * model.mamba_state_dim,
-        2 * model.moe_router_topk * (model.moe_ffn_hidden_size or 0) if model.num_moe_experts else 0,
+        model.moe_router_topk * (model.moe_ffn_hidden_size + model.hidden_size) if model.num_moe_experts else 0,
         2 * model.num_attention_heads * model.kv_channels,
     )
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize

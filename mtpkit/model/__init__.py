@@ -3,6 +3,7 @@
 import mtpkit.platform  # noqa: F401  (quiets megatron-core, so it comes first)
 from mtpkit.model.build import build_model, cache_specs, init_weights
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.layers.moe import stack_experts
 from mtpkit.model.mtp import (
     base_forward,
     compute_logits,
@@ -32,5 +33,6 @@ __all__ = [
     "mtp_forward",
     "output_weight",
     "shift_tokens",
+    "stack_experts",
     "unroll_depths",
 ]

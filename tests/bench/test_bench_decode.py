@@ -88,6 +88,13 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
     assert order == ["run"] * 4 and row.host_gap_share is None and not row.kernels
 
 
+@pytest.mark.parametrize("pattern", ["*", "*E"])
+def test_a_mixture_of_experts_is_measured(device, pattern):
+    model = open_model("nemotron-3-tiny", torch.device(device), pattern=pattern)
+    config = DecodeConfig(batch_sizes=(3,), ks=(0, 2), prompt_len=20, max_tokens=48, repeats=1, acceptance=(0.9, 0.5))
+    assert all(0 < row.limit_share < 1 for row in measure_decode(model, config).rows)
+
+
 def test_drafts_are_verified_where_no_acceptance_is_given(model):
     config = DecodeConfig(batch_sizes=(2,), ks=(1,), max_tokens=12, repeats=1, acceptance=None)
     result = measure_decode(model, config, prompts=[[1, 2, 3], [4], [5, 6]])

@@ -11,7 +11,7 @@ from mtpkit.bench.kernel_cases.mamba import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine
-from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
+from mtpkit.bench.shapes import NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from tests.toy_config import toy_config
@@ -26,6 +26,9 @@ OPS = {
     *("sequence_attention", "depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"),
     *("relu2 training", "adamw_"),
 }
+
+
+EXPERT_OPS = {"route", "expert_mlp", "route, prefill", "expert_mlp, prefill"}
 
 
 def shapes(config=NEMOTRON_H_TINY, rows=3, k=3, context_len=21, **more) -> Shapes:
@@ -68,6 +71,23 @@ def test_every_op_is_checked_and_timed(device, state_dtype, monkeypatch):
     assert result.title.startswith("kernels" if device == "cuda" else "reference twins")
     if device == "cpu":
         assert all(row.error == 0 for row in result.rows if not row.op.startswith(("linear ", "head_losses ")))
+
+
+def test_ops_of_experts(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_SETS", 2)
+    config = KernelConfig(rows=(1, 3), context_len=21, repeats=1)
+    result = measure_kernels(NEMOTRON_3_TINY, config, device, "tiny")
+    absent = {"relu2", "relu2 training", "linear linear_fc1", "linear linear_fc2"}
+    assert {row.op for row in result.rows} == OPS - absent | EXPERT_OPS
+
+
+def test_bytes_are_of_the_experts_that_are_used():
+    one, many = (case("expert_mlp", config=NEMOTRON_3_TINY, rows=rows, k=0) for rows in (1, 100))
+    args = one.make()
+    fc1, fc2 = args[1:3]
+    assert one.bytes(args) == (size(fc1, fc2) * 2) / 8 + 2 * size(args[0])
+    args = many.make()
+    assert many.bytes(args) == size(fc1, fc2) + 2 * size(args[0])
 
 
 @pytest.mark.parametrize("k", [0, 1, 5])

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from mtpkit.bench.plain import check_greedy
+from mtpkit.bench.shapes import NEMOTRON_3_TINY
 from mtpkit.errors import MtpkitError
+from mtpkit.model import build_model
 from tests.engine.tiny import VOCAB_SIZE, decode, tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -45,3 +47,22 @@ def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):
     for token, precision in ((5, torch.float32), (6, torch.bfloat16)):
         with pytest.raises(MtpkitError, match="standard deviations below the best"):
             check_greedy(model, PROMPT, [token], [0], precision)
+
+
+def test_rounding_sends_tokens_to_other_experts():
+    """A mixture in bf16 is held to what rounding does to it; tokens that are simply wrong lie much further below."""
+    model = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.bfloat16, "cpu", seed=1)
+    exact = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.float32, "cpu", seed=1)
+    prompt = torch.randint(512, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    tokens = decode(exact, prompt, 40)
+    assert tokens != decode(model, prompt, 40)
+    check_greedy(model, prompt, tokens, range(40), torch.bfloat16)
+    check_greedy(model, prompt, tokens, [0], torch.bfloat16)
+    check_greedy(exact, prompt, tokens, range(40), torch.float32)
+    wrong = [(token + 1) % 512 for token in tokens]
+    for places in (range(40), [0]):
+        with pytest.raises(MtpkitError, match=rf"{len(places)} of {len(places)} tokens .* of which rounding explains"):
+            check_greedy(model, prompt, wrong, places, torch.bfloat16)
+    some = [tokens[i] if i % 4 else wrong[i] for i in range(40)]
+    with pytest.raises(MtpkitError, match="of which rounding explains"):
+        check_greedy(model, prompt, some, range(40), torch.bfloat16)

@@ -70,9 +70,9 @@ def test_graphs_change_no_token(k, rollback, ahead):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mtp_pattern", ["*", "*-", "M-"])
-def test_heads_of_every_kind(mtp_pattern):
-    model = tiny_model("repeated", "M*M-", mtp_pattern, "cuda")
+@pytest.mark.parametrize("pattern, mtp_pattern", [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E")])
+def test_layers_of_every_kind(pattern, mtp_pattern):
+    model = tiny_model("repeated", pattern, mtp_pattern, "cuda")
     prompts = make_prompts()
     assert generate(graphed(model, 3, prompts), prompts, greedy(MAX_TOKENS)) == [
         decode(model, p, MAX_TOKENS) for p in prompts

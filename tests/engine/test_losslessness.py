@@ -2,6 +2,7 @@
 
 import pytest
 
+from mtpkit.model import build_model
 from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, guide, make_llm, make_prompts, tiny_model
 
 PROMPTS = make_prompts()
@@ -81,6 +82,19 @@ def test_block_sizes(block_size):
 def test_recurrent_heads_with_one_draft(rollback):
     model = tiny_model("repeated", "M*M-", "M-")
     assert generate(guide(make_llm(model, 1, state_rollback=rollback), PROMPTS), PROMPTS) == truth(model)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_mixtures_of_experts(k):
+    """Against megatron-core's own pass through the experts, one after another."""
+    model = tiny_model("repeated", "ME*E", "*E")
+    want = truth(build_model(model.mtpkit_config, device="cpu", seed=1))
+    llm = make_llm(model, k, async_scheduling=True)
+    if k:
+        guide(llm, PROMPTS)
+    assert generate(llm, PROMPTS) == want
+    if k:
+        assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
 
 
 def test_recycled_slots_and_blocks_leave_no_trace():

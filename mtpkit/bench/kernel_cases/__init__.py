@@ -1,8 +1,7 @@
 """The ops of a decode, a prefill or a training step, with inputs as a model's layers give them.
 
 A step feeds T tokens of each row to the base, and again to the first depth of the heads, whose layers have the base's
-sizes: one case stands for both. The deeper depths take one token a row, as a step with K = 0 does. Experts are
-megatron-core's, and are not here.
+sizes: one case stands for both. The deeper depths take one token a row, as a step with K = 0 does.
 
 Shape legend: R rows (requests), T = 1 + K tokens a row, N = R * T tokens, h hidden size, V vocabulary.
 """
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from mtpkit.bench.kernel_cases import attention, linears, mamba, tokens, training
+from mtpkit.bench.kernel_cases import attention, experts, linears, mamba, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
 from mtpkit.kernels.head_loss import LossKind
 
@@ -31,6 +30,9 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     yield linears.rms_norm(shapes)
     if "-" in pattern:
         yield from linears.activation(shapes)
+    if "E" in pattern:
+        count = shapes.rows * shapes.tokens
+        yield from (experts.route(shapes, count), experts.expert_mlp(shapes, count))
     if shapes.config.mtp_num_depths:
         yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes))
     yield from (tokens.argmax(shapes), tokens.probabilities(shapes), tokens.sample_logits(shapes))
@@ -48,6 +50,9 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
     if "M" in pattern:
         cases = mamba.conv_varlen(shapes, lens), mamba.ssd_varlen(shapes, lens)
         yield from (replace(case, capture=False) for case in cases)
+    if "E" in pattern:
+        for case in (experts.route(shapes, sum(lens)), experts.expert_mlp(shapes, sum(lens))):
+            yield replace(case, capture=False, name=f"{case.op}, prefill")
 
 
 def training_cases(shapes: Shapes) -> Iterator[Case]:

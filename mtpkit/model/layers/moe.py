@@ -11,6 +11,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from mtpkit.kernels.linear import linear
+from mtpkit.kernels.moe import expert_mlp, route
+from mtpkit.model.layers.norm import ACTIVATIONS
+
 
 class DuplicatedLinear(nn.Linear):
     """A linear held whole by every tensor-parallel rank; returns (output, bias) as megatron-core's linears do."""
@@ -49,9 +53,29 @@ class Router(TopKRouter):
         """input [..., hidden] to fp32 logits [..., experts]."""
         return router_gating_linear(input, self.weight, self.bias, torch.float32)
 
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] to its experts [T, k] and their weights, without a word from the host."""
+        if x.is_cuda and x.dtype == self.weight.dtype == torch.bfloat16:
+            logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        else:
+            logits = x.float() @ self.weight.float().t()
+        config = self.config
+        return route(
+            logits,
+            self.expert_bias.float(),
+            config.moe_router_topk,
+            config.moe_router_topk_scaling_factor or 1.0,
+            config.moe_router_num_groups or 1,
+            config.moe_router_group_topk or 1,
+        )
+
 
 class MoELayer(MegatronMoELayer):
-    """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3)."""
+    """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3).
+
+    Where nothing is differentiated and `stack_experts` has been called, all routed experts are two kernels; otherwise
+    megatron-core's own forward goes through them one by one, and asks the device how many tokens each has.
+    """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         submodules = copy.copy(submodules)
@@ -70,6 +94,76 @@ class MoELayer(MegatronMoELayer):
         self.config = config
         self.fc1_latent_proj = DuplicatedLinear(config.hidden_size, latent, config)
         self.fc2_latent_proj = DuplicatedLinear(latent, config.hidden_size, config)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, hidden] to (the same shape, bias or None)."""
+        if torch.is_grad_enabled() or not self.is_stacked:
+            return super().forward(hidden_states, *args, **kwargs)
+        return self.add_to(None, hidden_states), None
+
+    def stack_experts(self) -> None:
+        """Lay the weights of all routed experts side by side; the parameters become views of them.
+
+        Where experts are split over ranks, nothing happens.
+        """
+        if self.ep_group.size() > 1 or self.tp_group.size() > 1:
+            return
+        for weights in self._expert_weights:
+            if _stack_of(weights) is None:
+                stacked = torch.stack([weight.detach() for weight in weights])
+                for weight, place in zip(weights, stacked, strict=True):
+                    weight.data = place
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the experts' weights lie side by side."""
+        return all(_stack_of(weights) is not None for weights in self._expert_weights)
+
+    @property
+    def _expert_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        experts = self.experts.local_experts
+        return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
+
+    def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor:
+        """residual [..., hidden], which may be overwritten, plus the stacked experts of x [..., hidden]."""
+        flat, activation = x.flatten(0, -2), self.config.mtpkit.activation
+        total = None if residual is None else residual.contiguous().flatten(0, -2)
+        chosen, weights = self.router.choose(flat)
+        if self.use_shared_expert:
+            shared = self.shared_experts
+            inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
+            total = linear(inner, shared.linear_fc2.weight, residual=total)
+        fc1, fc2 = (_stack_of(weights) for weights in self._expert_weights)
+        assert fc1 is not None and fc2 is not None, "stack_experts comes first"
+        if self.config.moe_latent_size:
+            small = linear(flat, self.fc1_latent_proj.weight)
+            mixed = expert_mlp(small, fc1, fc2, chosen, weights, activation)
+            return linear(mixed, self.fc2_latent_proj.weight, residual=total).view(x.shape)
+        return expert_mlp(flat, fc1, fc2, chosen, weights, activation, total).view(x.shape)
+
+
+def _stack_of(weights: list[Tensor]) -> Tensor | None:
+    """[experts, ..] the tensor of which all of `weights` are the rows, if they are. First and last are looked at."""
+    first, last = weights[0].detach(), weights[-1].detach()
+    distance = (len(weights) - 1) * first.numel() * first.element_size()
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    if not first.is_contiguous() or last.data_ptr() != first.data_ptr() + distance:
+        return None
+    return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
+
+
+@torch.inference_mode(False)
+def stack_experts(model: nn.Module) -> None:
+    """Make the experts of `model` one tensor a layer, for decoding; needs the memory of one layer's beside the model.
+
+    Only for weights that nobody keeps elsewhere: an optimizer's flat buffers would lose them.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer) and not module.is_stacked:
+            module.stack_experts()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the single experts lay in is of no size that others need
 
 
 def moe_spec(megatron_spec: functools.partial) -> functools.partial:

@@ -7,6 +7,7 @@ For every other input megatron-core's own forward runs.
 
 from typing import Any
 
+import torch
 from megatron.core.ssm.mamba_layer import MambaLayer as MegatronMambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer as MegatronMLPLayer
 from megatron.core.transformer import TransformerLayer
@@ -61,4 +62,7 @@ class MixtureLayer(_StepTransformerLayer):
     """A mixture of experts and its residual connection."""
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        return x + self.mlp(self.pre_mlp_layernorm(x))[0]
+        normed = self.pre_mlp_layernorm(x)
+        if torch.is_grad_enabled() or not self.mlp.is_stacked:
+            return x + self.mlp(normed)[0]
+        return self.mlp.add_to(x, normed)

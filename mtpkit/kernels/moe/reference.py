@@ -1,0 +1,79 @@
+"""Mixture of experts: which experts a token goes to, and what they make of it.
+
+Shape legend: T tokens, E experts, k experts a token, h width of a token, f inner width of an expert.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpkit.kernels.activation.reference import relu2, swiglu
+
+Activation = Literal["relu2", "swiglu"]
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token by sigmoid scores (DeepSeek-V3, arXiv:2412.19437), as megatron-core chooses them.
+
+    Args:
+        logits: [T, E] float32.
+        bias: [E] float32, added to the scores where experts are chosen, not where they are weighed.
+        scale: times the weights, which add up to it where k > 1.
+        num_groups, top_groups: only experts of the `top_groups` best of `num_groups` groups of neighbours are chosen; a
+            group is as good as its best k / top_groups experts together.
+
+    Returns:
+        Distinct experts [T, k] int64, in any order, and their weights [T, k] float32.
+    """
+    scores = logits.float().sigmoid()
+    ranked = scores + bias
+    if num_groups > 1:
+        groups = ranked.unflatten(1, (num_groups, -1))
+        best = groups.topk(top_k // top_groups, -1).values.sum(-1).topk(top_groups, -1).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+        ranked = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+    expert_ids = ranked.topk(top_k, -1).indices
+    weights = scores.gather(1, expert_ids)
+    if top_k > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return expert_ids, weights * scale
+
+
+def expert_mlp(
+    x: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    activation: Activation,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + sum over the k experts e of a token: weight * fc2[e] @ activation(fc1[e] @ x).
+
+    Args:
+        x: [T, h].
+        fc1: [E, f, h]; with swiglu [E, 2f, h], the gate's rows first.
+        fc2: [E, h, f].
+        expert_ids: [T, k] int64.
+        weights: [T, k] float32.
+        residual: [T, h].
+
+    Returns:
+        [T, h] in the dtype of x; the sum is made in float32 and rounded once. Waits for the device here.
+    """
+    outputs = x.new_zeros(*expert_ids.shape, fc2.shape[1])
+    act = relu2 if activation == "relu2" else swiglu
+    for expert in expert_ids.unique().tolist():
+        tokens, places = torch.where(expert_ids == expert)
+        outputs[tokens, places] = F.linear(act(F.linear(x[tokens], fc1[expert])), fc2[expert])
+    total = (outputs.float() * weights[..., None]).sum(1)
+    return (total if residual is None else residual + total).to(x.dtype)

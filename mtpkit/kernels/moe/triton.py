@@ -1,0 +1,350 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Mixture of experts in Triton, without a word from the host: every grid has the size of the worst case.
+
+A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert into blocks of a
+fixed size, the last one of an expert padded; a program multiplies one block by one tile of its expert's weight. Few
+tokens make many small blocks, each of which streams an expert's weights once; many make blocks that fill the matrix
+units.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import NARROW, SMALLEST_DOT, with_rows
+from mtpkit.kernels.moe.reference import Activation
+
+_SORT_CHUNK = 2048
+"""Pairs that a program looks at at a time while they are sorted."""
+_COMBINE_BLOCK = 1024
+"""Channels of a token that a program adds up."""
+
+
+class Tile(NamedTuple):
+    """Outputs and input channels that a program multiplies at a time, and how."""
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+
+
+TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
+"""By pairs of a block."""
+_WIDE_TILE = Tile(64, 16, 2, 4)
+"""For fp32, which has no matrix unit at full precision."""
+
+
+@triton.jit
+def _best(values, taken, index):
+    """The index of the largest value that is not taken, the first of equals; NaN counts as the least."""
+    values = tl.where(values == values, values, -1e30)
+    values = tl.where(taken, float("-inf"), values)
+    return tl.min(tl.where((values == tl.max(values)) & ~taken, index, 2147483647))
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride,
+    scale,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """One token; its scores as [ROWS, COLUMNS], a row a group of GROUP experts."""
+    token = tl.program_id(0).to(tl.int64)
+    row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    index = row[:, None] * GROUP + column[None, :]
+    real = (row < NUM_GROUPS)[:, None] & (column < GROUP)[None, :]
+    logits = tl.load(logits_ptr + token * stride + index, mask=real, other=0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits))
+    ranked = scores + tl.load(bias_ptr + index, mask=real, other=0.0)
+    taken = ~real
+    if NUM_GROUPS > 1:
+        # A group's value is the sum of its best TOP_K // TOP_GROUPS experts.
+        left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
+        value = tl.zeros([ROWS], tl.float32)
+        for _ in tl.static_range(TOP_K // TOP_GROUPS):
+            best = tl.max(left, 1)
+            value += best
+            first = tl.min(tl.where(left == best[:, None], column[None, :], COLUMNS), 1)
+            left = tl.where(column[None, :] == first[:, None], float("-inf"), left)
+        out = row >= NUM_GROUPS
+        for _ in tl.static_range(TOP_GROUPS):
+            out = out | (row == _best(value, out, row))
+        taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
+    chosen, total = tl.zeros([PLACES], tl.float32), 0.0
+    for k in tl.static_range(TOP_K):
+        best = _best(ranked, taken, index)
+        score = tl.sum(tl.where(index == best, scores, 0.0))
+        taken = taken | (index == best)
+        chosen = tl.where(place == k, score, chosen)
+        total += score
+        tl.store(ids_ptr + token * TOP_K + k, best.to(tl.int64))
+    if TOP_K > 1:
+        chosen = chosen / (total + 1e-20)
+    tl.store(weights_ptr + token * TOP_K + place, chosen * scale, mask=place < TOP_K)
+
+
+def route(
+    logits: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, num_groups: int = 1, top_groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """See the reference. A token of NaN, which pads a batch, goes to some experts, too."""
+    tokens, experts = logits.shape
+    assert logits.dtype == bias.dtype == torch.float32 and logits.stride(1) == 1
+    group = experts // num_groups
+    expert_ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    if tokens:
+        _route_kernel[(tokens,)](
+            logits,
+            bias,
+            expert_ids,
+            weights,
+            logits.stride(0),
+            scale,
+            TOP_K=top_k,
+            NUM_GROUPS=num_groups,
+            TOP_GROUPS=top_groups,
+            GROUP=group,
+            ROWS=triton.next_power_of_2(num_groups),
+            COLUMNS=triton.next_power_of_2(group),
+            PLACES=triton.next_power_of_2(top_k),
+            num_warps=1,
+        )
+    return expert_ids, weights
+
+
+@triton.jit
+def _sort_kernel(
+    ids_ptr,
+    order_ptr,
+    experts_ptr,
+    used_ptr,
+    pairs,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The pairs of one expert, in their order, and the blocks that they fill."""
+    expert = tl.program_id(0)
+    bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        ids = tl.load(ids_ptr + start + lane, mask=start + lane < pairs, other=EXPERTS).to(tl.int32)
+        counts += tl.histogram(ids, BINS)
+    blocks = tl.where(bin < EXPERTS, (counts + BLOCK - 1) // BLOCK, 0)
+    first = tl.sum(tl.where(bin < expert, blocks, 0))
+    own = tl.sum(tl.where(bin == expert, blocks, 0))
+    if expert == 0:
+        tl.store(used_ptr, tl.sum(blocks))
+    place = first * BLOCK
+    if own > 0:
+        for start in range(0, pairs, CHUNK):
+            pair = start + lane
+            mine = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32) == expert
+            tl.store(order_ptr + place + tl.cumsum(mine.to(tl.int32), 0) - 1, pair, mask=mine)
+            place += tl.sum(mine.to(tl.int32))
+        padding = place + tl.arange(0, BLOCK)
+        tl.store(order_ptr + padding, pairs, mask=padding < (first + own) * BLOCK)
+        for block in range(first, first + own):
+            tl.store(experts_ptr + block, expert)
+
+
+@triton.jit
+def _dot(a, b, acc, NARROW: tl.constexpr):
+    if NARROW is None:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return tl.dot(a.to(NARROW), b.to(NARROW), acc)
+
+
+@triton.jit
+def _load_weight(ptrs, inside, WHOLE: tl.constexpr):
+    """Zero where a channel is not `inside`; WHOLE: all are."""
+    if WHOLE:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _expert_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    order_ptr,
+    experts_ptr,
+    used_ptr,
+    pairs,
+    outputs,
+    x_stride,
+    WIDTH: tl.constexpr,
+    SHARED_BY: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """BLOCK_N outputs of a block of pairs, of which SHARED_BY neighbours have one row of x. The weight is the left
+    operand of the product, whose other side may be as narrow as 16."""
+    block = tl.program_id(1)
+    if block >= tl.load(used_ptr):
+        return
+    WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
+    GATED: tl.constexpr = ACTIVATION == "swiglu"
+    ROWS: tl.constexpr = 2 if GATED else 1
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    real, live = (pair < pairs)[None, :], (n < outputs)[:, None]
+    x_ptrs = x_ptr + (pair // SHARED_BY).to(tl.int64)[None, :] * x_stride + k[:, None]
+    # Outputs past the end repeat the last one.
+    rows = expert * outputs * ROWS + tl.minimum(n, outputs - 1)
+    weight_ptrs = weight_ptr + rows[:, None] * WIDTH + k[None, :]
+    product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        inside = start + k < WIDTH
+        w = _load_weight(weight_ptrs + start, inside[None, :], WHOLE)
+        x = tl.load(x_ptrs + start, mask=real & inside[:, None], other=0.0)
+        product = _dot(w, x, product, NARROW)
+        if GATED:
+            w = _load_weight(weight_ptrs + outputs * WIDTH + start, inside[None, :], WHOLE)
+            value = _dot(w, x, value, NARROW)
+    if ACTIVATION == "relu2":
+        product = tl.where(product < 0, 0.0, product * product)  # not tl.maximum, which would turn a NaN into 0
+    if GATED:
+        product = product / (1.0 + tl.exp(-product)) * value
+    if scale_ptr is not None:
+        product *= tl.load(scale_ptr + pair, mask=pair < pairs, other=0.0)[None, :]
+    out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * outputs + n[:, None]
+    tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=real & live)
+
+
+@triton.jit
+def _combine_kernel(parts_ptr, residual_ptr, out_ptr, width, residual_stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the pairs of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        total += tl.load(parts_ptr + (token * TOP_K + k) * width + column, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class _Blocks(NamedTuple):
+    """Pairs sorted by expert."""
+
+    order: Tensor
+    """[blocks, size] int32 pairs; their number where a block is padded."""
+    experts: Tensor
+    """[blocks] int32."""
+    used: Tensor
+    """[1] int32, how many blocks there are; what follows in the other two is garbage."""
+
+
+def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
+    """expert_ids [T, k], sorted into blocks of `size` pairs."""
+    pairs = expert_ids.numel()
+    most = min(experts, pairs)  # experts that have a last block, which may be padded
+    blocks = most + (pairs - most) // size
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
+
+    sorted_ = _Blocks(ints(blocks, size), ints(blocks), ints(1))
+    _sort_kernel[(experts,)](
+        expert_ids,
+        *sorted_,
+        pairs,
+        EXPERTS=experts,
+        BINS=triton.next_power_of_2(experts + 1),
+        CHUNK=min(_SORT_CHUNK, max(32, triton.next_power_of_2(pairs))),
+        BLOCK=size,
+        num_warps=4,
+    )
+    return sorted_
+
+
+def block_size(pairs: int, experts: int) -> int:
+    """Pairs of a block: about as many as an expert has."""
+    return min(max(TILES), max(SMALLEST_DOT, triton.next_power_of_2(triton.cdiv(pairs, experts))))
+
+
+def expert_mlp(
+    x: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    activation: Activation,
+    residual: Tensor | None = None,
+    size: int | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """See the reference; each expert's output is rounded before they are added up. `size` and `tile` replace the
+    choice of pairs a block and of tiles."""
+    assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
+    (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    x, pairs = with_rows(x), tokens * top_k
+    residual = None if residual is None else with_rows(residual)
+    size = size or block_size(pairs, experts)
+    blocks = _sort(expert_ids.contiguous(), experts, size)
+    tile = tile or (TILES[size] if x.dtype == torch.bfloat16 else _WIDE_TILE)
+    hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+
+    def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, shared_by: int, act: str) -> None:
+        _expert_kernel[(triton.cdiv(out.shape[1], tile.block_n), len(blocks.experts))](
+            source,
+            weight,
+            scale,
+            out,
+            *blocks,
+            pairs,
+            out.shape[1],
+            source.stride(0),
+            WIDTH=source.shape[1],
+            SHARED_BY=shared_by,
+            ACTIVATION=act,
+            BLOCK_M=size,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            NARROW=NARROW if x.dtype == torch.bfloat16 else None,
+            num_stages=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
+
+    multiply(x, fc1, None, hidden, top_k, activation)
+    multiply(hidden, fc2, weights.contiguous(), parts, 1, "none")
+    _combine_kernel[(tokens, triton.cdiv(width, _COMBINE_BLOCK))](
+        parts,
+        residual,
+        out,
+        width,
+        0 if residual is None else residual.stride(0),
+        TOP_K=top_k,
+        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(width)),
+    )
+    return out

@@ -1,0 +1,202 @@
+"""Routing against megatron-core's own; experts against fp64, bf16 within twice PyTorch's error."""
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+from mtpkit.kernels.moe import reference
+from tests.kernels.conftest import Twin
+from tests.kernels.recurrence import relative
+
+ROUTINGS = [
+    dict(experts=4, top_k=2),
+    dict(experts=5, top_k=1),
+    dict(experts=3, top_k=3, scale=2.5),
+    dict(experts=24, top_k=4, num_groups=6, top_groups=2, scale=0.7),
+    dict(experts=16, top_k=4, num_groups=4, top_groups=4),
+    dict(experts=128, top_k=6, scale=2.5),
+]
+
+
+def draw_logits(tokens: int, experts: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(tokens, experts).to(device), (0.5 * torch.randn(experts)).to(device)
+
+
+def dense(expert_ids, weights, experts: int) -> torch.Tensor:
+    """[T, E] weights, refusing an expert that a token has twice."""
+    assert expert_ids.dtype == torch.int64 and weights.dtype == torch.float32
+    assert all(len(set(row)) == len(row) for row in expert_ids.tolist())
+    return torch.zeros(len(expert_ids), experts).scatter(1, expert_ids.cpu(), weights.cpu())
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("case", ROUTINGS, ids=str)
+def test_experts_are_those_of_megatron(twin: Twin, case, tokens):
+    case = dict(case)
+    experts, top_k = case.pop("experts"), case.pop("top_k")
+    logits, bias = draw_logits(tokens, experts, twin.device)
+    have = dense(*twin("moe").route(logits, bias, top_k, **case), experts)
+    want, _ = topk_routing_with_score_function(
+        logits.cpu(),
+        top_k,
+        num_groups=case.get("num_groups"),
+        group_topk=case.get("top_groups"),
+        scaling_factor=case.get("scale"),
+        score_function="sigmoid",
+        expert_bias=bias.cpu(),
+    )
+    assert torch.equal(have != 0, want != 0)
+    assert torch.allclose(have, want, rtol=1e-5, atol=1e-7)
+
+
+def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).to(twin.device)
+    bias = torch.tensor([9.0, 0.0, 0.0, 0.0]).to(twin.device)
+    have = dense(*twin("moe").route(logits, bias, 2), 4)
+    scores = logits.cpu().sigmoid()[0, [0, 3]]
+    assert torch.allclose(have[0, [0, 3]], scores / scores.sum())
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, under the interpreter
+@pytest.mark.parametrize("groups", [dict(), dict(num_groups=4, top_groups=2)])
+def test_a_token_of_nan_has_distinct_experts(twin: Twin, groups):
+    """Null rows of a batch may hold anything; their experts are read, so that they have to exist."""
+    if twin.name == "reference":
+        pytest.skip("nothing pads a batch where the twin runs")
+    logits, bias = draw_logits(3, 16, twin.device)
+    alone = twin("moe").route(logits, bias, 4, **groups)
+    logits[1] = torch.nan
+    expert_ids, weights = twin("moe").route(logits, bias, 4, **groups)
+    assert ((expert_ids >= 0) & (expert_ids < 16)).all() and len(set(expert_ids[1].tolist())) == 4
+    for have, want in zip((expert_ids, weights), alone, strict=True):
+        assert torch.equal(have[[0, 2]], want[[0, 2]])
+
+
+def draw(tokens, experts, top_k, width, inner, activation, device="cpu", dtype=torch.bfloat16, residual=True):
+    """Arguments of `expert_mlp`; x and residual are slices of wider tensors, with NaN around them."""
+
+    def sliced() -> torch.Tensor:
+        wide = torch.full((tokens, width + 16), torch.nan)
+        wide[:, 8:-8] = torch.randn(tokens, width)
+        return wide.to(device, dtype)[:, 8:-8]
+
+    rows = inner * (2 if activation == "swiglu" else 1)
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]) if tokens else torch.zeros(0, top_k)
+    return dict(
+        x=sliced(),
+        fc1=(torch.randn(experts, rows, width, device=device) / width**0.5).to(dtype),
+        fc2=(torch.randn(experts, width, inner, device=device) / inner**0.5).to(dtype),
+        expert_ids=ids.to(device, torch.int64),
+        weights=torch.rand(tokens, top_k).to(device),
+        activation=activation,
+        residual=sliced() if residual else None,
+    )
+
+
+def oracle(x, fc1, fc2, expert_ids, weights, activation, residual=None) -> torch.Tensor:
+    """In fp64, token for token."""
+    rows = []
+    for token, experts in enumerate(expert_ids.tolist()):
+        row = torch.zeros_like(x[token], dtype=torch.float64) if residual is None else residual[token].double()
+        for place, expert in enumerate(experts):
+            inner = fc1[expert].double() @ x[token].double()
+            if activation == "swiglu":
+                gate, value = inner.chunk(2)
+                inner = gate * torch.sigmoid(gate) * value
+            else:
+                inner = inner.clamp_min(0) ** 2
+            row = row + weights[token, place].double() * (fc2[expert].double() @ inner)
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def check(twin: Twin, arguments: dict, **rest) -> None:
+    want = oracle(**arguments)
+    out = twin("moe").expert_mlp(**arguments, **rest)
+    limit = 1e-5
+    if out.dtype == torch.bfloat16:
+        limit = 2 * relative(reference.expert_mlp(**arguments), want)
+        # Triton's interpreter cuts bf16 off instead of rounding.
+        limit += 2**-7 if twin.name == "interpreter" else 0
+    assert out.dtype == arguments["x"].dtype and relative(out, want) <= limit
+
+
+SIZES = {
+    "one token": (1, 4, 2, 32, 24),
+    "more experts than pairs": (3, 24, 2, 32, 24),
+    "an expert for all": (9, 1, 1, 32, 40),
+    "blocks that overflow": (40, 3, 2, 72, 20),
+    "wider than a tile": (5, 4, 3, 200, 136),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("size", SIZES)
+def test_experts(twin: Twin, size, activation, dtype):
+    check(twin, draw(*SIZES[size], activation, twin.device, dtype))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_every_size_of_block(twin: Twin, size):
+    """Experts that fill a block, and one pair more."""
+    arguments = draw(50, 3, 1, 32, 24, "relu2", twin.device, residual=False)
+    arguments["expert_ids"][:33] = 1
+    arguments["expert_ids"][33:49] = 0
+    check(twin, arguments, **({} if twin.name == "reference" else dict(size=size)))
+
+
+def test_no_tokens(twin: Twin):
+    arguments = draw(0, 4, 2, 32, 24, "relu2", twin.device)
+    assert twin("moe").expert_mlp(**arguments).shape == (0, 32)
+    expert_ids, weights = twin("moe").route(*draw_logits(0, 4, twin.device), 2)
+    assert expert_ids.shape == weights.shape == (0, 2)
+
+
+def test_rows_do_not_mix_and_calls_repeat(twin: Twin):
+    """A row of NaN is alone with it, though it shares its experts' blocks, and the same call gives the same bits."""
+    arguments = draw(6, 2, 2, 64, 32, "relu2", twin.device)
+    first = twin("moe").expert_mlp(**arguments)
+    assert torch.equal(first, twin("moe").expert_mlp(**arguments))
+    arguments["x"][2] = torch.nan
+    poisoned = twin("moe").expert_mlp(**arguments)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(poisoned[others], first[others]) and poisoned[2].isnan().all()
+
+
+def test_a_wrong_expert_would_be_seen():
+    arguments = draw(6, 4, 2, 64, 32, "relu2")
+    want = oracle(**arguments)
+    limit = 2 * relative(reference.expert_mlp(**arguments), want)
+    wrong = arguments | dict(expert_ids=(arguments["expert_ids"] + 1) % 4)
+    assert relative(reference.expert_mlp(**wrong), want) > limit
+    assert relative(reference.expert_mlp(**arguments | dict(weights=arguments["weights"].flip(1))), want) > limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 128, 700, 3000])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_many_experts(tokens, activation):
+    check(Twin("cuda", "cuda"), draw(tokens, 128, 6, 512, 192, activation, "cuda"))
+
+
+@pytest.mark.gpu
+def test_a_graph_repeats_with_other_experts():
+    """What is captured goes to no experts in particular."""
+    twin = Twin("cuda", "cuda")
+    arguments = draw(8, 32, 4, 256, 192, "relu2", "cuda")
+    logits, bias = draw_logits(8, 32, "cuda")
+
+    def layer() -> torch.Tensor:
+        ids, weights = twin("moe").route(logits, bias, 4)
+        return twin("moe").expert_mlp(**arguments | dict(expert_ids=ids, weights=weights))
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for scale in (1.0, 0.0, 30.0):  # 0: all to the experts that the bias prefers
+        logits.copy_(scale * torch.randn_like(logits))
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, layer()) and replayed.isfinite().all()

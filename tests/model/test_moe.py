@@ -1,0 +1,93 @@
+"""Stacked experts against megatron-core's own pass through them, and what stacking leaves alone."""
+
+import pytest
+import torch
+
+from mtpkit.model import build_model, stack_experts
+from mtpkit.model.layers.moe import MoELayer
+from tests.kernels.recurrence import relative
+from tests.model.test_residual import ROWS, WIDTH, first_step, run
+from tests.model.toy import CONFIG
+from tests.ranks import run_ranks
+
+CASES = {
+    "plain": {},
+    "gated": dict(activation="swiglu"),
+    "latent": dict(moe_latent_size=20),
+    "no shared expert": dict(moe_shared_expert_intermediate_size=0),
+    "latent alone": dict(moe_latent_size=20, moe_shared_expert_intermediate_size=0),
+    "groups": dict(num_moe_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4),
+    "one of all": dict(moe_router_topk=1),
+}
+
+
+def fresh(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes):
+    """A model of its own, whose router prefers some experts."""
+    model = build_model(CONFIG.replace(**changes), dtype=dtype, device=device, seed=3).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, len(module.router.expert_bias)))
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_stacked_experts_are_megatrons(case, device):
+    model = fresh(device, **CASES[case])
+    layer, x = model.decoder.layers[3], torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size).to(device)
+    step = first_step(model)
+    want = run(layer, x.clone(), step).double()
+    mixed = layer.mlp(x)[0].double()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items() if weight is not None}
+    assert not layer.mlp.is_stacked
+    stack_experts(model)
+    assert layer.mlp.is_stacked
+    assert relative(run(layer, x.clone(), step), want) < 1e-5
+    assert relative(layer.mlp(x)[0], mixed) < 1e-5
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+
+
+@torch.no_grad()
+def test_weights_that_are_loaded_later_count():
+    model, other = fresh(), fresh(init_std=0.5)
+    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
+    stack_experts(model)
+    model.load_state_dict(other.state_dict())
+    assert layer.mlp.is_stacked
+    assert relative(layer.mlp(x)[0], other.decoder.layers[3].mlp(x)[0].double()) < 1e-5
+
+
+@torch.no_grad()
+def test_moved_experts_are_no_longer_stacked():
+    model = fresh()
+    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
+    stack_experts(model)
+    want = layer.mlp(x)[0].double()
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    assert not layer.mlp.is_stacked
+    assert relative(layer.mlp(x)[0], want) < 1e-5
+
+
+def test_experts_learn_stacked_or_not():
+    """Gradients go through megatron-core's own pass."""
+    grads = []
+    for stacked in (False, True):
+        model = fresh().requires_grad_(True)
+        if stacked:
+            stack_experts(model)
+        x = torch.randn(6, 1, CONFIG.hidden_size, generator=torch.Generator().manual_seed(2))
+        mlp = model.decoder.layers[3].mlp
+        grads.append(torch.autograd.grad(mlp(x)[0].square().sum(), mlp.experts.local_experts[1].linear_fc1.weight)[0])
+    assert grads[0].abs().max() > 0 and torch.equal(*grads)
+
+
+def split_over_ranks(rank: int) -> None:
+    model = build_model(CONFIG, device="cpu", seed=3, expert_parallel=2)
+    stack_experts(model)
+    assert not model.decoder.layers[3].mlp.is_stacked
+
+
+def test_experts_split_over_ranks_stay_apart():
+    run_ranks(split_over_ranks)
