@@ -11,6 +11,14 @@ from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
+from mtpkit.model.layers.attention import SelfAttention
+from mtpkit.model.layers.mamba import MambaMixer
+
+_DECAYS = (0.02, 0.2)
+"""-A of random weights: a step size of 0.01 forgets in some thousands of tokens."""
+_SHARPENED, _AMPLIFIED = 1.5, 8.0
+"""Queries, keys and the output of attention with random weights. At 4,096 channels the output is as large as that of a
+feed-forward layer then, and 0.03 of it otherwise."""
 
 NEMOTRON_H_8B = ModelConfig(
     family="nemotron_h",
@@ -113,8 +121,29 @@ def open_model(model: str, device: torch.device, dtype: torch.dtype | None = Non
     config = get_config(model, pattern)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if model in SHAPES:
-        return build_model(config, dtype, device, init="device").requires_grad_(False)
+        built = build_model(config, dtype, device, init="device").requires_grad_(False)
+        _depend_on_context(built)
+        return built
     return load_model(_directory(model), dtype, device).requires_grad_(False)
+
+
+@torch.no_grad()
+def _depend_on_context(model: Any) -> None:
+    """Make what random layers give depend on all of the tokens before, so that a wrong cache shows in the tokens.
+
+    As models are initialised, Mamba forgets within some ten tokens and passes its input by the state, and attention
+    averages so many values that hardly anything is left: without state or attention the best tokens are the same.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for module in model.decoder.modules():
+        if isinstance(module, MambaMixer):
+            module.D.zero_()
+            module.A_log.copy_(torch.empty(module.A_log.shape).uniform_(*_DECAYS, generator=generator).log())
+        elif isinstance(module, SelfAttention):
+            groups = module.num_query_groups_per_partition
+            by_group = module.linear_qkv.weight.unflatten(0, (groups, -1, module.hidden_size_per_attention_head))
+            by_group[:, :-1] *= _SHARPENED
+            module.linear_proj.weight *= _AMPLIFIED
 
 
 def read_token_ids(path: Path, model: str) -> list[list[int]]:

@@ -7,7 +7,7 @@ _DECAY = 0.99
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 """What is assumed of a depth before it was tried, and the drafts that this counts for."""
 _PROBE_INTERVAL, _PROBE_STEPS = 256, 2
-"""While no drafts are verified nothing is learnt of them: so many steps in so many verify some. The first of them finds
+"""Of drafts that are not verified nothing is learnt: so many steps in so many verify more. The first of them finds
 stale drafts; at twice the time of a plain step the two cost 1%."""
 _GAIN = 1.01
 """A larger K must promise more than this."""
@@ -23,7 +23,7 @@ class FixedSpeculation:
         """K of a step with `num_rows` decode rows."""
         return self.num_speculative_tokens
 
-    def observe(self, accepted: Sequence[int], fresh: int) -> None:
+    def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
         """Take note of accepted drafts."""
 
 
@@ -42,7 +42,7 @@ class AdaptiveSpeculation:
         self.max_depth = max(depth for _, depth in step_times)
         self._reached = [_PRIOR_WEIGHT] * self.max_depth
         self._accepted = [_PRIOR_WEIGHT * _PRIOR_RATE] * self.max_depth
-        self._plain_steps = 0
+        self._steps = 0
 
     @property
     def rates(self) -> list[float]:
@@ -65,24 +65,26 @@ class AdaptiveSpeculation:
         for depths, speed in enumerate(speeds):
             if speed > _GAIN * speeds[best]:
                 best = depths
-        if best:
-            self._plain_steps = 0
-            return best
-        self._plain_steps += 1
-        if self._plain_steps % _PROBE_INTERVAL < _PROBE_STEPS and self._plain_steps >= _PROBE_INTERVAL:
-            return max(range(1, self.max_depth + 1), key=lambda k: speeds[k])
-        return 0
+        self._steps += 1
+        if best < self.max_depth and self._steps >= _PROBE_INTERVAL:
+            probe, step = divmod(self._steps, _PROBE_INTERVAL)
+            if step < _PROBE_STEPS:
+                # In turn one depth more, of which a gain may be seen first, and all of them, which may pay together.
+                return best + 1 if probe % 2 else self.max_depth
+        return best
 
-    def observe(self, accepted: Sequence[int], fresh: int) -> None:
+    def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
         """Take note of a step.
 
         Args:
             accepted: accepted drafts of each decode row.
             fresh: drafts of each row that its last step made and this one verified; deeper ones say nothing.
         """
-        for depth in range(min(fresh, self.max_depth)):
-            self._reached[depth] = self._reached[depth] * _DECAY + sum(a >= depth for a in accepted)
-            self._accepted[depth] = self._accepted[depth] * _DECAY + sum(a > depth for a in accepted)
+        for depth in range(min(max(fresh, default=0), self.max_depth)):
+            known = [a for a, made in zip(accepted, fresh, strict=True) if made > depth]
+            if known:
+                self._reached[depth] = self._reached[depth] * _DECAY + sum(a >= depth for a in known)
+                self._accepted[depth] = self._accepted[depth] * _DECAY + sum(a > depth for a in known)
 
 
 Speculation = FixedSpeculation | AdaptiveSpeculation

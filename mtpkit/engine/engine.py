@@ -75,8 +75,8 @@ class EngineStats:
 class _Results:
     """What a batch gives the host, on its way there."""
 
-    def __init__(self, plan: Plan, values: Tensor, fresh_drafts: int) -> None:
-        self.plan, self.fresh_drafts = plan, fresh_drafts
+    def __init__(self, plan: Plan, values: Tensor) -> None:
+        self.plan = plan
         self._values, self._arrived = values, torch.cuda.Event() if values.is_cuda else None
         if self._arrived is not None:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -137,7 +137,6 @@ class Engine:
         self._num_requests = 0
         self._seconds = 0.0
         self._under_way: deque[list[_Results]] = deque()
-        self._drafted = 0
         self.speculation: Speculation = FixedSpeculation(config.num_speculative_tokens)
 
     def add_request(
@@ -263,10 +262,9 @@ class Engine:
         return self.config.async_scheduling and not any(r.params.has_penalties for r in self.scheduler.running)
 
     def _launch(self, plan: Plan) -> _Results:
-        fresh, self._drafted = self._drafted, plan.num_speculative_tokens
         if self.graphs and plan.num_decode_rows and not any(row.request.params.has_penalties for row in plan.rows):
-            return _Results(plan, self.graphs.run(self._execute, plan), fresh)
-        return _Results(plan, self._execute(self.builder.build(plan)), fresh)
+            return _Results(plan, self.graphs.run(self._execute, plan))
+        return _Results(plan, self._execute(self.builder.build(plan)))
 
     def _execute(self, batch: Batch) -> Tensor:
         """The device's part of a step: [S, 2 + K] int64, accepted drafts and the token ids of the verdict."""
@@ -283,8 +281,8 @@ class Engine:
             for results in self._under_way.popleft():
                 values = results.wait()
                 if results.plan.num_decode_rows:
-                    verified = results.plan.num_speculative_tokens
-                    self.speculation.observe([row[0] for row in values], min(verified, results.fresh_drafts))
+                    accepted = [row[0] for row in values]
+                    self.speculation.observe(accepted, [row.fresh_drafts for row in results.plan.rows])
                 changed += self.scheduler.commit(results.plan, values)
         return changed
 

@@ -105,6 +105,10 @@ class LLM:
         self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
         stack_experts(self.model)
         model_config, weight = self.model.mtpkit_config, next(self.model.parameters())
+        if adaptive and not model_config.mtp_num_depths:
+            raise UserError(
+                "num_speculative_tokens is 'auto', but the model has no MTP heads: train some, or set it to 0"
+            )
         depths = model_config.mtp_num_depths if adaptive else config.num_speculative_tokens
         draft_ids = _draft_token_ids(draft_vocab, model_config.vocab_size, weight.device)
         drafter = make_drafter(self.model, depths, block_size, max_num_seqs, draft_sampling, draft_ids)

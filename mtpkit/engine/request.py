@@ -30,7 +30,8 @@ class AcceptanceStats:
         return cls(0, 0, [0] * num_speculative_tokens, [0] * num_speculative_tokens)
 
     def record(self, accepted: int, emitted: int, depths: int) -> None:
-        """Count one decode step that accepted `accepted` of `depths` drafts and emitted `emitted` of its tokens."""
+        """Count one decode step that accepted `accepted` drafts, of which `depths` were made for it, and emitted
+        `emitted` of its tokens."""
         self.steps += 1
         self.drafted += depths
         for depth in range(min(emitted, depths)):
@@ -91,6 +92,8 @@ class Request:
     num_computed: int = 0
     prefill_end: int = 0
     """Tokens that prefill computes: the prompt, or all but the newest token when there was output at admission."""
+    num_drafted: int = 0
+    """Drafts that its newest step makes."""
     in_flight: int = 0
     """Steps under way that emit tokens of this request."""
     block_table: array = field(default_factory=_no_blocks)

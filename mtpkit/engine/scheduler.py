@@ -109,8 +109,8 @@ class Scheduler:
             if budget and not request.decoding:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].length
-        while budget and preemptions == self.num_preemptions and self._admit():
-            chunks.append(self._chunk(self.running[-1], budget))
+        while budget and preemptions == self.num_preemptions and (admitted := self._admit()):
+            chunks.append(self._chunk(admitted, budget))
             budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
         depths = self.num_speculative_tokens
@@ -120,6 +120,8 @@ class Scheduler:
         ]
         for row in (*decode, *chunks):
             row.request.in_flight += row.samples and row.emits
+            if row.samples:
+                row.request.num_drafted = depths
         for row in chunks:  # what a chunk computes is known before it runs
             row.request.num_computed += row.length
         return [plan for plan in plans if plan.rows]
@@ -134,7 +136,8 @@ class Scheduler:
             if (len(rows) + 1) * width > budget:
                 break
             if self._make_room(request):
-                rows.append(Row(request, request.num_computed, width, samples=True))
+                fresh = min(self.num_speculative_tokens, request.num_drafted)
+                rows.append(Row(request, request.num_computed, width, samples=True, fresh_drafts=fresh))
             elif any(other.in_flight for other in self.running):
                 return None
         return rows
@@ -145,18 +148,18 @@ class Scheduler:
         ends = request.num_computed + length == request.prefill_end
         return Row(request, request.num_computed, length, samples=ends, emits=not request.num_output)
 
-    def _admit(self) -> bool:
+    def _admit(self) -> Request | None:
         """Move the oldest waiting request to the running ones, if it fits."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs or not self.slots.num_free:
-            return False
+            return None
         request = self.waiting[0]
         request.prefill_end = len(request.token_ids) - (request.num_output > 0)
         if not self._reserve(request, request.prefill_end + self.config.lookahead):
-            return False
+            return None
         (request.slot,) = self.slots.allocate(1)
         self.waiting.pop(0)
         insort(self.running, request, key=_arrival)
-        return True
+        return request
 
     def _make_room(self, request: Request) -> bool:
         """Reserve a decode step, preempting from the youngest on; False when `request` itself was, or must wait.
@@ -220,8 +223,8 @@ class Scheduler:
                 request.num_computed += accepted + 1
             count = self._emit(request, token_ids[: accepted + 1])
             if decodes:
-                request.stats.record(accepted, count, plan.num_speculative_tokens)
-                self.acceptance.record(accepted, count, plan.num_speculative_tokens)
+                request.stats.record(accepted, count, row.fresh_drafts)
+                self.acceptance.record(accepted, count, row.fresh_drafts)
             self.num_generated += count
             self._settle(request)
             emitted.append(request)

@@ -27,6 +27,9 @@ class Row:
     length: int
     samples: bool
     """Whether the step chooses a token and drafts after it: decode rows and the chunk that ends a prompt do."""
+    fresh_drafts: int = 0
+    """Drafts that a decode row verifies and that the request's last step made; deeper ones are older, and right by
+    chance alone."""
     emits: bool = True
     """Whether the chosen token is new. A preempted request's last chunk is followed by a token that is known."""
 

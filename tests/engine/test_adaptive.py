@@ -4,9 +4,14 @@ import itertools
 
 import pytest
 
+from mtpkit.engine import Engine, SamplingParams
 from mtpkit.engine.adaptive import AdaptiveSpeculation
+from mtpkit.engine.step import Drafts
 from mtpkit.errors import UserError
+from mtpkit.model import build_model
+from tests.engine.fakes import HashModel, fake_engine, run
 from tests.engine.tiny import decode, generate, greedy, make_llm, make_prompts, tiny_model
+from tests.toy_config import toy_config
 
 CHEAP = {(rows, k): 1.0 + 0.1 * k for rows in (1, 8) for k in range(4)}
 DEAR = {(rows, k): 1.0 + 1.0 * k for rows in (1, 8) for k in range(4)}
@@ -28,7 +33,7 @@ def feed(policy, rates, steps=600, rows=4):
                 error[count] -= 1
                 count += 1
             accepted.append(count)
-        policy.observe(accepted, min(depths, fresh))
+        policy.observe(accepted, [min(depths, fresh)] * rows)
         chosen.append(depths)
         fresh = depths
     return chosen
@@ -56,6 +61,21 @@ def test_notices_that_drafts_became_good():
     assert feed(policy, [0.95, 0.95, 0.95], steps=3000)[-100:].count(3) > 90
 
 
+@pytest.mark.parametrize("before, best", [([0.9, 0.0, 0.0], 1), ([0.9, 0.9, 0.0], 2)])
+def test_notices_that_deeper_drafts_became_good(before, best):
+    """While fewer are verified and pay."""
+    policy = AdaptiveSpeculation(CHEAP)
+    assert feed(policy, before, steps=3000)[-300:].count(best) > 290
+    chosen = feed(policy, [0.95, 0.95, 0.95], steps=6000)
+    assert chosen[-100:].count(3) > 90
+
+
+def test_looking_deeper_costs_little():
+    policy = AdaptiveSpeculation(DEAR | {(rows, 1): 1.1 for rows in (1, 8)})
+    settled = feed(policy, [0.9, 0.1, 0.1], steps=4000)[200:]
+    assert sum(DEAR[8, k] if k > 1 else 1.1 for k in settled) <= 1.03 * 1.1 * len(settled) and 3 in settled
+
+
 def test_notices_a_small_gain_too():
     """Steps that verify no drafts, before and after a probe, must not count as rejections."""
     policy = AdaptiveSpeculation({(8, 0): 1.0, (8, 1): 1.5})
@@ -70,10 +90,58 @@ def test_the_engine_reports_what_was_verified(monkeypatch):
     llm.engine.speculation.choose = lambda rows: next(order)
     launched, launch = [], llm.engine._launch
     monkeypatch.setattr(llm.engine, "_launch", lambda plan: launched.append(plan) or launch(plan))
-    llm.engine.speculation.observe = lambda accepted, fresh: seen.append(fresh)
+    llm.engine.speculation.observe = lambda accepted, fresh: seen.extend(fresh)
     generate(llm, make_prompts((4,)), greedy())
     drafted = [plan.num_speculative_tokens for plan in launched]
     assert seen == [min(pair) for pair in itertools.pairwise(drafted)] and 0 in seen and 2 in seen
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("order", [[3], [0, 0, 0, 3, 3], [1, 3], [1, 2, 3], [3, 0]])
+def test_acceptance_is_that_of_drafts_made_for_the_step(order, ahead):
+    """Every draft is right; those left from earlier steps, which a larger K verifies, are not counted."""
+    model = HashModel()
+    engine = fake_engine(model, drafts="always", num_speculative_tokens=3, num_blocks=400, async_scheduling=ahead)
+    inner = engine.drafter
+
+    class Fewer:
+        device_only = True
+
+        def draft(self, hidden, batch, verdict) -> Drafts:
+            return Drafts(inner.draft(hidden, batch, verdict).token_ids[:, : batch.plan.num_speculative_tokens])
+
+    engine.drafter, turns = Fewer(), itertools.cycle(order)
+    engine.speculation.choose = lambda rows: next(turns)
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), "a")
+    assert run(engine)["a"].outputs[0].token_ids == model.decode([1, 2], SamplingParams(temperature=0, max_tokens=150))
+    stats = engine.stats().acceptance
+    made = [3, *order * 3]  # the prompt's step makes three
+    deepest = max(map(min, itertools.pairwise(made)))
+    assert stats.conditional_acceptance == [float(depth < deepest) for depth in range(3)]
+
+
+@pytest.mark.parametrize("patience", [2.0, 0.01])
+def test_the_engine_measures_every_size_and_k(monkeypatch, patience):
+    """What it chooses follows from the times of the size that a step has."""
+    times = {(rows, k): 1.0 + (patience if rows > 2 else 0.01) * k for rows in range(9) for k in range(3)}
+    monkeypatch.setattr(Engine, "_time_step", lambda self, rows, depths, repeats: times[rows, depths])
+    llm = make_llm(tiny_model(), "auto", max_num_seqs=6)
+    speculation = llm.engine.speculation
+    assert speculation.step_times == {(rows, k): times[rows, k] for rows in (1, 2, 4, 6) for k in range(3)}
+    assert [speculation.choose(rows) for rows in (1, 2, 3, 6)] == ([2, 2, 0, 0] if patience > 1 else [2] * 4)
+
+
+def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
+    llm = make_llm(tiny_model(), 2, max_num_seqs=6)
+    seen, execute = [], llm.engine._execute
+
+    def watch(batch):
+        seen.append((batch.plan.num_decode_rows, batch.plan.num_speculative_tokens, len(batch.token_ids)))
+        return execute(batch)
+
+    monkeypatch.setattr(llm.engine, "_execute", watch)
+    assert llm.engine._time_step(4, 1, 3) > 0
+    assert set(seen) == {(4, 1, 8)} and len(seen) == 4
 
 
 def test_batch_sizes_are_apart():
@@ -97,6 +165,12 @@ def test_auto_needs_a_repeated_head():
         make_llm(tiny_model("distinct"), 3, async_scheduling=True)
     with pytest.raises(UserError, match="is 'atuo', must be a number or 'auto'"):
         make_llm(tiny_model(), "atuo")
+
+
+def test_auto_needs_heads():
+    model = build_model(toy_config(mtp_pattern="", mtp_num_depths=0), device="cpu")
+    with pytest.raises(UserError, match="num_speculative_tokens is 'auto', but the model has no MTP heads: train some"):
+        make_llm(model, "auto")
 
 
 def test_auto_and_sampled_drafts_exclude_each_other():
