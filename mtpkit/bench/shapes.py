@@ -1,5 +1,6 @@
 """What benchmarks run: published shapes with random weights and random prompts, or a checkpoint and real ones."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from mtpkit.model.layers.mamba import MambaMixer
 
 _DECAYS = (0.02, 0.2)
 """-A of random weights: a step size of 0.01 forgets in some thousands of tokens."""
-_SHARPENED, _AMPLIFIED = 1.5, 8.0
-"""Queries, keys and the output of attention with random weights. At 4,096 channels the output is as large as that of a
-feed-forward layer then, and 0.03 of it otherwise."""
+_SCORES, _OUTPUT = 3.5, 8.0
+"""Standard deviation of attention's scores with random weights, which leaves each query a few keys; and how much more
+than other layers its output projection gives, as there are few such layers."""
 
 NEMOTRON_H_8B = ModelConfig(
     family="nemotron_h",
@@ -134,7 +135,8 @@ def _depend_on_context(model: Any) -> None:
     As models are initialised, Mamba forgets within some ten tokens and passes its input by the state, and attention
     averages so many values that hardly anything is left: without state or attention the best tokens are the same.
     """
-    generator = torch.Generator().manual_seed(0)
+    config, generator = model.mtpkit_config, torch.Generator().manual_seed(0)
+    projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
     for module in model.decoder.modules():
         if isinstance(module, MambaMixer):
             module.D.zero_()
@@ -142,8 +144,9 @@ def _depend_on_context(model: Any) -> None:
         elif isinstance(module, SelfAttention):
             groups = module.num_query_groups_per_partition
             by_group = module.linear_qkv.weight.unflatten(0, (groups, -1, module.hidden_size_per_attention_head))
-            by_group[:, :-1] *= _SHARPENED
-            module.linear_proj.weight *= _AMPLIFIED
+            by_group[:, :-1] *= math.sqrt(_SCORES) / projected
+            by_group[:, -1] /= projected
+            module.linear_proj.weight *= _OUTPUT
 
 
 def read_token_ids(path: Path, model: str) -> list[list[int]]:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from mtpkit.config import ModelConfig
 from mtpkit.engine.drafter import Drafter, make_drafter
 from mtpkit.engine.engine import Engine, EngineStats
 from mtpkit.engine.loading import DTYPES, open_model
@@ -22,7 +21,7 @@ from mtpkit.engine.runner import Runner
 from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
-from mtpkit.kernels.dispatch import on_kernels
+from mtpkit.kernels.dispatch import CHOICE, on_kernels
 from mtpkit.model import cache_specs, stack_experts
 
 _MAX_BATCHED = 2048
@@ -115,7 +114,7 @@ class LLM:
         if adaptive and not drafter.device_only:
             raise UserError("num_speculative_tokens 'auto' needs a repeated MTP head: set a number for distinct ones")
         _warn_if_ignored(depths, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
-        ahead, graphs = _execution(weight, model_config, drafter, async_scheduling, enforce_eager)
+        ahead, graphs = _execution(weight, drafter, async_scheduling, enforce_eager)
         config = replace(
             config,
             max_model_len=max_model_len or model_config.max_position_embeddings,
@@ -266,7 +265,7 @@ def _warn_if_ignored(depths: int, **settings: object) -> None:
 
 
 def _execution(
-    weight: torch.Tensor, config: ModelConfig, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
+    weight: torch.Tensor, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
 ) -> tuple[bool, bool]:
     """Whether steps run ahead of their results, and whether they are CUDA graphs.
 
@@ -282,8 +281,8 @@ def _execution(
     reason = "" if drafter.device_only else "distinct MTP heads read tokens that only the host knows"
     if async_scheduling and reason:
         raise UserError(f"async_scheduling must be False: {reason}")
-    if config.num_moe_experts and not on_kernels(weight):
-        reason = "without kernels the experts ask the device which of them have tokens"
+    if on_gpu and not on_kernels(weight):
+        reason = f"{CHOICE} chooses the plain twins of kernels, which ask the device"
     if on_gpu and (enforce_eager or reason):
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
     ahead = drafter.device_only and (on_gpu if async_scheduling is None else async_scheduling)

@@ -16,7 +16,11 @@ from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
 from mtpkit.bench.trace import Kernel, Trace
 from mtpkit.engine import verifier
 from mtpkit.engine.request import AcceptanceStats
+from mtpkit.engine.slots import Slots
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.kernels.ssm_update import ring_base
+from mtpkit.model.layers import attention, mamba
+from mtpkit.model.layers.mamba import MambaMixer
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,63 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
     order.clear()
     (row, _) = measure_decode(model, replace(config, trace=False)).rows
     assert order == ["run"] * 4 and row.host_gap_share is None and not row.kernels
+
+
+def lost_state(patch):
+    prefill = MambaMixer._prefill
+
+    def forget(self, conv_in, dt, step, cache):
+        y = prefill(self, conv_in, dt, step, cache)
+        cache.state[step.state_slots[step.num_decode_rows :]] = 0
+        return y
+
+    patch.setattr(MambaMixer, "_prefill", forget)
+
+
+def no_attention(patch):
+    attend = attention.paged_attention
+    patch.setattr(attention, "paged_attention", lambda *args: torch.zeros_like(attend(*args)))
+
+
+def blocks_of_others(patch):
+    attend = attention.paged_attention
+    patch.setattr(attention, "paged_attention", lambda q, k, v, tables, lens: attend(q, k, v, tables.flip(0), lens))
+
+
+def kept_rejections(patch):
+    store = Slots.store
+
+    def keep(self, batch, verdict, drafts):
+        store(self, batch, verdict, drafts)
+        inputs = batch.inputs
+        if batch.plan.num_decode_rows:
+            base = ring_base(inputs.ring_lens, inputs.decode_width, self.ring_length)
+            self.ring_lens[inputs.state_slots] = base + inputs.decode_width
+
+    patch.setattr(Slots, "store", keep)
+
+
+def kept_window(patch):
+    update = mamba.causal_conv1d_update
+    patch.setattr(
+        mamba, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1]))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sabotage", "k"),
+    [(f, k) for f in (lost_state, no_attention, blocks_of_others) for k in (0, 2)]
+    + [(kept_rejections, 2), (kept_window, 2)],
+)
+def test_a_broken_engine_is_not_timed(sabotage, k, dtype, monkeypatch):
+    """Random weights are such that the tokens say what state and attention were."""
+    model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
+    config = DecodeConfig(batch_sizes=(2,), ks=(k,), prompt_len=64, max_tokens=80, repeats=1, acceptance=(0.6,))
+    measure_decode(model, config)
+    sabotage(monkeypatch)
+    with pytest.raises(MtpkitError, match="are not those of a plain forward pass"):
+        measure_decode(model, config)
 
 
 @pytest.mark.parametrize("pattern", ["*", "*E"])

@@ -1,10 +1,15 @@
 """The kernel benchmark: every op is there, checked before it is timed, and its bytes are what it moves."""
 
+import importlib
+import inspect
+import pkgutil
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+import mtpkit.kernels
 from mtpkit.bench import kernels
 from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases, training_cases
 from mtpkit.bench.kernel_cases.mamba import ring_lens
@@ -14,17 +19,19 @@ from mtpkit.bench.machine import Machine
 from mtpkit.bench.shapes import NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.kernels.dispatch import CHOICE
 from tests.toy_config import toy_config
 
 OPS = {
     *("ssm_replay_update", "ssm_snapshot_update", "causal_conv1d_update", "gated_rms_norm"),
     *("paged_attention", "store_kv", "rms_norm", "relu2", "mtp_input"),
     *("linear_argmax", "argmax", "probabilities", "sample_logits", "accept_matching", "accept_rejection"),
+    *("apply_penalties", "uniform", "sample"),
     *("prefill_attention", "causal_conv1d_varlen", "ssd_varlen"),
     *(f"linear {name}" for name in ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")),
     *("linear eh_proj", "linear lm_head"),
     *("sequence_attention", "depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"),
-    *("relu2 training", "adamw_"),
+    *("relu2 training", "adamw_", "quantize_rows", "fp8_linear"),
 }
 
 
@@ -71,6 +78,34 @@ def test_every_op_is_checked_and_timed(device, state_dtype, monkeypatch):
     assert result.title.startswith("kernels" if device == "cuda" else "reference twins")
     if device == "cpu":
         assert all(row.error == 0 for row in result.rows if not row.op.startswith(("linear ", "head_losses ")))
+
+
+def test_no_op_is_forgotten(monkeypatch):
+    """All that have a kernel are called by some case."""
+
+    def code(op):
+        twin = inspect.unwrap(op)
+        return (twin.__init__ if inspect.isclass(twin) else twin).__code__
+
+    picked = {
+        code(op): f"{package.name}.{name}"
+        for package in pkgutil.iter_modules(mtpkit.kernels.__path__, "mtpkit.kernels.")
+        if package.ispkg
+        for name, op in vars(importlib.import_module(package.name)).items()
+        if inspect.isfunction(op) and hasattr(op, "__wrapped__")
+    }
+    assert len(picked) > 20
+    called = set()
+    monkeypatch.setenv(CHOICE, "reference")
+    for config in (NEMOTRON_H_TINY, NEMOTRON_3_TINY, NEMOTRON_H_TINY.replace(activation="swiglu")):
+        for one in every(shapes(config, rows=1, k=2, context_len=5)):
+            args = one.make()
+            sys.setprofile(lambda frame, event, _: called.add(frame.f_code) if event == "call" else None)
+            try:
+                one.call(*args)
+            finally:
+                sys.setprofile(None)
+    assert {name for code, name in picked.items() if code not in called} == set()
 
 
 def test_ops_of_experts(device, monkeypatch):

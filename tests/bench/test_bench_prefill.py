@@ -7,6 +7,7 @@ from mtpkit.bench import prefill
 from mtpkit.bench.prefill import PrefillConfig, measure_prefill
 from mtpkit.bench.shapes import open_model
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model.layers import attention, mamba
 
 
 @pytest.fixture
@@ -30,6 +31,32 @@ def test_a_wrong_first_token_is_refused(model, monkeypatch):
     monkeypatch.setattr(prefill, "_run", shifted)
     with pytest.raises(MtpkitError, match=r"1 of 1 tokens .* standard deviations below the best"):
         measure_prefill(model, PrefillConfig(batch_size=2, prompt_len=8, repeats=1))
+
+
+def no_attention(patch):
+    attend = attention.prefill_attention
+    patch.setattr(attention, "prefill_attention", lambda *args: torch.zeros_like(attend(*args)))
+
+
+def no_state(patch):
+    scan = mamba.ssd_varlen
+
+    def forget(*args, **kwargs):
+        args = [torch.zeros_like(arg) if index == 3 else arg for index, arg in enumerate(args)]
+        return scan(*args, **kwargs)
+
+    patch.setattr(mamba, "ssd_varlen", forget)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sabotage", [no_attention, no_state])
+def test_a_broken_prefill_is_not_timed(sabotage, dtype, monkeypatch):
+    model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
+    config = PrefillConfig(batch_size=8, prompt_len=64, repeats=1)
+    measure_prefill(model, config)
+    sabotage(monkeypatch)
+    with pytest.raises(MtpkitError, match="are not those of a plain forward pass"):
+        measure_prefill(model, config)
 
 
 def test_settings_that_cannot_be_measured_are_all_named():

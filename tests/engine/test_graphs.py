@@ -8,6 +8,7 @@ import torch
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.graphs import bucket_size
 from mtpkit.engine.step import Drafts
+from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
 from mtpkit.model.inputs import AttentionCache
 from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, greedy, make_llm, make_prompts, tiny_model
@@ -77,6 +78,16 @@ def test_layers_of_every_kind(pattern, mtp_pattern):
     assert generate(graphed(model, 3, prompts), prompts, greedy(MAX_TOKENS)) == [
         decode(model, p, MAX_TOKENS) for p in prompts
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["M*M-", "ME*E"])
+def test_plain_twins_run_without_graphs(pattern, monkeypatch):
+    monkeypatch.setenv(CHOICE, "reference")
+    model, prompts = tiny_model("repeated", pattern, "*", "cuda"), make_prompts()
+    llm = make_llm(model, 3)
+    assert llm.engine.graphs is None
+    assert generate(llm, prompts, greedy(8)) == [decode(model, p, 8) for p in prompts]
 
 
 @pytest.mark.gpu

@@ -1,9 +1,12 @@
 """Greedy speculative output equals plain greedy output, token for token, in fp32."""
 
+import itertools
+
 import pytest
 
 from mtpkit.model import build_model
 from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, guide, make_llm, make_prompts, tiny_model
+from tests.kernels.recurrence import relative
 
 PROMPTS = make_prompts()
 ROLLBACKS = ["replay", "snapshot"]
@@ -103,6 +106,26 @@ def test_recycled_slots_and_blocks_leave_no_trace():
     for poison in (False, True):
         llm = guide(make_llm(model, 3, max_num_seqs=1, num_blocks=9), PROMPTS)
         assert generate(llm, PROMPTS, poison=poison) == truth(model)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize("k", [0, 2])
+def test_state_in_bf16_stays_near_that_in_fp32(k, rollback, device):
+    """Logits of the decode steps, as long as both say the same."""
+    model, logits = tiny_model(device=device), {}
+    for state_dtype in ("float32", "bfloat16"):
+        llm = make_llm(model, k, state_rollback=rollback, state_dtype=state_dtype, enforce_eager=True)
+        assert str(llm.engine.layout.state_dtype) == f"torch.{state_dtype}"
+        run, seen = llm.engine.runner.run, []
+        llm.engine.runner.run = lambda batch, run=run, seen=seen: seen.append((batch, run(batch))) or seen[-1][1]
+        generate(llm, [PROMPTS[-1]], poison=False)
+        logits[state_dtype] = [(batch.token_ids.tolist(), out.logits) for batch, out in seen]
+    pairs = list(zip(*logits.values(), strict=False))
+    alike = list(itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
+    assert len(alike) > 6
+    errors = [relative(low, exact.double()) for (_, exact), (_, low) in alike]
+    assert max(errors) < 0.1 and sum(error > 0 for error in errors) >= len(alike) - 2
 
 
 @pytest.mark.gpu

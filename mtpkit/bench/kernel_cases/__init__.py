@@ -36,6 +36,7 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     if shapes.config.mtp_num_depths:
         yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes))
     yield from (tokens.argmax(shapes), tokens.probabilities(shapes), tokens.sample_logits(shapes))
+    yield from (tokens.penalties(shapes), tokens.uniform(shapes), tokens.sample(shapes))
     if shapes.k:
         yield from (tokens.accept_matching(shapes), tokens.accept_rejection(shapes))
     yield from linears.linears(shapes)
@@ -67,3 +68,4 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
             yield training.activation(shapes, length)
         yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))
         yield training.update(shapes)
+    yield from (training.quantize_rows(shapes, length), training.fp8_linear(shapes, length))

@@ -76,6 +76,41 @@ def _filters(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, None]:
     return 0.8 * ones, shapes.full(min(50, shapes.config.vocab_size), count), 0.95 * ones, None
 
 
+def penalties(shapes: Shapes) -> Case:
+    """What penalties make of the logits, of rows that all have some."""
+    count, vocab_size = shapes.rows * shapes.tokens, shapes.config.vocab_size
+
+    def make() -> Args:
+        counts = (shapes.ints(64, count, vocab_size) - 60).clamp_min(0)
+        ones = torch.ones(count, device=shapes.device)
+        return _logits(shapes), shapes.ints(8, count, vocab_size) == 0, counts, 1.2 * ones, 0.5 * ones, 0.3 * ones
+
+    return Case(
+        sampling.apply_penalties, _vocabulary(shapes), make, lambda args: size(*args[:3]) + 4 * args[0].numel()
+    )
+
+
+def uniform(shapes: Shapes) -> Case:
+    """The random numbers of a step."""
+    count = shapes.rows * shapes.tokens
+
+    def make() -> Args:
+        return shapes.ints(1 << 62, count), shapes.ints(1 << 20, count), 1
+
+    return Case(sampling.uniform, f"[{count}]", make, lambda args: 1.5 * size(*args[:2]))
+
+
+def sample(shapes: Shapes) -> Case:
+    """Draws from distributions that are there, as a head's drafts are drawn."""
+    rows, vocab_size = shapes.rows, shapes.config.vocab_size
+
+    def make() -> Args:
+        return shapes.normal(rows, vocab_size, std=3, dtype=torch.float32).softmax(-1), shapes.uniform(rows)
+
+    # As with `sample_logits`.
+    return Case(sampling.sample, f"[{rows}, {vocab_size}]", make, lambda args: size(args[0]), tolerance=0.02)
+
+
 def probabilities(shapes: Shapes) -> Case:
     """The distributions that sampling draws from, where drafts were drawn too."""
 

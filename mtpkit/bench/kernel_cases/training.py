@@ -16,6 +16,7 @@ from torch import Tensor
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import attention as ops
+from mtpkit.kernels import fp8_linear as fp8
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
@@ -95,6 +96,40 @@ def activation(shapes: Shapes, length: int) -> Case:
         lambda args: size(args[0]) * (3 + 2 * config.ffn_hidden_size / width),
         name=f"{config.activation} training",
         reference=_differentiated(inspect.unwrap(op)),
+        capture=False,
+    )
+
+
+def quantize_rows(shapes: Shapes, length: int) -> Case:
+    """Inputs of the base's matrices in fp8."""
+    hidden = shapes.config.hidden_size
+
+    def value(args: Args, out: tuple[Tensor, Tensor]) -> Tensor:
+        return out[0].float() * out[1]
+
+    return Case(
+        fp8.quantize_rows,
+        f"[{length}, {hidden}]",
+        lambda: (shapes.normal(length, hidden),),
+        lambda args: size(args[0]) + args[0].numel() + 4 * length,
+        judge=value,
+        capture=False,
+    )
+
+
+def fp8_linear(shapes: Shapes, length: int) -> Case:
+    """A square matrix of the base in fp8."""
+    hidden = shapes.config.hidden_size
+
+    def make() -> Args:
+        return shapes.normal(length, hidden), *fp8.quantize_rows(shapes.normal(hidden, hidden, std=hidden**-0.5))
+
+    return Case(
+        fp8.fp8_linear,
+        f"[{length}, {hidden}] x [{hidden}, {hidden}]",
+        make,
+        lambda args: size(args[0], *args),
+        flops=2.0 * length * hidden**2,
         capture=False,
     )
 
