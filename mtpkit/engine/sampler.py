@@ -25,7 +25,7 @@ class Penalties:
     prompt_mask: Tensor
     """[S, V] bool."""
     output_counts: Tensor
-    """[S, V] int64."""
+    """[S, V] int32."""
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
@@ -98,7 +98,7 @@ def sampling_tensors(requests: Sequence[Request], vocab_size: int, device: torch
 def _penalties(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Penalties:
     params = [request.params for request in requests]
     prompt_mask = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
-    output_counts = torch.zeros(len(requests), vocab_size, dtype=torch.int64)
+    output_counts = torch.zeros(len(requests), vocab_size, dtype=torch.int32)
     for row, request in enumerate(requests):
         if request.params.has_penalties:
             prompt_mask[row, request.prompt_token_ids] = True
@@ -128,7 +128,7 @@ def penalise(logits: Tensor, sampling: SamplingTensors, rows: Tensor, drafts: Te
     num_rows, depths = drafts.shape
     seen = torch.zeros(num_rows, 1 + depths, counts.shape[-1], dtype=counts.dtype, device=counts.device)
     seen[:, 1:].scatter_(-1, drafts[..., None], 1)
-    counts[: num_rows * (1 + depths)] += seen.cumsum(1).flatten(0, 1)
+    counts[: num_rows * (1 + depths)] += seen.cumsum(1, dtype=seen.dtype).flatten(0, 1)
     return ops.apply_penalties(
         logits,
         penalties.prompt_mask[rows],

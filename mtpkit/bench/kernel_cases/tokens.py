@@ -81,7 +81,7 @@ def penalties(shapes: Shapes) -> Case:
     count, vocab_size = shapes.rows * shapes.tokens, shapes.config.vocab_size
 
     def make() -> Args:
-        counts = (shapes.ints(64, count, vocab_size) - 60).clamp_min(0)
+        counts = (shapes.ints(64, count, vocab_size) - 60).clamp_min(0).int()
         ones = torch.ones(count, device=shapes.device)
         return _logits(shapes), shapes.ints(8, count, vocab_size) == 0, counts, 1.2 * ones, 0.5 * ones, 0.3 * ones
 

@@ -131,7 +131,10 @@ class MoELayer(MegatronMoELayer):
         chosen, weights = self.router.choose(flat)
         if self.use_shared_expert:
             shared = self.shared_experts
-            inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
+            if activation == "relu2":
+                inner = linear(flat, shared.linear_fc1.weight, activation="relu2")
+            else:
+                inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
             total = linear(inner, shared.linear_fc2.weight, residual=total)
         fc1, fc2 = (_stack_of(weights) for weights in self._expert_weights)
         assert fc1 is not None and fc2 is not None, "stack_experts comes first"
