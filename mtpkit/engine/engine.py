@@ -93,8 +93,9 @@ class _Results:
 class Engine:
     """Runs requests step by step; knows no files and no command line.
 
-    With `async_scheduling` a step is launched before the results of the one before it are looked at: the device never
-    waits for the host, which learns of a stop one step late. With `graphs` decode steps are replayed CUDA graphs.
+    With `async_scheduling` a step is launched before the results of the one before it are looked at: unless blocks run
+    short the device does not wait for the host, which learns of a stop one step late. With `graphs` decode steps are
+    replayed CUDA graphs.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class LLM:
             seed=seed,
         )
         self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
-        stack_experts(self.model)
+        stacked = stack_experts(self.model)
         model_config, weight = self.model.mtpkit_config, next(self.model.parameters())
         if adaptive and not model_config.mtp_num_depths:
             raise UserError(
@@ -114,7 +114,7 @@ class LLM:
         if adaptive and not drafter.device_only:
             raise UserError("num_speculative_tokens 'auto' needs a repeated MTP head: set a number for distinct ones")
         _warn_if_ignored(depths, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
-        ahead, graphs = _execution(weight, drafter, async_scheduling, enforce_eager)
+        ahead, graphs = _execution(weight, stacked, drafter, async_scheduling, enforce_eager)
         config = replace(
             config,
             max_model_len=max_model_len or model_config.max_position_embeddings,
@@ -265,7 +265,7 @@ def _warn_if_ignored(depths: int, **settings: object) -> None:
 
 
 def _execution(
-    weight: torch.Tensor, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
+    weight: torch.Tensor, stacked: bool, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
 ) -> tuple[bool, bool]:
     """Whether steps run ahead of their results, and whether they are CUDA graphs.
 
@@ -281,6 +281,8 @@ def _execution(
     reason = "" if drafter.device_only else "distinct MTP heads read tokens that only the host knows"
     if async_scheduling and reason:
         raise UserError(f"async_scheduling must be False: {reason}")
+    if not stacked:
+        reason = "the experts' weights lie in another's buffer, and megatron-core's pass through them asks the device"
     if on_gpu and not on_kernels(weight):
         reason = f"{CHOICE} chooses the plain twins of kernels, which ask the device"
     if on_gpu and (enforce_eager or reason):

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from mtpkit.model import build_model
+from mtpkit.checkpoint import save_hf_model, save_model
+from mtpkit.model import build_model, stack_experts
 from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, guide, make_llm, make_prompts, tiny_model
 from tests.kernels.recurrence import relative
 
@@ -98,6 +99,20 @@ def test_mixtures_of_experts(k):
     assert generate(llm, PROMPTS) == want
     if k:
         assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
+
+
+@pytest.mark.parametrize("save", [save_model, save_hf_model])
+def test_a_mixture_that_decodes_is_saved_as_any_other(save, tmp_path):
+    """Its experts are views of one tensor; what is loaded is made so again."""
+    model = build_model(tiny_model("repeated", "ME*E", "*E").mtpkit_config, device="cpu", seed=1)
+    save(model, tmp_path / "apart")
+    want = generate(make_llm(model, 2), PROMPTS)
+    assert stack_experts(model)
+    save(model, tmp_path / "stacked")
+    sizes = [sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("apart", "stacked")]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+    llm = make_llm(tmp_path / "stacked", 2, dtype="float32", device="cpu")
+    assert generate(llm, PROMPTS) == want and stack_experts(llm.model)
 
 
 def test_recycled_slots_and_blocks_leave_no_trace():

@@ -20,7 +20,13 @@ PROMPT_LENGTHS = (1, 4, 8, 9, 21)
 def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str = "*-", device: str | None = "cpu"):
     """A model with 2 repeated or 3 distinct heads, wide initialisation so that logits are far apart."""
     repeated = heads == "repeated"
-    experts = dict(num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=24, moe_router_topk_scaling_factor=2.5)
+    experts = dict(
+        num_moe_experts=6,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=24,
+        moe_shared_expert_intermediate_size=16,
+        moe_router_topk_scaling_factor=2.5,
+    )
     config = toy_config(
         **(experts if "E" in pattern + mtp_pattern else {}),
         vocab_size=VOCAB_SIZE,

@@ -70,6 +70,23 @@ def test_moved_experts_are_no_longer_stacked():
     assert relative(layer.mlp(x)[0], want) < 1e-5
 
 
+@torch.no_grad()
+def test_weights_in_anothers_buffer_stay_there():
+    """As those of heads that an optimizer keeps flat."""
+    model = fresh()
+    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
+    want = layer.mlp(x)[0]
+    weights = [weight for pair in layer.mlp._expert_weights for weight in pair]
+    flat = torch.cat([weight.flatten() for weight in reversed(weights)])
+    for weight, part in zip(weights, reversed(flat.split([w.numel() for w in reversed(weights)])), strict=True):
+        weight.data = part.view_as(weight)
+    assert not stack_experts(model) and not layer.mlp.is_stacked
+    assert torch.equal(layer.mlp(x)[0], want)
+    assert all(weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for weight in weights)
+    other = fresh()
+    assert stack_experts(other) and other.decoder.layers[3].mlp.is_stacked
+
+
 def test_experts_learn_stacked_or_not():
     """Gradients go through megatron-core's own pass."""
     grads = []

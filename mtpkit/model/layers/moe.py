@@ -104,12 +104,13 @@ class MoELayer(MegatronMoELayer):
     def stack_experts(self) -> None:
         """Lay the weights of all routed experts side by side; the parameters become views of them.
 
-        Where experts are split over ranks, nothing happens.
+        Experts that are split over ranks stay apart, and weights that lie in a buffer of somebody else's, such as an
+        optimizer's, stay there.
         """
         if self.ep_group.size() > 1 or self.tp_group.size() > 1:
             return
         for weights in self._expert_weights:
-            if _stack_of(weights) is None:
+            if _stack_of(weights) is None and all(_owns_storage(weight) for weight in weights):
                 stacked = torch.stack([weight.detach() for weight in weights])
                 for weight, place in zip(weights, stacked, strict=True):
                     weight.data = place
@@ -145,6 +146,10 @@ class MoELayer(MegatronMoELayer):
         return expert_mlp(flat, fc1, fc2, chosen, weights, activation, total).view(x.shape)
 
 
+def _owns_storage(weight: Tensor) -> bool:
+    return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+
+
 def _stack_of(weights: list[Tensor]) -> Tensor | None:
     """[experts, ..] the tensor of which all of `weights` are the rows, if they are. First and last are looked at."""
     first, last = weights[0].detach(), weights[-1].detach()
@@ -157,16 +162,19 @@ def _stack_of(weights: list[Tensor]) -> Tensor | None:
 
 
 @torch.inference_mode(False)
-def stack_experts(model: nn.Module) -> None:
+def stack_experts(model: nn.Module) -> bool:
     """Make the experts of `model` one tensor a layer, for decoding; needs the memory of one layer's beside the model.
 
-    Only for weights that nobody keeps elsewhere: an optimizer's flat buffers would lose them.
+    Returns:
+        Whether all are, see `MoELayer.stack_experts`.
     """
-    for module in model.modules():
-        if isinstance(module, MoELayer) and not module.is_stacked:
-            module.stack_experts()
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    for layer in layers:
+        if not layer.is_stacked:
+            layer.stack_experts()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # what the single experts lay in is of no size that others need
+    return all(layer.is_stacked for layer in layers)
 
 
 def moe_spec(megatron_spec: functools.partial) -> functools.partial:
