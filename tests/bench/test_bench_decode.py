@@ -128,9 +128,7 @@ def kept_rejections(patch):
 
 def kept_window(patch):
     update = mamba.causal_conv1d_update
-    patch.setattr(
-        mamba, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1]))
-    )
+    patch.setattr(mamba, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1])))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

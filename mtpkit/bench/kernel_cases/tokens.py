@@ -85,9 +85,7 @@ def penalties(shapes: Shapes) -> Case:
         ones = torch.ones(count, device=shapes.device)
         return _logits(shapes), shapes.ints(8, count, vocab_size) == 0, counts, 1.2 * ones, 0.5 * ones, 0.3 * ones
 
-    return Case(
-        sampling.apply_penalties, _vocabulary(shapes), make, lambda args: size(*args[:3]) + 4 * args[0].numel()
-    )
+    return Case(sampling.apply_penalties, _vocabulary(shapes), make, lambda args: size(*args[:3]) + 4 * args[0].numel())
 
 
 def uniform(shapes: Shapes) -> Case:
