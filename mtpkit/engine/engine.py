@@ -5,7 +5,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +13,12 @@ from torch import Tensor
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.blocks import IdPool
+from mtpkit.engine.checks import is_whole, shown
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.drafter import Drafter
 from mtpkit.engine.graphs import DecodeGraphs
 from mtpkit.engine.params import EngineConfig, SamplingParams
-from mtpkit.engine.request import AcceptanceStats, Request, RequestOutput, RequestStats
+from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.sampler import GREEDY
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.slots import Slots
@@ -38,38 +38,6 @@ class StepRunner(Protocol):
     def run(self, batch: Batch) -> StepOutput:
         """Logits of `batch.logit_indices` and hidden states of all tokens."""
         ...
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Totals since the engine was made or its statistics were reset."""
-
-    acceptance: AcceptanceStats
-    """Over the decode steps of all requests."""
-    generated_tokens: int
-    seconds: float
-    """Spent in steps."""
-    preemptions: int
-    state_bytes: int
-    """Recurrent state of all slots."""
-    state_bytes_per_request: int
-    kv_bytes: int
-    """All blocks of keys and values."""
-
-    @property
-    def acceptance_length(self) -> float:
-        """1 + mean accepted drafts a decode step and request."""
-        return self.acceptance.acceptance_length
-
-    @property
-    def conditional_acceptance(self) -> list[float]:
-        """Per depth, the rate at which a reached draft is accepted."""
-        return self.acceptance.conditional_acceptance
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens a second, prefill included."""
-        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class _Results:
@@ -135,7 +103,7 @@ class Engine:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
             self.graphs = DecodeGraphs(self.builder, config.max_num_seqs, width, num_blocks)
         self._seeds = random.Random(config.seed)
-        self._num_requests = 0
+        self._num_requests = self._next_number = 0
         self._seconds = 0.0
         self._under_way: deque[list[_Results]] = deque()
         self.speculation: Speculation = FixedSpeculation(config.num_speculative_tokens)
@@ -150,10 +118,10 @@ class Engine:
         """Queue a request.
 
         Returns:
-            Its id; arrivals are numbered when none is given.
+            Its id; requests are numbered when none is given.
 
         Raises:
-            UserError: it can never be served.
+            UserError: it can never be served, or another of its id is still there.
         """
         request = self.make_request(prompt_token_ids, params, request_id, prompt)
         self.scheduler.add(request)
@@ -169,19 +137,22 @@ class Engine:
         """A request that can be served, not yet queued.
 
         Raises:
-            UserError: it can never be served.
+            UserError: as `add_request`.
         """
+        name = self._name(request_id)
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"request {name}: params is {shown(params)}, give SamplingParams(...)")
         arrival, self._num_requests = self._num_requests, self._num_requests + 1
-        name = str(arrival) if request_id is None else request_id
-        foreign = [token for token in prompt_token_ids if not 0 <= token < self.vocab_size]
-        if foreign:
-            raise UserError(f"request {name}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
+        for what, token_ids in ("tokens", prompt_token_ids), ("stop_token_ids", params.stop_token_ids or ()):
+            foreign = [token for token in token_ids if not is_whole(token) or not 0 <= token < self.vocab_size]
+            if foreign:
+                raise UserError(f"request {name}: {what} {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
         if params.stop_strings and self.tokenizer is None:
             raise UserError(f"request {name}: stop strings need a tokenizer, use stop_token_ids or give one")
         depths = [0] * self.config.num_speculative_tokens
         request = Request(
             request_id=name,
-            prompt_token_ids=list(prompt_token_ids),
+            prompt_token_ids=[int(token) for token in prompt_token_ids],
             params=params,
             seed=(self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed) % (1 << _SEED_BITS),
             arrival=arrival,
@@ -191,6 +162,15 @@ class Engine:
         )
         self.scheduler.validate(request)
         return request
+
+    def _name(self, request_id: str | None) -> str:
+        """The id given, or the next number: they go on past those given, so that none is of two requests."""
+        name = str(self._next_number) if request_id is None else request_id
+        if not isinstance(name, str):
+            raise UserError(f"request_id is {shown(name)}, must be a text: leave it out to have requests numbered")
+        if name.isdecimal():
+            self._next_number = max(self._next_number, int(name) + 1)
+        return name
 
     @property
     def has_unfinished(self) -> bool:

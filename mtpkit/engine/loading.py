@@ -30,7 +30,12 @@ def open_model(model: Any, dtype: str, device: torch.device | str | None, tokeni
 
         tokenizer = load_tokenizer(tokenizer)
     if not isinstance(model, str | Path):
-        own = next(model.parameters()).dtype
+        weight = next(model.parameters())
+        own = weight.dtype
+        if weight.is_meta:
+            raise UserError(
+                "the model given lies on device meta, without weights: load it, or build it on 'cuda' or 'cpu'"
+            )
         if dtype != "auto" and DTYPES[dtype] != own:
             raise UserError(f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert the model")
         return (model if device is None else model.to(place)).eval(), tokenizer, sorted(_end_tokens(model, tokenizer))
@@ -55,6 +60,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         place = default_device() if device is None else torch.device(device)
     except RuntimeError as error:
         raise UserError(f"device {device!r} is unknown: use 'cuda' or 'cpu'") from error
+    if place.type not in ("cuda", "cpu"):
+        raise UserError(f"device is {place}, where nothing can be decoded: use 'cuda' or 'cpu'")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {place}, but torch finds no GPU here: use 'cpu', or see to driver and torch build")
     return place

@@ -93,10 +93,6 @@ def plan_memory(
     Raises:
         UserError: not even one request of full length fits, or not `num_blocks`, with the numbers and what to change.
     """
-    if not 0 < utilization <= 1:
-        raise UserError(f"gpu_memory_utilization is {utilization}, must be in (0, 1]")
-    if num_blocks is not None and num_blocks < 1:
-        raise UserError(f"num_blocks is {num_blocks}, must be at least 1")
     decode_tokens = config.max_num_seqs * config.decode_width
     logit_rows = config.max_num_seqs if config.graphs else decode_tokens
     activations = _activation_bytes(model, layout.dtype, config.max_num_batched_tokens, logit_rows)

@@ -1,17 +1,73 @@
 """What a user sets: how one request is sampled, and how the engine runs."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from mtpkit.errors import UserError
+from mtpkit.engine.checks import (
+    FLAG,
+    WHOLE,
+    Rule,
+    at_least,
+    choice,
+    either,
+    is_list_of,
+    is_text,
+    is_whole,
+    number,
+    plain,
+    problems,
+    raise_problems,
+    whole,
+)
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 
+_PENALTY = number("must be in [-2, 2]", lambda value: -2 <= value <= 2)
+_STOP = Rule(
+    "a text or a list of texts",
+    lambda value: is_text(value) or is_list_of(is_text)(value),
+    "must not have an empty string",
+    lambda value: value != "" and all(value),
+)
+_TOKEN_IDS = Rule("a list of token ids of 0 or more", is_list_of(lambda value: is_whole(value) and value >= 0))
 
-def _raise_problems(what: str, problems: list[str]) -> None:
-    if problems:
-        raise UserError(f"{what}: " + "; ".join(problems))
+SAMPLING_RULES = {
+    "n": whole("only 1 is served: repeat the prompt instead", lambda value: value == 1),
+    "max_tokens": at_least(1),
+    "temperature": number("must be 0 (greedy) or more", lambda value: value >= 0),
+    "top_k": whole("must be positive, or 0 or -1 to turn it off", lambda value: value >= -1),
+    "top_p": number("must be in (0, 1]", lambda value: 0 < value <= 1),
+    "min_p": number("must be in [0, 1]", lambda value: 0 <= value <= 1),
+    "seed": either(None, WHOLE),
+    "stop": either(None, _STOP),
+    "stop_token_ids": either(None, _TOKEN_IDS),
+    "ignore_eos": FLAG,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": number("must be positive", lambda value: value > 0),
+}
+"""Fields of `SamplingParams`."""
+
+ENGINE_RULES = {
+    "max_model_len": at_least(1),
+    "num_speculative_tokens": whole("must be 0 (no drafts) or more", lambda value: value >= 0),
+    "block_size": at_least(1),
+    "max_num_seqs": at_least(1),
+    "max_num_batched_tokens": WHOLE,  # at least what `decode_width` says
+    "state_rollback": choice("replay", "snapshot"),
+    "draft_sampling": FLAG,
+    "async_scheduling": FLAG,
+    "graphs": FLAG,
+    "seed": WHOLE,
+}
+"""Fields of `EngineConfig`."""
+
+
+def _make_plain(config: Any, rules: dict[str, Rule]) -> None:
+    """Give a frozen object's fields the types that they are declared with."""
+    for name in rules:
+        object.__setattr__(config, name, plain(getattr(config, name)))
 
 
 @dataclass(frozen=True)
@@ -33,7 +89,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Tokens less likely than this share of the most likely one are left out."""
     seed: int | None = None
-    """Output is a function of model, prompt, these parameters and the seed. None: drawn from the engine's seed."""
+    """Output is a function of model, prompt, these parameters and the seed; where drafts are drawn
+    (`draft_sampling`), of heads and K as well. None: drawn from the engine's seed."""
     stop: str | list[str] | tuple[str, ...] | None = None
     """Strings that end the output; they are not part of the text."""
     stop_token_ids: list[int] | tuple[int, ...] | None = None
@@ -44,28 +101,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _raise_problems("sampling parameters", self._problems())
-
-    def _problems(self) -> list[str]:
-        checks = [
-            (self.n == 1, f"n is {self.n}, only 1 is served: repeat the prompt instead"),
-            (
-                isinstance(self.max_tokens, int) and self.max_tokens >= 1,
-                f"max_tokens is {self.max_tokens}, must be a whole number of at least 1",
-            ),
-            (self.temperature >= 0, f"temperature is {self.temperature}, must be 0 (greedy) or more"),
-            (self.top_k >= -1, f"top_k is {self.top_k}, must be positive, or 0 or -1 to turn it off"),
-            (0 < self.top_p <= 1, f"top_p is {self.top_p}, must be in (0, 1]"),
-            (0 <= self.min_p <= 1, f"min_p is {self.min_p}, must be in [0, 1]"),
-            (all(self.stop_strings), "stop has an empty string, remove it"),
-            (-2 <= self.presence_penalty <= 2, f"presence_penalty is {self.presence_penalty}, must be in [-2, 2]"),
-            (-2 <= self.frequency_penalty <= 2, f"frequency_penalty is {self.frequency_penalty}, must be in [-2, 2]"),
-            (self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}, must be positive"),
-        ]
-        return [problem for good, problem in checks if not good]
+        raise_problems("sampling parameters", problems(SAMPLING_RULES, vars(self)))
+        _make_plain(self, SAMPLING_RULES)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop or ())
+        object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -112,28 +151,15 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _raise_problems("engine", self._problems())
-
-    def _problems(self) -> list[str]:
-        k = self.num_speculative_tokens
-        if k < 0:
-            return [f"num_speculative_tokens is {k}, must be 0 (no drafts) or more"]
-        positive = ("max_model_len", "block_size", "max_num_seqs")
-        checks = [
-            (getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, must be at least 1") for name in positive
-        ]
-        checks += [
-            (
-                self.max_num_batched_tokens >= self.decode_width,
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least {self.decode_width}, "
-                "the 1 + num_speculative_tokens of one request",
-            ),
-            (
-                self.state_rollback in ("replay", "snapshot"),
-                f"state_rollback is {self.state_rollback!r}, must be 'replay' or 'snapshot'",
-            ),
-        ]
-        return [problem for good, problem in checks if not good]
+        found = problems(ENGINE_RULES, vars(self))
+        budget, k = self.max_num_batched_tokens, self.num_speculative_tokens
+        if is_whole(budget) and is_whole(k) and budget < self.decode_width:
+            found.append(
+                f"max_num_batched_tokens is {budget}, must be at least {self.decode_width}, "
+                "the 1 + num_speculative_tokens of one request"
+            )
+        raise_problems("engine", found)
+        _make_plain(self, ENGINE_RULES)
 
     @property
     def decode_width(self) -> int:

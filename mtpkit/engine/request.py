@@ -1,4 +1,4 @@
-"""A request and its statistics, and what a user gets back."""
+"""A request, what a user gets back of it, and the statistics of one and of all."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -63,6 +63,38 @@ class RequestStats(AcceptanceStats):
     """Recurrent state that the request holds while it runs."""
     kv_bytes: int = 0
     """Largest size of the blocks that it held."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was made or its statistics were reset."""
+
+    acceptance: AcceptanceStats
+    """Over the decode steps of all requests."""
+    generated_tokens: int
+    seconds: float
+    """Spent in steps."""
+    preemptions: int
+    state_bytes: int
+    """Recurrent state of all slots."""
+    state_bytes_per_request: int
+    kv_bytes: int
+    """All blocks of keys and values."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + mean accepted drafts a decode step and request."""
+        return self.acceptance.acceptance_length
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Per depth, the rate at which a reached draft is accepted."""
+        return self.acceptance.conditional_acceptance
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second, prefill included."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 def _no_blocks() -> array:

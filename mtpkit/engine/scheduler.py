@@ -40,6 +40,8 @@ class Scheduler:
         """K of the steps to come; at most the configured one."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._live_ids: set[str] = set()
+        """Of both."""
         self.reset_stats()
 
     def reset_stats(self) -> None:
@@ -54,13 +56,15 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def validate(self, request: Request) -> None:
-        """Refuse what can never be served.
+        """Refuse what can never be served, and a second request of an id.
 
         Raises:
             UserError: with the request's numbers and the limit they exceed.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
         name = f"request {request.request_id}"
+        if request.request_id in self._live_ids:
+            raise UserError(f"{name}: another of this id is not finished, give it an id of its own, or none")
         if not prompt:
             raise UserError(f"{name}: the prompt is empty, give it at least one token")
         if prompt + output > self.config.max_model_len:
@@ -86,12 +90,14 @@ class Scheduler:
         """Queue a request that `validate` let pass."""
         self.validate(request)
         insort(self.waiting, request, key=_arrival)
+        self._live_ids.add(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """Forget a request, if it is still there. What is under way for it is dropped."""
         for request in [r for r in self.running if r.request_id == request_id]:
             self._free(request)
         self.waiting = [r for r in self.waiting if r.request_id != request_id]
+        self._live_ids.discard(request_id)
 
     def plan(self) -> list[Plan]:
         """Choose the rows that run next and reserve their blocks: decode rows, then prefill chunks.
@@ -254,6 +260,7 @@ class Scheduler:
             if request.detokenizer:
                 request.detokenizer.flush()
             self._free(request)
+            self._live_ids.remove(request.request_id)
             return
         # A step under way starts at num_computed and may keep all that it writes.
         keep = self._blocks_for(request.num_computed + bool(request.in_flight) * self.config.lookahead)
@@ -264,10 +271,13 @@ class Scheduler:
         """Compare the allocators with what the requests hold.
 
         Raises:
-            MtpkitError: they disagree, or a waiting request holds something.
+            MtpkitError: they disagree, or a waiting request holds something, or ids are not those of the requests.
         """
         self.blocks.check_integrity([block for request in self.running for block in request.block_table])
         self.slots.check_integrity([request.slot for request in self.running if request.slot is not None])
         holders = [r.request_id for r in self.waiting if r.block_table or r.slot is not None]
         if holders or any(r.slot is None for r in self.running):
             raise MtpkitError(f"waiting requests hold blocks or slots: {holders}, or a running one has no slot")
+        ids = sorted(request.request_id for request in self.running + self.waiting)
+        if ids != sorted(self._live_ids):
+            raise MtpkitError(f"requests {ids} are there, but ids {sorted(self._live_ids)} are taken")

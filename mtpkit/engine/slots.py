@@ -39,13 +39,14 @@ class Slots:
     def allocate(
         cls, count: int, depths: int, ring_length: int, device: torch.device, vocab_size: int | None
     ) -> "Slots":
-        """Slots that hold nothing yet; `vocab_size` is None where drafts are not drawn from a distribution."""
+        """Slots that hold nothing yet, with filters that null rows can be sampled by; `vocab_size` is None where drafts
+        are not drawn from a distribution."""
 
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(count, *shape, dtype=torch.int64, device=device)
+        def ints(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full((count, *shape), fill, dtype=torch.int64, device=device)
 
-        def floats(*shape: int) -> Tensor:
-            return torch.zeros(count, *shape, dtype=torch.float32, device=device)
+        def floats(*shape: int, fill: float = 0.0) -> Tensor:
+            return torch.full((count, *shape), fill, dtype=torch.float32, device=device)
 
         return cls(
             tokens=ints(1 + depths),
@@ -53,9 +54,9 @@ class Slots:
             committed=ints(),
             ring_lens=ints(),
             temperature=floats(),
-            top_p=floats(),
+            top_p=floats(fill=1.0),
             min_p=floats(),
-            top_k=ints(),
+            top_k=ints(fill=1),
             seeds=ints(),
             draft_probs=floats(depths, vocab_size) if vocab_size and depths else None,
             ring_length=ring_length,

@@ -163,7 +163,7 @@ def test_auto_needs_a_repeated_head():
         make_llm(tiny_model("distinct"), "auto")
     with pytest.raises(UserError, match="async_scheduling must be False: distinct"):
         make_llm(tiny_model("distinct"), 3, async_scheduling=True)
-    with pytest.raises(UserError, match="is 'atuo', must be a number or 'auto'"):
+    with pytest.raises(UserError, match="is 'atuo', must be a whole number or 'auto'"):
         make_llm(tiny_model(), "atuo")
 
 

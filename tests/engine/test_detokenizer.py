@@ -157,15 +157,17 @@ def test_a_real_tokenizer(tokenizer_dir):
     assert detokenizer.visible_text(True) == text
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 2, 5])
-def test_stop_strings_among_accepted_drafts(k):
+def test_stop_strings_among_accepted_drafts(k, ahead):
     model = HashModel()
     params = SamplingParams(temperature=0, max_tokens=12)
     tokens = model.decode([1, 2], params)
     text = Letters().decode(tokens)
     stop = text[4:6]
     end = text.index(stop) + 2
-    engine = fake_engine(model, drafts="always", num_speculative_tokens=k, tokenizer=Letters())
+    settings = dict(num_speculative_tokens=k, tokenizer=Letters(), async_scheduling=ahead)
+    engine = fake_engine(model, drafts="always", **settings)
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=12, stop=stop), "a")
     output = run(engine)["a"]
     assert output.outputs[0].token_ids == tokens[:end]

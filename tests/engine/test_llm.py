@@ -13,7 +13,7 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.states import CacheLayout
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, cache_specs
-from tests.engine.tiny import greedy, guide, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import greedy, guide, headless_model, make_llm, make_prompts, tiny_model
 
 
 class Words:
@@ -155,7 +155,7 @@ def test_statistics_add_up():
     ],
 )
 def test_settings_that_cannot_work(heads, settings, message):
-    model = tiny_model(heads) if heads != "none" else headless()
+    model = tiny_model(heads) if heads != "none" else headless_model()
     with pytest.raises(UserError, match=message):
         LLM(model, **settings)
 
@@ -189,34 +189,9 @@ def test_an_engine_goes_with_its_last_user(device):
     assert engine() is None and cache() is None
 
 
-def headless():
-    return build_model(tiny_model().mtpkit_config.replace(mtp_pattern="", mtp_num_depths=0))
-
-
 def test_distinct_heads_with_mamba_layers_draft_one_token():
     with pytest.raises(UserError, match="set it to 1"):
         LLM(tiny_model("distinct", "M*M-", "M-"), 2)
-
-
-@pytest.mark.parametrize(
-    "prompts, params, message",
-    [
-        ([[1], []], greedy(), "prompt is empty"),
-        ([[1], [1] * 125], greedy(), "exceed max_model_len 128"),
-        (["text"], greedy(), "needs a tokenizer"),
-        ([1.5, 2.0], greedy(), "a prompt is a float: give a text, or token ids"),
-        (torch.tensor([1, 2]), greedy(), "prompts are a Tensor: give texts, or lists of token ids"),
-        ([[1, "a"]], greedy(), "a prompt is a list: give a text, or token ids as a list of integers"),
-        ([{}], greedy(), "neither 'prompt' nor 'prompt_token_ids'"),
-        ([[1]], [greedy(), greedy()], "1 prompts but 2 sampling parameters"),
-        ([[1]], SamplingParams(stop="x"), "stop strings need a tokenizer"),
-    ],
-)
-def test_bad_prompts_run_nothing(prompts, params, message):
-    llm = make_llm(tiny_model(), 1)
-    with pytest.raises(UserError, match=message):
-        llm.generate(prompts, params)
-    assert not llm.engine.has_unfinished
 
 
 def test_cache_defaults_to_full_length_requests_for_every_slot():
@@ -236,7 +211,7 @@ def test_ring_holds_a_step_of_any_width():
 
 def test_text_with_a_real_tokenizer(tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
-    model = headless()
+    model = headless_model()
     llm = make_llm(model, 0, tokenizer=tokenizer_dir)
     token_ids = [t % model.mtpkit_config.vocab_size for t in range(3, 9)]
     output = llm.generate([token_ids], greedy(8))[0].outputs[0]

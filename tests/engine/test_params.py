@@ -1,9 +1,16 @@
 """Settings out of range are refused, all at once."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from mtpkit.engine import EngineConfig, SamplingParams
+from mtpkit.engine.params import ENGINE_RULES, SAMPLING_RULES
 from mtpkit.errors import UserError
+
+INFINITE = [float("inf"), float("-inf"), float("nan"), 1e39, 10**400]
+"""To the device, which computes in float32."""
 
 
 @pytest.mark.parametrize(
@@ -11,13 +18,13 @@ from mtpkit.errors import UserError
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"max_tokens": 2.5}, "max_tokens is 2.5, must be a whole number"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_k": -2}, "top_k is -2"),
         ({"min_p": 2.0}, "min_p is 2.0"),
         ({"n": 2}, "n is 2"),
         ({"stop": ["x", ""]}, "empty string"),
+        ({"stop": ""}, "empty string"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"presence_penalty": 3.0}, "presence_penalty is 3.0"),
         ({"frequency_penalty": -3.0}, "frequency_penalty is -3.0"),
@@ -26,6 +33,55 @@ from mtpkit.errors import UserError
 def test_sampling_parameters(setting, message):
     with pytest.raises(UserError, match=message):
         SamplingParams(**setting)
+
+
+@pytest.mark.parametrize("rules, made", [(SAMPLING_RULES, SamplingParams), (ENGINE_RULES, EngineConfig)])
+def test_every_field_has_a_rule(rules, made):
+    assert list(rules) == [field.name for field in dataclasses.fields(made)]
+
+
+@pytest.mark.parametrize(
+    "names, values, must",
+    [
+        (["n", "max_tokens", "top_k"], ["3", 2.5, 1.0, True, None, np.float64(1)], "a whole number"),
+        (["seed"], ["x", 1.5, False], "a whole number or None"),
+        (["temperature", "top_p", "min_p"], ["0", "hot", None, True, *INFINITE], "a finite number"),
+        (
+            ["presence_penalty", "frequency_penalty", "repetition_penalty"],
+            ["1", None, True, *INFINITE],
+            "a finite number",
+        ),
+        (["stop"], [5, [5], b"a", [b"a"], ["a", None], {"a": 1}], "a text or a list of texts or None"),
+        (
+            ["stop_token_ids"],
+            [5, "5", b"5", ["sys"], [1.5], [-1], [True], [None]],
+            "a list of token ids of 0 or more or None",
+        ),
+        (["ignore_eos"], ["no", 0, None], "True or False"),
+    ],
+)
+def test_kinds_of_sampling_parameters(names, values, must):
+    for name in names:
+        for value in values:
+            with pytest.raises(UserError) as caught:
+                SamplingParams(**{name: value})
+            message = str(caught.value)
+            assert message.startswith(f"sampling parameters: {name} is ") and message.endswith(f", must be {must}")
+
+
+def test_numbers_of_numpy_become_pythons():
+    given = dict(max_tokens=np.int32(3), top_k=np.int64(2), seed=np.int64(-5), temperature=np.float32(0.5))
+    params = SamplingParams(**given, top_p=np.float64(0.5), stop_token_ids=[np.int64(4)], ignore_eos=np.True_)
+    plain = dict(max_tokens=3, top_k=2, seed=-5, temperature=0.5, top_p=0.5, stop_token_ids=[4], ignore_eos=True)
+    assert params == SamplingParams(**plain)
+    held = [*vars(params).values(), *params.stop_token_ids]
+    assert not [value for value in held if isinstance(value, np.generic)]
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0}, {"seed": -1}, {"stop_token_ids": {3}}, {"stop": ("a", "b")}])
+def test_values_that_are_fine(setting):
+    ((name, value),) = setting.items()
+    assert getattr(SamplingParams(**setting), name) == (tuple(value) if isinstance(value, set) else value)
 
 
 def test_all_problems_are_named():
@@ -47,6 +103,10 @@ def test_stop_is_normalised():
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"num_speculative_tokens": 4, "max_num_batched_tokens": 4}, "must be at least 5"),
         ({"state_rollback": "undo"}, "'undo', must be 'replay' or 'snapshot'"),
+        ({"num_speculative_tokens": 4, "max_num_batched_tokens": 4, "block_size": "8"}, "block_size is '8'.*least 5"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens is True, must be a whole number"),
+        ({"max_num_batched_tokens": "9"}, "max_num_batched_tokens is '9', must be a whole number"),
+        ({"graphs": 1, "seed": None}, "graphs is 1, must be True or False; seed is None, must be a whole number"),
     ],
 )
 def test_engine_settings(setting, message):

@@ -40,6 +40,11 @@ def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str
     return build_model(config, device=device, seed=1)
 
 
+def headless_model():
+    """The base of `tiny_model`'s kind, without heads."""
+    return build_model(tiny_model().mtpkit_config.replace(mtp_pattern="", mtp_num_depths=0))
+
+
 def make_prompts(lengths=PROMPT_LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]

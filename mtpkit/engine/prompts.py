@@ -1,0 +1,77 @@
+"""Prompts and sampling parameters in the forms that users give them in."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mtpkit.engine.checks import is_list, is_whole, shown
+from mtpkit.engine.params import SamplingParams
+from mtpkit.errors import UserError
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt as a list of one.
+
+    Raises:
+        UserError: neither a prompt nor a list.
+    """
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or not is_list(prompts):
+        raise UserError(f"prompts are a {type(prompts).__name__}: give texts, or lists of token ids")
+    return [prompts] if prompts and is_whole(prompts[0]) else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def list_params(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Parameters of each prompt; the defaults where none are given.
+
+    Raises:
+        UserError: something else than parameters, or not one for each prompt.
+    """
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * num_prompts
+    if not isinstance(sampling_params, Sequence) or not is_list(sampling_params):
+        raise UserError(f"sampling_params is {shown(sampling_params)}: give SamplingParams(...), or a list of such")
+    wrong = [f"[{i}] is {shown(one)}" for i, one in enumerate(sampling_params) if not isinstance(one, SamplingParams)]
+    if wrong:
+        raise UserError(f"sampling_params{', '.join(wrong[:5])}: give SamplingParams(...) for each prompt")
+    if len(sampling_params) != num_prompts:
+        raise UserError(
+            f"{num_prompts} prompts but {len(sampling_params)} sampling parameters: give one, or one a prompt"
+        )
+    return list(sampling_params)
+
+
+def encode(prompt: Prompt, tokenizer: Any) -> tuple[str | None, Sequence[int]]:
+    """Text, if there is one, and token ids of a prompt.
+
+    Raises:
+        UserError: none of the forms of a prompt, or a text that cannot be encoded.
+    """
+    if isinstance(prompt, dict):
+        known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not known:
+            raise UserError(f"prompt {shown(prompt)} has neither 'prompt' nor 'prompt_token_ids'")
+        return encode(prompt[known[0]], tokenizer)
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UserError("a text prompt needs a tokenizer: give one, or prompt_token_ids")
+        _check_unicode(prompt)
+        return prompt, tokenizer.encode(prompt)
+    if not isinstance(prompt, Sequence) or not is_list(prompt) or not all(map(is_whole, prompt)):
+        raise UserError(f"a prompt is a {type(prompt).__name__}: give a text, or token ids as a list of integers")
+    return None, prompt  # type: ignore[return-value]
+
+
+def _check_unicode(text: str) -> None:
+    """Refuse what Python's strings can hold and no file can: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"a prompt is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!a}; "
+            "decode its bytes with errors='replace'"
+        ) from error

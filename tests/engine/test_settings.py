@@ -1,0 +1,121 @@
+"""Arguments of `LLM` that cannot be are refused in one line, before a model is opened; what goes unused is said."""
+
+import inspect
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from mtpkit import LLM
+from mtpkit.engine.settings import LLM_RULES
+from mtpkit.errors import UserError
+from mtpkit.model import build_model
+from tests.engine.tiny import greedy, headless_model, make_llm, tiny_model
+
+
+def test_every_argument_has_a_rule():
+    assert ["self", *LLM_RULES] == list(inspect.signature(LLM.__init__).parameters)
+
+
+@pytest.mark.parametrize(
+    "name, value, must",
+    [
+        ("model", None, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
+        ("model", 5, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
+        ("model", torch.nn.Linear(2, 2), "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
+        ("num_speculative_tokens", True, "a whole number or 'auto'"),
+        ("num_speculative_tokens", 1.0, "a whole number or 'auto'"),
+        ("num_speculative_tokens", "most", "a whole number or 'auto'"),
+        ("dtype", torch.bfloat16, "'auto', 'float32' or 'bfloat16'"),
+        ("seed", "a", "a whole number"),
+        ("seed", None, "a whole number"),
+        ("block_size", "16", "a whole number"),
+        ("block_size", 1.5, "a whole number"),
+        ("max_model_len", "100", "a whole number or None"),
+        ("max_model_len", 100.5, "a whole number or None"),
+        ("max_num_seqs", "4", "a whole number"),
+        ("max_num_seqs", 2.5, "a whole number"),
+        ("max_num_seqs", True, "a whole number"),
+        ("max_num_batched_tokens", 64.0, "a whole number or None"),
+        ("gpu_memory_utilization", "x", "a finite number"),
+        ("gpu_memory_utilization", float("nan"), "a finite number"),
+        ("gpu_memory_utilization", 1.5, r"in (0, 1]"),
+        ("gpu_memory_utilization", -1, r"in (0, 1]"),
+        ("num_blocks", 5.5, "a whole number or None"),
+        ("state_rollback", 3, "'replay' or 'snapshot'"),
+        ("state_dtype", "auto", "'float32' or 'bfloat16'"),
+        ("draft_sampling", "yes", "True or False"),
+        ("draft_vocab", 5, "a list of token ids, a file of mtpkit data draft-vocab, or None"),
+        ("draft_vocab", b"ab", "a list of token ids, a file of mtpkit data draft-vocab, or None"),
+        ("async_scheduling", "no", "True or False or None"),
+        ("enforce_eager", "no", "True or False"),
+        ("enforce_eager", 1, "True or False"),
+        ("synthetic_acceptance", 0.5, "a list of rates, one a draft, or None"),
+        ("synthetic_acceptance", ["0.5"], "a list of rates, one a draft, or None"),
+        ("synthetic_acceptance", {0.5, 0.4}, "a list of rates, one a draft, or None"),
+        ("device", 1.5, "'cuda' or 'cpu' or None"),
+        ("tokenizer", 5, "a directory, something with encode and decode, or None"),
+        ("tokenizer", {"a": 1}, "a directory, something with encode and decode, or None"),
+    ],
+)
+def test_kinds_of_values(name, value, must):
+    with pytest.raises(UserError) as caught:
+        LLM(**{"model": "nowhere", name: value})
+    message = str(caught.value)
+    assert message.startswith(f"engine: {name} is ") and message.endswith(f", must be {must}") and "\n" not in message
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(UserError, match=r"^engine: model is 5, .*; block_size is 0, .*; enforce_eager is 'no', .*$"):
+        LLM(5, block_size=0, enforce_eager="no")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"synthetic_acceptance": []}, "must be 2 rates from 0 to 1, one a draft"),
+        ({"synthetic_acceptance": [0.5, float(2)]}, "must be 2 rates from 0 to 1, one a draft"),
+        ({"draft_vocab": []}, "draft_vocab is empty"),
+        ({"draft_vocab": [True, 2]}, "draft_vocab: True must be integers"),
+        ({"device": "meta"}, "device is meta, where nothing can be decoded: use 'cuda' or 'cpu'"),
+        ({"draft_sampling": True, "num_speculative_tokens": "auto"}, "draft_sampling must be False"),
+    ],
+)
+def test_values_that_do_not_fit(settings, message):
+    with pytest.raises(UserError, match=message):
+        LLM(tiny_model(), **{"num_speculative_tokens": 2, **settings})
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_model_without_weights(device):
+    with pytest.raises(UserError, match="the model given lies on device meta, without weights"):
+        LLM(build_model(tiny_model().mtpkit_config, device="meta"), device=device)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """Also beyond the settings: they neither round nor show up in what is reported."""
+    names = {"block_size": 8, "max_model_len": 64, "max_num_seqs": 2, "num_blocks": 40, "seed": 3}
+    settings = {name: np.int64(value) for name, value in names.items()}
+    llm = LLM(
+        tiny_model(),
+        np.int64(2),
+        **settings,
+        gpu_memory_utilization=np.float32(0.5),
+        enforce_eager=np.True_,
+        draft_vocab=[np.int64(token) for token in range(9)],
+    )
+    want = make_llm(tiny_model(), 0).generate([[1, 2]], greedy())[0].outputs[0].token_ids
+    assert llm.generate([[np.int64(1), np.int64(2)]], greedy())[0].outputs[0].token_ids == want
+    held = {**vars(llm.engine.config), **vars(llm.memory_plan), **vars(llm.stats())}
+    assert {name: type(held[name]) for name in names} == dict.fromkeys(names, int)
+    assert not [name for name, value in held.items() if isinstance(value, np.generic)]
+
+
+@pytest.mark.parametrize("heads, k, said", [(True, 0, 1), (True, 1, 0), (False, 0, 0)])
+def test_heads_that_are_not_used_are_mentioned(caplog, heads, k, said):
+    model = tiny_model() if heads else headless_model()
+    with caplog.at_level(logging.INFO):
+        LLM(model, k, num_blocks=50)
+    lines = [record.message for record in caplog.records if "MTP heads" in record.message]
+    assert lines == said * ["the model's MTP heads, of 2 depths, are not used: num_speculative_tokens is 0"]
