@@ -164,12 +164,15 @@ def train(
     """
     import torch
 
+    from mtpkit.bench.machine import require_gpu
     from mtpkit.bench.shapes import get_config
     from mtpkit.bench.train import TrainBenchConfig, measure_training
     from mtpkit.kernels.head_loss import LossKind
+    from mtpkit.platform import default_device
     from mtpkit.training.config import ParallelConfig
     from mtpkit.training.parallel import has_results
 
+    require_gpu(model, default_device())
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     unknown = sorted(set(loss) - set(get_args(LossKind)))
@@ -227,9 +230,13 @@ def kernels(
     out: Out = None,
 ) -> None:
     """Check each kernel against its reference twin, then time it beside a copy and a matrix product in the same run."""
+    import torch
+
     from mtpkit.bench.kernels import KernelConfig, check_kernels, measure_kernels
+    from mtpkit.bench.machine import require_gpu
     from mtpkit.bench.shapes import get_config
 
+    require_gpu(model, torch.device(device))
     config = KernelConfig(
         rows=tuple(rows),
         k=k,
@@ -303,10 +310,13 @@ def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:
 def _open(model: str, dtype: str, pattern: str | None = None) -> Any:
     import torch
 
+    from mtpkit.bench.machine import require_gpu
     from mtpkit.bench.shapes import open_model
     from mtpkit.platform import default_device
 
-    return open_model(model, default_device(), None if dtype == "auto" else getattr(torch, dtype), pattern)
+    device = default_device()
+    require_gpu(model, device)
+    return open_model(model, device, None if dtype == "auto" else getattr(torch, dtype), pattern)
 
 
 def _finish(result: "Result[Any]", out: Path | None) -> None:

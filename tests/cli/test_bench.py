@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from mtpkit.bench import shapes
+from mtpkit.bench.machine import LARGE_SHAPES
 from mtpkit.cli.bench import app
 
 
@@ -124,6 +126,25 @@ def test_kernels_without_a_gpu(call, capsys, monkeypatch):
     assert call(app, "kernels") == 2
     error = capsys.readouterr().err
     assert "kernels need a GPU" in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", ["decode", "prefill", "train", "kernels --device cpu", "decode --model nemotron-3-nano"]
+)
+def test_a_large_shape_needs_a_gpu(command, call, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shapes, "build_model", lambda *_, **__: pytest.fail("the shape was built"))
+    assert call(app, *command.split()) == 2
+    error = capsys.readouterr().err
+    model = "nemotron-3-nano" if "nano" in command else "nemotron-h-8b"
+    assert error == (
+        f"mtpkit: error: {model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU\n"
+    )
+
+
+def test_large_shapes_are_those_of_billions_of_weights():
+    wide = {name for name, config in shapes.SHAPES.items() if config.hidden_size > 1000}
+    assert wide == set(LARGE_SHAPES)
 
 
 @pytest.mark.parametrize(
