@@ -24,7 +24,8 @@ def storage_errors(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
         causes = list(_causes(error))
         for cause in causes:
-            if isinstance(cause, MtpkitError):  # from reading the source while writing the destination
+            # From reading the source while writing the destination; or Ctrl-C, which torch wraps, too.
+            if isinstance(cause, MtpkitError | KeyboardInterrupt):
                 raise cause from error
         failed: BaseException | None = next((c for c in causes if isinstance(c, OSError)), None)
         if failed is None and isinstance(error, CheckpointException):  # torch's writer hides the system's error
