@@ -1,5 +1,6 @@
 """`mtpkit convert`: between the Hugging Face and the Megatron layout."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +19,11 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint that 
 def import_(source: Source, destination: Destination, force: Force = False) -> None:
     """Hugging Face -> Megatron: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import import_checkpoint
+    from mtpkit.data.tokenizer import lacks_vocabulary
 
     import_checkpoint(source, destination, force)
+    if problem := lacks_vocabulary(destination):
+        print(f"mtpkit: warning: the tokenizer is incomplete: {problem}", file=sys.stderr)
     print(f"wrote {destination}")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -283,6 +284,10 @@ def test_tokenizer_that_is_missing_or_broken(tmp_path: Path, tokenizer_dir: Path
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.copy(tokenizer_dir / "tokenizer_config.json", tmp_path)
+    with pytest.raises(UserError, match=rf"^{tmp_path} has no tokenizer\.json; copy it there$"):
         load_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.eos_token = None
