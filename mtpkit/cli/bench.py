@@ -32,7 +32,10 @@ StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of rec
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens of a prefill step.")]
 DraftVocabSize = Annotated[int | None, typer.Option(min=1, help="Draft among the first so many tokens.")]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
-Out = Annotated[Path | None, typer.Option(help="Directory for the result as .json and .md.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(callback=options.writable_directory, help="Directory for the result as .json and .md."),
+]
 NVIDIA_8B = "nemotron-h-8b"
 
 

@@ -71,6 +71,15 @@ def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
     return load_config(model).mtp_num_depths if text is None else parse_drafts(text)
 
 
+def writable_directory(path: Path | None) -> Path | None:
+    """Of an option that names the directory for results: what could not be written is refused before the work."""
+    from mtpkit.checkpoint.atomic import check_writable
+
+    if path is not None:
+        check_writable(path)
+    return path
+
+
 class ListCommand(TyperCommand):
     """A command whose list options take several values at once: `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`.
 

@@ -142,6 +142,19 @@ def test_a_large_shape_needs_a_gpu(command, call, capsys, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("command", ["decode", "prefill", "train", "kernels --device cpu", "roofline"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, call, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "get_config", lambda *_: pytest.fail("it is found out too late"))
+    (tmp_path / "file").touch()
+    for out, code, says in (
+        (tmp_path / "file", 2, "file is a file; name a directory"),
+        (tmp_path / "file" / "x", 1, "x: cannot write: Not a directory"),
+        ("/proc/x", 1, "/proc/x: cannot write: No such file or directory"),
+    ):
+        assert call(app, *command.split(), "--model", "nemotron-h-tiny", "--out", out) == code
+        assert says in capsys.readouterr().err
+
+
 def test_large_shapes_are_those_of_billions_of_weights():
     wide = {name for name, config in shapes.SHAPES.items() if config.hidden_size > 1000}
     assert wide == set(LARGE_SHAPES)
