@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mtpkit.data.chat import SampleError, render_prompt, require_template
-from mtpkit.data.sources import Columns, find_files, lacking, read_messages, read_rows
+from mtpkit.data.sources import NAMING, Columns, find_files, lacking, read_messages, read_rows
 from mtpkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _prompts(
     if not known:
         raise UserError(
             f"data: {name} has the columns {', '.join(row)}, but none of {columns.messages!r}, {columns.prompt!r} and"
-            f" {columns.text!r}; rename them, or name the ones to use (text_column, prompt_column, ..)"
+            f" {columns.text!r}; rename them, or name the ones to use ({NAMING})"
         )
     given = [column for column in known if row[column] is not None]
     if not given:

@@ -14,6 +14,8 @@ TABLE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """What `datasets` calls the format of a file with columns; a file of any other suffix is plain text."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".py"}
 """Text files that are picked from a folder; a file named by itself or by a glob may have any suffix."""
+NAMING = "--text-column and the like; data.text_column=.. in training"
+"""How columns are named."""
 MANIFEST = "mtpkit_data.json"
 """File that makes a directory one of `mtpkit data prepare`."""
 
@@ -231,8 +233,7 @@ def _choose(file: Path, row: dict[str, Any], columns: Columns) -> Callable[[dict
         return lambda row, name: _sample(row, columns.text, name)
     raise UserError(
         f"data: {file} has the columns {', '.join(row)}, but neither {columns.messages!r}, nor both {columns.prompt!r}"
-        f" and {columns.response!r}, nor {columns.text!r}; rename them, or name the ones to use"
-        " (text_column, prompt_column, ..)"
+        f" and {columns.response!r}, nor {columns.text!r}; rename them, or name the ones to use ({NAMING})"
     )
 
 

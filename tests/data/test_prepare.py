@@ -158,7 +158,8 @@ def test_it_lies_beside_raw_files(prepared, tokenizer, paths, tmp_path) -> None:
 
 def test_another_tokenizer_or_length_is_refused(prepared, tokenizer, tokenizer_dir) -> None:
     with pytest.raises(
-        UserError, match=r"for sequences of 24 tokens, not 32; set data\.sequence_length=24, or prepare"
+        UserError,
+        match=r"for sequences of 24 tokens, not 32; set data\.sequence_length=24 in training, --sequence-length 24",
     ):
         build_dataset([prepared], tokenizer, 32)
     other = load_tokenizer(tokenizer_dir)
