@@ -263,7 +263,9 @@ def roofline(
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
     k: Annotated[list[int], typer.Option(min=0, help="Drafts a step.")] = [0, 1, 3],  # noqa: B006
     acceptance: Acceptance = None,
-    context_len: Annotated[float, typer.Option(min=0, help="Mean tokens that a request attends to.")] = 512,
+    context_len: Annotated[
+        float, typer.Option(min=0, callback=options.finite, help="Mean tokens that a request attends to.")
+    ] = 512,
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
     state_rollback: options.StateRollback = "replay",
@@ -272,8 +274,12 @@ def roofline(
         typer.Option(min=1, help="Committed entries that a replay ring holds; by default as the engine's for K."),
     ] = None,
     draft_vocab_size: DraftVocabSize = None,
-    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = None,
-    matrix_rate: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, callback=options.finite, help="TB/s; by default a copy's on an H200.")
+    ] = None,
+    matrix_rate: Annotated[
+        float | None, typer.Option(min=0.001, callback=options.finite, help="TFLOP/s; by default bf16 on an H200.")
+    ] = None,
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
     out: Out = None,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mtpkit.checkpoint.hf import MAX_SHARD_BYTES
+from mtpkit.cli import options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -32,7 +33,9 @@ def export(
     source: Source,
     destination: Destination,
     force: Force = False,
-    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = MAX_SHARD_BYTES / 1e9,
+    max_shard_gb: Annotated[
+        float, typer.Option(min=0.001, callback=options.finite, help="Largest safetensors file.")
+    ] = MAX_SHARD_BYTES / 1e9,
 ) -> None:
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint

@@ -163,6 +163,21 @@ def test_large_shapes_are_those_of_billions_of_weights():
 @pytest.mark.parametrize(
     ("command", "error"),
     [
+        ("decode --model nemotron-h-tiny --prompt-len 100000000000", "tokens in all, must be at most 268,435,456"),
+        ("prefill --model nemotron-h-tiny --prompt-len 100000000000", "tokens in all, must be at most 268,435,456"),
+        *(
+            (f"{command} --draft-vocab-size 513", "draft vocabulary of 513 tokens, but the model has 512")
+            for command in (
+                "decode --model nemotron-h-tiny",
+                "roofline --model nemotron-h-tiny",
+                "kernels --model nemotron-h-tiny --device cpu",
+                "kernels --model nemotron-h-tiny --device cpu --check-only",
+            )
+        ),
+        *(
+            (f"roofline --{option}", f"'--{option.split()[0]}': must be a finite number")
+            for option in ("bandwidth inf", "matrix-rate inf", "context-len inf")
+        ),
         ("decode --model nowhere", "model 'nowhere' is neither a shape"),
         ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
         ("decode --model nemotron-h-tiny --k 1 some", "'some' is neither a number nor 'auto'"),
