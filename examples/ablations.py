@@ -31,6 +31,7 @@ from tqdm import tqdm
 from mtpkit import LLM, SamplingParams
 from mtpkit.bench.prompts import read_prompts
 from mtpkit.checkpoint import load_model
+from mtpkit.cli import run as run_command
 from mtpkit.data import Columns, load_tokenizer
 from mtpkit.platform import default_device
 from mtpkit.training import served_acceptance
@@ -64,7 +65,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each row")
     parser.add_argument("--prompts", type=int, default=32, help="held-out prompts that are decoded")
     parser.add_argument("--jobs", type=int, default=1, help="rows trained at once")
-    parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows, from 0; all by default")
+    numbers = range(len(SETTINGS))
+    parser.add_argument(
+        "--rows", type=int, nargs="*", choices=numbers, metavar="ROW", help=f"0 to {numbers[-1]}; all by default"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     chosen = [SETTINGS[number] for number in options.rows] if options.rows else SETTINGS
@@ -172,4 +176,4 @@ def show(rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

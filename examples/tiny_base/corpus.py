@@ -13,6 +13,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from mtpkit.cli import run
+
 HELD_OUT = [
     "argparse",
     "bisect",
@@ -106,10 +108,14 @@ def prompts(held_out: list[dict[str, str]], count: int = 32, characters: int = 4
     return cut
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--packages", action="store_true", help="add the sources of installed packages")
     parser.add_argument("--limit", type=int, help="keep this many training modules")
     arguments = parser.parse_args()
     print(write(arguments.out, arguments.packages, arguments.limit))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -9,8 +9,9 @@ from tqdm import tqdm
 
 from mtpkit.bench.decode_run import Contender, Window
 from mtpkit.bench.machine import Machine, measure_machine, release_memory
+from mtpkit.bench.prompts import too_many_tokens
 from mtpkit.bench.result import Result
-from mtpkit.bench.roofline import depth_rates
+from mtpkit.bench.roofline import check_draft_vocab_size, depth_rates
 from mtpkit.bench.trace import can_trace
 from mtpkit.errors import UserError
 
@@ -62,6 +63,7 @@ class DecodeConfig:
             (not isinstance(vocab, int) or vocab >= 1, f"draft vocabulary of {vocab} tokens, must be at least 1"),
         ]
         problems = [problem for good, problem in checks if not good]
+        problems += too_many_tokens(self.prompt_len, max(self.batch_sizes, default=0), self.repeats)
         if problems:
             raise UserError("decode benchmark: " + "; ".join(problems))
 
@@ -136,6 +138,8 @@ def measure_decode(
         UserError: the model lacks the heads, or the requests do not fit.
         MtpkitError: the engine did not do what was asked for.
     """
+    if isinstance(config.draft_vocab, int):
+        check_draft_vocab_size(config.draft_vocab, model.mtpkit_config)
     weight = next(model.parameters())
     machine = measure_machine(weight.device)
     synthetic = config.acceptance is not None

@@ -18,6 +18,7 @@ from mtpkit.bench.kernel_cases import decode_cases, prefill_cases, training_case
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, release_memory
 from mtpkit.bench.result import Result
+from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.config import ModelConfig
 from mtpkit.errors import MtpkitError, UserError
 
@@ -156,8 +157,9 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
     """The chosen ops, those of one op together.
 
     Raises:
-        UserError: an op that is not known.
+        UserError: an op that is not known, or a draft vocabulary larger than the model's.
     """
+    check_draft_vocab_size(config.draft_vocab_size, model)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     state_dtype = getattr(torch, config.state_dtype)
     sizes = [

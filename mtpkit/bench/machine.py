@@ -11,6 +11,21 @@ from pathlib import Path
 
 import torch
 
+from mtpkit.errors import UserError
+
+LARGE_SHAPES = ("nemotron-h-8b", "nemotron-3-nano")
+"""Those of `mtpkit.bench.shapes` with billions of weights: too many for a CPU to hold, or to be through with."""
+
+
+def require_gpu(model: str, device: torch.device) -> None:
+    """Refuse a large shape on a CPU.
+
+    Raises:
+        UserError: the model is one.
+    """
+    if model in LARGE_SHAPES and device.type != "cuda":
+        raise UserError(f"{model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU")
+
 
 def describe_device(device: torch.device) -> str:
     """Name of the GPU, or of the CPU with the number of threads that torch uses."""

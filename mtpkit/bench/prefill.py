@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from mtpkit.bench.machine import measure_machine, synchronize
 from mtpkit.bench.plain import check_greedy
+from mtpkit.bench.prompts import too_many_tokens
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import random_prompts
@@ -46,6 +47,7 @@ class PrefillConfig:
         wrong = [f"{name} is {getattr(self, name)}, must be at least 1" for name in positive if getattr(self, name) < 1]
         if self.k < 0:
             wrong.append(f"k is {self.k}, must be 0 (no drafts) or more")
+        wrong += too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
         if wrong:
             raise UserError("prefill benchmark: " + "; ".join(wrong))
 

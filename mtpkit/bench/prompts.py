@@ -7,6 +7,18 @@ from typing import Any
 from mtpkit.errors import UserError
 
 Prompt = str | list[int]
+MOST_RANDOM_TOKENS = 2**28
+"""Of all random prompts: they are lists of Python, some 10 GB."""
+
+
+def too_many_tokens(prompt_len: int, batch_size: int, repeats: int) -> list[str]:
+    """What is wrong with random prompts for a warm-up and so many repeats; nothing, or one clause."""
+    count = prompt_len * batch_size * (repeats + 1)
+    if count <= MOST_RANDOM_TOKENS:
+        return []
+    return [
+        f"the random prompts have {count:,} tokens in all, must be at most {MOST_RANDOM_TOKENS:,}: lower prompt-len"
+    ]
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:

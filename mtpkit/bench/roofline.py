@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from mtpkit.config import ModelConfig, caching_length
+from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model.matrices import layer_matrices, moe_matrices
 
@@ -97,9 +98,23 @@ def depth_rates(acceptance: Sequence[float], k: int) -> list[float]:
     return [acceptance[min(depth, len(acceptance) - 1)] for depth in range(k)]
 
 
+def check_draft_vocab_size(size: int | None, config: ModelConfig) -> None:
+    """Refuse to draft among more tokens than there are.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    if size is not None and size > config.vocab_size:
+        raise UserError(f"draft vocabulary of {size} tokens, but the model has {config.vocab_size}: give at most those")
+
+
 @dataclass(frozen=True)
 class Roofline:
-    """Costs of a model with weights, keys and values of `dtype` and recurrent state of `state_dtype`."""
+    """Costs of a model with weights, keys and values of `dtype` and recurrent state of `state_dtype`.
+
+    Raises:
+        UserError: a draft vocabulary larger than the model's.
+    """
 
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
@@ -110,6 +125,9 @@ class Roofline:
     """L; None: what the engine's ring for T tokens holds."""
     draft_vocab_size: int | None = None
     """Rows of the lm_head that drafts read; None: all."""
+
+    def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size, self.config)
 
     def entries(self, k: int) -> int:
         """L of steps with K drafts."""

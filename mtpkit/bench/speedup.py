@@ -158,11 +158,19 @@ class _Contender:
         """Tokens of each prompt, in each repeat."""
 
     def warm_up(self) -> None:
-        """Run a few steps at the full batch size, once it is clear that all prompts can be served."""
+        """Run a few steps, once it is clear that all prompts can be served; then a decode step of every batch size.
+
+        A batch shrinks while its last requests end, and each size may need a CUDA graph of its own.
+        """
         for prompt, sampling in zip(self.prompts, self.sampling, strict=True):
             self.llm.engine.make_request(prompt, sampling)
         brief = [replace(one, max_tokens=min(one.max_tokens, _WARM_UP_TOKENS)) for one in self.sampling]
         self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size])
+        # One token comes with the prompt, the other from a decode step. Prompts of a token are computed in one step.
+        endless = replace(self.sampling[0], ignore_eos=True, stop=None, stop_token_ids=None)
+        pair = replace(endless, max_tokens=min(endless.max_tokens, 2))
+        for size in range(min(self.batch_size, len(self.prompts)), 0, -1):
+            self.llm.generate([prompt[:1] for prompt in self.prompts[:size]], [pair] * size)
         self.llm.reset_stats()
 
     def run(self, start: int, end: int) -> None:

@@ -4,6 +4,7 @@ import glob
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ def storage_errors(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
         causes = list(_causes(error))
         for cause in causes:
-            if isinstance(cause, MtpkitError):  # from reading the source while writing the destination
+            # From reading the source while writing the destination; or Ctrl-C, which torch wraps, too.
+            if isinstance(cause, MtpkitError | KeyboardInterrupt):
                 raise cause from error
         failed: BaseException | None = next((c for c in causes if isinstance(c, OSError)), None)
         if failed is None and isinstance(error, CheckpointException):  # torch's writer hides the system's error
@@ -46,8 +48,25 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _free(path: Path) -> str:
     """Free space where `path` would be."""
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB free there"
+    return f"{shutil.disk_usage(_existing(path)).free / 2**20:.0f} MiB free there"
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or what there is on the way to it."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+
+
+def check_writable(path: Path, file: bool = False) -> None:
+    """Refuse a directory, or a file, that could not be written when the work is done; leaves nothing behind.
+
+    Raises:
+        UserError: there is a file where a directory should be, or the other way round.
+        StorageError: nothing can be written there.
+    """
+    if path.is_dir() if file else path.is_file():
+        raise UserError(f"{path} is a {'directory; name a file' if file else 'file; name a directory'}")
+    with storage_errors(path), tempfile.TemporaryFile(dir=path.absolute().parent if file else _existing(path)):
+        pass
 
 
 def check_destination(path: Path, force: bool) -> None:

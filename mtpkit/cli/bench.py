@@ -32,7 +32,10 @@ StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of rec
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens of a prefill step.")]
 DraftVocabSize = Annotated[int | None, typer.Option(min=1, help="Draft among the first so many tokens.")]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
-Out = Annotated[Path | None, typer.Option(help="Directory for the result as .json and .md.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(callback=options.writable_directory, help="Directory for the result as .json and .md."),
+]
 NVIDIA_8B = "nemotron-h-8b"
 
 
@@ -164,12 +167,15 @@ def train(
     """
     import torch
 
+    from mtpkit.bench.machine import require_gpu
     from mtpkit.bench.shapes import get_config
     from mtpkit.bench.train import TrainBenchConfig, measure_training
     from mtpkit.kernels.head_loss import LossKind
+    from mtpkit.platform import default_device
     from mtpkit.training.config import ParallelConfig
     from mtpkit.training.parallel import has_results
 
+    require_gpu(model, default_device())
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     unknown = sorted(set(loss) - set(get_args(LossKind)))
@@ -227,9 +233,13 @@ def kernels(
     out: Out = None,
 ) -> None:
     """Check each kernel against its reference twin, then time it beside a copy and a matrix product in the same run."""
+    import torch
+
     from mtpkit.bench.kernels import KernelConfig, check_kernels, measure_kernels
+    from mtpkit.bench.machine import require_gpu
     from mtpkit.bench.shapes import get_config
 
+    require_gpu(model, torch.device(device))
     config = KernelConfig(
         rows=tuple(rows),
         k=k,
@@ -253,7 +263,9 @@ def roofline(
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
     k: Annotated[list[int], typer.Option(min=0, help="Drafts a step.")] = [0, 1, 3],  # noqa: B006
     acceptance: Acceptance = None,
-    context_len: Annotated[float, typer.Option(min=0, help="Mean tokens that a request attends to.")] = 512,
+    context_len: Annotated[
+        float, typer.Option(min=0, callback=options.finite, help="Mean tokens that a request attends to.")
+    ] = 512,
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
     state_rollback: options.StateRollback = "replay",
@@ -262,8 +274,12 @@ def roofline(
         typer.Option(min=1, help="Committed entries that a replay ring holds; by default as the engine's for K."),
     ] = None,
     draft_vocab_size: DraftVocabSize = None,
-    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = None,
-    matrix_rate: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, callback=options.finite, help="TB/s; by default a copy's on an H200.")
+    ] = None,
+    matrix_rate: Annotated[
+        float | None, typer.Option(min=0.001, callback=options.finite, help="TFLOP/s; by default bf16 on an H200.")
+    ] = None,
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
     out: Out = None,
 ) -> None:
@@ -303,10 +319,13 @@ def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:
 def _open(model: str, dtype: str, pattern: str | None = None) -> Any:
     import torch
 
+    from mtpkit.bench.machine import require_gpu
     from mtpkit.bench.shapes import open_model
     from mtpkit.platform import default_device
 
-    return open_model(model, default_device(), None if dtype == "auto" else getattr(torch, dtype), pattern)
+    device = default_device()
+    require_gpu(model, device)
+    return open_model(model, device, None if dtype == "auto" else getattr(torch, dtype), pattern)
 
 
 def _finish(result: "Result[Any]", out: Path | None) -> None:

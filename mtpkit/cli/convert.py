@@ -1,11 +1,13 @@
 """`mtpkit convert`: between the Hugging Face and the Megatron layout."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mtpkit.checkpoint.hf import MAX_SHARD_BYTES
+from mtpkit.cli import options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -18,8 +20,11 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint that 
 def import_(source: Source, destination: Destination, force: Force = False) -> None:
     """Hugging Face -> Megatron: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import import_checkpoint
+    from mtpkit.data.tokenizer import lacks_vocabulary
 
     import_checkpoint(source, destination, force)
+    if problem := lacks_vocabulary(destination):
+        print(f"mtpkit: warning: the tokenizer is incomplete: {problem}", file=sys.stderr)
     print(f"wrote {destination}")
 
 
@@ -28,7 +33,9 @@ def export(
     source: Source,
     destination: Destination,
     force: Force = False,
-    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = MAX_SHARD_BYTES / 1e9,
+    max_shard_gb: Annotated[
+        float, typer.Option(min=0.001, callback=options.finite, help="Largest safetensors file.")
+    ] = MAX_SHARD_BYTES / 1e9,
 ) -> None:
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint

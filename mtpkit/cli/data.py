@@ -221,12 +221,14 @@ def draft_vocab(
 
 
 def _check_file(output: Path, force: bool) -> None:
+    from mtpkit.checkpoint.atomic import check_writable
     from mtpkit.errors import UserError
 
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise UserError(f"output {output} must be a file in a directory that exists")
     if output.exists() and not force:
         raise UserError(f"output {output} is there already; name another file, or add --force")
+    check_writable(output, file=True)
 
 
 def _tokenizer(directory: Path, chat_template: Path | None = None) -> Any:

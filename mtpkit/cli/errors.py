@@ -48,13 +48,15 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
             sys.exit(USAGE_EXIT_CODE)
         _fail(f"{message} (see --help)", USAGE_EXIT_CODE)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED_EXIT_CODE)
+        code = INTERRUPTED_EXIT_CODE  # as typer has it
     except BrokenPipeError:
         # The reader of our output has gone; keep the interpreter from failing once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         _fail(_describe(error), 1)
+    if code == INTERRUPTED_EXIT_CODE:
+        print("mtpkit: interrupted", file=sys.stderr)
     if code == 0 and "mtpkit.platform" in sys.modules:
         from mtpkit.platform import close_distributed
 

@@ -57,11 +57,13 @@ def acceptance(
     KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
     torchrun the processes share the work: torchrun --no-python --nproc-per-node N mtpkit eval acceptance ...
     """
-    from mtpkit.checkpoint.atomic import write_file
+    from mtpkit.checkpoint.atomic import check_writable, write_file
     from mtpkit.data import Columns
     from mtpkit.training.config import ParallelConfig
     from mtpkit.training.evaluation import evaluate_directory
 
+    if json_file is not None:
+        check_writable(json_file, file=True)
     columns = Columns(text_column, prompt_column, response_column, messages_column)
     found = evaluate_directory(
         model,

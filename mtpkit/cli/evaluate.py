@@ -1,6 +1,7 @@
 """`mtpkit evaluate`: how much faster a model decodes with its MTP heads."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,9 +25,10 @@ def evaluate(
     k: Annotated[list[int], typer.Option(help="Drafts a step; K = 0 is always measured.")] = [0, 1, 2, 3],  # noqa: B006
     batch_size: Annotated[list[int], typer.Option(help="Requests that run at once.")] = [1, 8],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    out: Annotated[Path, typer.Option(help="Directory for report.json, report.md, report.png.")] = Path(
-        "outputs/speedup"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(callback=options.writable_directory, help="Directory for report.json, report.md, report.png."),
+    ] = Path("outputs/speedup"),
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread over the file.")] = None,
     repeats: Annotated[int, typer.Option(help="Times that everything is measured; the median counts.")] = 3,
     dtype: options.Dtype = "auto",
@@ -77,10 +79,9 @@ def evaluate(
         enforce_eager=enforce_eager,
     )
     listed = read_prompts(prompts, num_prompts)
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file; name a directory", param_hint="--out")
     report = measure_speedup(model, listed, config, dtype)
     report.save(out)
+    print(f"the report is in {out}", file=sys.stderr)
     show(report)
     if sampling.greedy and report.dtype == "float32":
         report.require_identical()

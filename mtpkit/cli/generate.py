@@ -67,7 +67,7 @@ def generate(
         dtype=dtype,
         block_size=block_size,
         max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=min(max_num_seqs, len(prompts)),
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         state_rollback=state_rollback,

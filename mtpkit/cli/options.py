@@ -1,5 +1,6 @@
 """Options shared by the commands."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,6 +70,22 @@ def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
     from mtpkit.checkpoint import load_config
 
     return load_config(model).mtp_num_depths if text is None else parse_drafts(text)
+
+
+def finite(value: float | None) -> float | None:
+    """Of an option that takes a number: `inf` is none to count with."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("must be a finite number")
+    return value
+
+
+def writable_directory(path: Path | None) -> Path | None:
+    """Of an option that names the directory for results: what could not be written is refused before the work."""
+    from mtpkit.checkpoint.atomic import check_writable
+
+    if path is not None:
+        check_writable(path)
+    return path
 
 
 class ListCommand(TyperCommand):

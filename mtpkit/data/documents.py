@@ -141,7 +141,7 @@ def _texts(samples: list[Sample], tokenizer: "PreTrainedTokenizerBase") -> Itera
         loss_mask = np.full(len(token_ids), bool(sample.text))
         if sample.prompt:
             loss_mask[: len(head)] = False
-        yield Document(token_ids, loss_mask, sample.name, "" if sample.text else "empty text")
+        yield Document(token_ids, loss_mask, sample.name, "" if sample.text else sample.problem or "empty text")
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str], special: bool) -> list[list[int]]:

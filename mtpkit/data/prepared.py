@@ -83,10 +83,11 @@ def open_prepared(
             f"data: {directory} was prepared with the tokenizer in {manifest.tokenizer_name}, {manifest.tokenizer[:8]},"
             f" which is not that in {tokenizer.name_or_path}, {own[:8]}; prepare it again with --model of the latter"
         )
-    if manifest.sequence_length != sequence_length:
+    if (length := manifest.sequence_length) != sequence_length:
         raise UserError(
-            f"data: {directory} was prepared for sequences of {manifest.sequence_length} tokens, not {sequence_length};"
-            f" set data.sequence_length={manifest.sequence_length}, or prepare it again"
+            f"data: {directory} was prepared for sequences of {length} tokens, not"
+            f" {sequence_length}; set data.sequence_length={length} in training, --sequence-length {length}"
+            " elsewhere, or prepare it again"
         )
     table = _map_table(directory, manifest)
     sources, first = [], 0

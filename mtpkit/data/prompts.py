@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mtpkit.data.chat import SampleError, render_prompt, require_template
-from mtpkit.data.sources import Columns, find_files, read_messages, read_rows
+from mtpkit.data.sources import NAMING, Columns, find_files, lacking, read_messages, read_rows
 from mtpkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,23 +75,26 @@ def _prompts(
     turns: Turns,
     columns: Columns,
 ) -> Iterator[Prompt]:
-    if columns.messages in row:
-        require_template(tokenizer)
-        yield from _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns)
-        return
-    known = [column for column in (columns.prompt, columns.text, "") if column in row]
+    known = [column for column in (columns.messages, columns.prompt, columns.text, "") if column in row]
     if not known:
         raise UserError(
             f"data: {name} has the columns {', '.join(row)}, but none of {columns.messages!r}, {columns.prompt!r} and"
-            f" {columns.text!r}; rename them, or name the ones to use (text_column, prompt_column, ..)"
+            f" {columns.text!r}; rename them, or name the ones to use ({NAMING})"
         )
-    text = row[known[0]] or ""
+    given = [column for column in known if row[column] is not None]
+    if not given:
+        raise SampleError(lacking(row, known[0]))
+    if given[0] == columns.messages:
+        require_template(tokenizer)
+        yield from _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns)
+        return
+    text = row[given[0]]
     if not isinstance(text, str):
-        raise UserError(f"data: {name}: column {known[0]!r} holds {type(text).__name__}, not text")
+        raise UserError(f"data: {name}: column {given[0]!r} holds {type(text).__name__}, not text")
     if not text:
         raise SampleError("empty text")
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if known[0] == columns.prompt:
+    if given[0] == columns.prompt:
         yield Prompt(name, text, _with_bos(tokenizer, token_ids))
         return
     if prompt_length is None:

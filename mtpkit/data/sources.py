@@ -14,6 +14,8 @@ TABLE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """What `datasets` calls the format of a file with columns; a file of any other suffix is plain text."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".py"}
 """Text files that are picked from a folder; a file named by itself or by a glob may have any suffix."""
+NAMING = "--text-column and the like; data.text_column=.. in training"
+"""How columns are named."""
 MANIFEST = "mtpkit_data.json"
 """File that makes a directory one of `mtpkit data prepare`."""
 
@@ -53,6 +55,8 @@ class Sample:
     """False: the text was cut off, so that no end-of-sequence token follows."""
     name: str = field(default="", compare=False)
     """Where it comes from: the file and the row, counted from 1."""
+    problem: str = field(default="", compare=False)
+    """Why there is no text, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,12 @@ def read_messages(row: dict[str, Any], column: str, name: str) -> tuple[list[dic
     return messages, tools or None
 
 
+def lacking(row: dict[str, Any], column: str) -> str:
+    """What a row without a column has instead; readers give null for what a row lacks and others have."""
+    others = ", ".join(key for key, value in row.items() if value is not None)
+    return f"no column {column!r}; it has: {others}" if others else "empty row"
+
+
 def _parse(value: Any, column: str, name: str) -> Any:
     if isinstance(value, str):
         try:
@@ -206,6 +216,8 @@ def _choose(file: Path, row: dict[str, Any], columns: Columns) -> Callable[[dict
     if columns.messages in row:
 
         def conversation(row: dict[str, Any], name: str) -> Sample:
+            if row.get(columns.messages) is None:
+                return Sample(name=name, problem=lacking(row, columns.messages))
             messages, tools = read_messages(row, columns.messages, name)
             return _with_tokens(Sample(messages=messages, tools=tools, name=name), row)
 
@@ -213,16 +225,15 @@ def _choose(file: Path, row: dict[str, Any], columns: Columns) -> Callable[[dict
     if columns.prompt in row and response in row:
 
         def pair(row: dict[str, Any], name: str) -> Sample:
-            sample = Sample(_text(row, response, name), _text(row, columns.prompt, name), name=name)
-            return _with_tokens(sample, row)
+            sample = _sample(row, response, name)
+            return _with_tokens(replace(sample, prompt=_text(row, columns.prompt, name)), row)
 
         return pair
     if columns.text in row:
-        return lambda row, name: Sample(_text(row, columns.text, name), name=name)
+        return lambda row, name: _sample(row, columns.text, name)
     raise UserError(
         f"data: {file} has the columns {', '.join(row)}, but neither {columns.messages!r}, nor both {columns.prompt!r}"
-        f" and {columns.response!r}, nor {columns.text!r}; rename them, or name the ones to use"
-        " (text_column, prompt_column, ..)"
+        f" and {columns.response!r}, nor {columns.text!r}; rename them, or name the ones to use ({NAMING})"
     )
 
 
@@ -237,6 +248,12 @@ def _with_tokens(sample: Sample, row: dict[str, Any]) -> Sample:
         tokenizer=str(row.get("tokenizer") or ""),
         complete=row.get("finish_reason") != "length",
     )
+
+
+def _sample(row: dict[str, Any], column: str, name: str) -> Sample:
+    """The text of a column, or why there is none."""
+    problem = lacking(row, column) if row.get(column) is None else ""
+    return Sample(_text(row, column, name), name=name, problem=problem)
 
 
 def _text(row: dict[str, Any], column: str, name: str) -> str:

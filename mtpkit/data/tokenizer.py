@@ -10,7 +10,15 @@ from mtpkit.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json")
+
+
+def lacks_vocabulary(directory: Path) -> str:
+    """What to do about a tokenizer that is there but for its vocabulary; "" where none is, or a whole one."""
+    if not (directory / "tokenizer_config.json").is_file() or any((directory / n).is_file() for n in VOCABULARIES):
+        return ""
+    return f"{directory} has no tokenizer.json; copy it there"
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
@@ -29,7 +37,9 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers raises whatever its readers do
-        raise UserError(f"the tokenizer in {directory} cannot be read: {error}") from error
+        raise UserError(
+            lacks_vocabulary(directory) or f"the tokenizer in {directory} cannot be read: {error}"
+        ) from error
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -280,7 +281,10 @@ class TrainConfig:
         if not 0 <= optimizer.momentum < 1:
             yield f"optimizer.momentum must be at least 0 and below 1, not {optimizer.momentum}"
         if optimizer.warmup_steps > self.steps:
-            yield f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds steps {self.steps}"
+            yield (
+                f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds steps {self.steps}: set "
+                f"optimizer.warmup_steps={max(0, self.steps)} or raise steps"
+            )
 
     def _get(self, key: str) -> Any:
         value: Any = self
@@ -317,7 +321,7 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
 
     malformed = [override for override in overrides if "=" not in override]
     if malformed:
-        raise UserError(f"overrides must be key=value: {', '.join(malformed)}")
+        raise UserError(f"overrides must be key=value, such as steps=100, not {', '.join(malformed)}")
     try:
         from_file = OmegaConf.load(path) if path is not None else OmegaConf.create()
     except OSError as error:
@@ -327,14 +331,21 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
     if not OmegaConf.is_dict(from_file):
         raise UserError(f"config {path} is a list, must be settings as key: value")
     source = "config overrides" if path is None else f"config {path}"
+    readers: list[tuple[str, Callable[[], Any]]] = [(source, lambda: from_file)]
+    readers += [(f"override {text}", partial(OmegaConf.from_dotlist, [_quoted(text)])) for text in overrides]
+    merged, problems = OmegaConf.structured(TrainConfig), []
+    for place, read in readers:
+        try:
+            merged = OmegaConf.merge(merged, _with_lists(read()))
+        except (OmegaConfBaseException, YAMLError, TypeError) as error:  # the last: an object where a list should be
+            problems.append(f"{place}: {_one_line(error)}")
+    if problems:
+        raise UserError("; ".join(problems))
     try:
-        texts = [_quoted(override) for override in overrides]
-        given = [_with_lists(one) for one in (from_file, OmegaConf.from_dotlist(texts))]
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *given)
         return cast(TrainConfig, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
         raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error
-    except (OmegaConfBaseException, YAMLError, TypeError) as error:  # the last: an object where a list should be
+    except OmegaConfBaseException as error:  # an interpolation
         raise UserError(f"{source}: {_one_line(error)}") from error
 
 
@@ -357,6 +368,12 @@ def _quoted(override: str) -> str:
 
 def _one_line(error: Exception) -> str:
     """OmegaConf's message without its internals; it spreads them over lines."""
+    from omegaconf.errors import ConfigKeyError
+
+    from mtpkit.training.describe import describe_unknown
+
+    if isinstance(error, ConfigKeyError):
+        return describe_unknown(str(error.full_key))
     message, *details = str(error).splitlines()
     key = next((line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")), "")
     return f"{key}: {message}" if key and f"'{key}'" not in message else message

@@ -29,9 +29,10 @@ from mtpkit.training.step import train_step
 
 
 def train(config: TrainConfig) -> Path:
-    """Train until the last step, or until SIGTERM, and return the run's directory. Collective over all ranks.
+    """Train until the last step, SIGTERM or SIGINT, and return the run's directory. Collective over all ranks.
 
     Raises:
+        KeyboardInterrupt: SIGINT ended it, and a checkpoint is saved.
         UserError: the model, the data or an earlier run in `output` does not fit the settings.
         MtpkitError: the gradient is not finite, or a frozen tensor changed.
     """
@@ -40,9 +41,12 @@ def train(config: TrainConfig) -> Path:
         trainer = Trainer(config)
         with StopSignal() as stop:
             try:
-                return trainer.run(stop)
+                output = trainer.run(stop)
             finally:
                 trainer.log.close()
+    if stop.interrupted and trainer.step < config.steps:
+        raise KeyboardInterrupt
+    return output
 
 
 class Trainer:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
-from mtpkit.checkpoint.atomic import storage_errors, write_file
+from mtpkit.checkpoint.atomic import check_writable, storage_errors, write_file
 from mtpkit.checkpoint.layout import OWN_CONFIG, iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
@@ -79,6 +79,7 @@ class RunDirectory:
 
     Raises:
         UserError: `output` holds something else, a run of other settings, or one that was not to be resumed.
+        StorageError: it cannot be written.
     """
 
     def __init__(self, config: TrainConfig):
@@ -98,6 +99,7 @@ class RunDirectory:
             models = sorted(file.name for pattern in MODEL_FILES for file in self.path.glob(pattern))
             if models:
                 raise UserError(f"output {self.path} holds a model ({models[0]}) and no run; set output to another one")
+        on_first_rank(lambda: check_writable(self.path))
 
     def start(self) -> None:
         """Write the settings, replacing those of an earlier part of the run, and clear what that left half-done.

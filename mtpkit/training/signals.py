@@ -1,4 +1,4 @@
-"""Stopping a run cleanly when the scheduler asks for it."""
+"""Stopping a run cleanly when the scheduler or the user asks for it."""
 
 import signal
 from types import FrameType, TracebackType
@@ -8,28 +8,40 @@ import torch.distributed as dist
 
 
 class StopSignal:
-    """While entered, SIGTERM is noted instead of ending the process.
+    """While entered, SIGTERM and the first SIGINT (Ctrl-C) are noted instead of ending the process.
 
-    A launcher that is told to stop tells its workers, and a scheduler may tell both: a second signal says nothing new.
-    torchrun leaves its workers 30 s before it kills them; where a save takes longer, signal the workers alone.
+    A launcher that is told to stop tells its workers, and a scheduler may tell both: a second SIGTERM says nothing new.
+    A second SIGINT does what it would have done without this. torchrun leaves its workers 30 s before it kills them;
+    where a save takes longer, signal the workers alone.
     """
 
     def __init__(self) -> None:
+        self.interrupted = False
+        """Whether a SIGINT was noted."""
         self._noted = False
-        self._previous: signal.Handlers | object = signal.SIG_DFL
+        self._previous: dict[int, signal.Handlers | object] = {}
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
     def __enter__(self) -> "StopSignal":
-        self._previous = signal.signal(signal.SIGTERM, self._note)
+        self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in the background
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
+        for number in list(self._previous):
+            self._restore(number)
         if error is None and self._asked is not None:
             self._asked[1].wait()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
+        if number == signal.SIGINT:
+            self.interrupted = True
+            self._restore(number)
+
+    def _restore(self, number: int) -> None:
+        signal.signal(number, self._previous.pop(number))  # type: ignore[arg-type]
 
     def on_any_rank(self, device: torch.device) -> bool:
         """Whether any rank was signalled before the last call; all ranks get the same answer.

@@ -1,5 +1,6 @@
 """What is run, in which order, and what is made of it; the model is real or a stand-in with a clock of its own."""
 
+from itertools import groupby
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ import torch
 
 from mtpkit.bench import SpeedupConfig, measure_speedup, speedup
 from mtpkit.engine import SamplingParams
+from mtpkit.engine.engine import Engine
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import UserError
 from tests.engine.tiny import make_prompts, tiny_model
@@ -28,6 +30,34 @@ def test_a_real_model_is_measured_at_every_batch_size_and_k():
     alone, together = report.rows[2], report.rows[5]
     assert alone.acceptance_length == together.acceptance_length > 1
     assert report.settings is not None and report.settings["prompts"] == 5
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0, max_tokens=2), SamplingParams(seed=1)])
+def test_no_batch_size_is_first_met_while_timing(k, sampling, monkeypatch):
+    """Where a CUDA graph would be captured then."""
+    met, late = {}, set()
+    launch, timed = Engine._launch, speedup._Contender.run
+
+    def noted(engine, plan):
+        key = (len(plan.rows), plan.num_speculative_tokens)
+        if plan.num_decode_rows and key not in met.setdefault(id(engine), set()):
+            met[id(engine)].add(key)
+            late.update({key} if noted.timing else ())
+        return launch(engine, plan)
+
+    def run(contender, start, end):
+        noted.timing = True
+        timed(contender, start, end)
+
+    noted.timing = False
+    monkeypatch.setattr(Engine, "_launch", noted)
+    monkeypatch.setattr(speedup._Contender, "run", run)
+    prompts = make_prompts((30, 3, 9, 14, 6, 1, 22))
+    config = SpeedupConfig(ks=(k,), batch_sizes=(5,), repeats=1, sampling=sampling)
+    measure_speedup(tiny_model(), prompts, config)
+    assert noted.timing and not late
+    assert {rows for sizes in met.values() for rows, _ in sizes} == {1, 2, 3, 4, 5}
 
 
 def test_sampling_with_a_seed_gives_the_same_tokens_too():
@@ -79,8 +109,11 @@ PROMPTS = [[1, 2, 3, 4], [5], [6], [7], [8], [9]]
 
 def test_all_k_take_turns_after_a_warm_up(fake):
     measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1, 2), repeats=1, sampling=GREEDY))
-    warm_up, measured = fake.calls[:4], fake.calls[4:]
-    assert warm_up == [(1, 0, 1), (1, 1, 1), (2, 0, 2), (2, 1, 2)]
+    warm_up, measured = fake.calls[:-6], fake.calls[-6:]
+    assert [calls for calls, _ in groupby(warm_up)] == [
+        *((1, 0, 1), (1, 1, 1)),
+        *((2, 0, 2), (2, 0, 1), (2, 1, 2), (2, 1, 1)),
+    ]
     assert measured == [(1, 0, 4), (1, 1, 4), (1, 0, 2), (1, 1, 2), (2, 0, 6), (2, 1, 6)]
 
 

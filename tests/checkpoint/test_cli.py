@@ -1,5 +1,6 @@
 """The command: exit codes, what it prints, and that it reads every tensor once."""
 
+import shutil
 from collections import Counter
 
 import pytest
@@ -26,6 +27,18 @@ def test_there_and_back(hf_dir, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "tensors are equal bit for bit" in out
     assert "logits of depth 3: largest relative difference 0" in out
+
+
+def test_an_import_warns_of_a_tokenizer_without_its_vocabulary(hf_dir, tmp_path, capsys):
+    source, megatron = tmp_path / "source", tmp_path / "megatron"
+    shutil.copytree(hf_dir, source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).unlink(missing_ok=True)
+    assert convert("import", source, megatron) == 0 and not capsys.readouterr().err
+    (source / "tokenizer_config.json").write_text("{}")
+    assert convert("import", source, megatron, "--force") == 0
+    warning = f"mtpkit: warning: the tokenizer is incomplete: {megatron} has no tokenizer.json; copy it there"
+    assert capsys.readouterr().err.splitlines() == [warning]
 
 
 def test_verify_names_what_differs(hf_dir, tmp_path, capsys):

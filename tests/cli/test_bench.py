@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from mtpkit.bench import shapes
+from mtpkit.bench.machine import LARGE_SHAPES
 from mtpkit.cli.bench import app
 
 
@@ -127,8 +129,55 @@ def test_kernels_without_a_gpu(call, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "command", ["decode", "prefill", "train", "kernels --device cpu", "decode --model nemotron-3-nano"]
+)
+def test_a_large_shape_needs_a_gpu(command, call, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shapes, "build_model", lambda *_, **__: pytest.fail("the shape was built"))
+    assert call(app, *command.split()) == 2
+    error = capsys.readouterr().err
+    model = "nemotron-3-nano" if "nano" in command else "nemotron-h-8b"
+    assert error == (
+        f"mtpkit: error: {model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill", "train", "kernels --device cpu", "roofline"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, call, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "get_config", lambda *_: pytest.fail("it is found out too late"))
+    (tmp_path / "file").touch()
+    for out, code, says in (
+        (tmp_path / "file", 2, "file is a file; name a directory"),
+        (tmp_path / "file" / "x", 1, "x: cannot write: Not a directory"),
+        ("/proc/x", 1, "/proc/x: cannot write: No such file or directory"),
+    ):
+        assert call(app, *command.split(), "--model", "nemotron-h-tiny", "--out", out) == code
+        assert says in capsys.readouterr().err
+
+
+def test_large_shapes_are_those_of_billions_of_weights():
+    wide = {name for name, config in shapes.SHAPES.items() if config.hidden_size > 1000}
+    assert wide == set(LARGE_SHAPES)
+
+
+@pytest.mark.parametrize(
     ("command", "error"),
     [
+        ("decode --model nemotron-h-tiny --prompt-len 100000000000", "tokens in all, must be at most 268,435,456"),
+        ("prefill --model nemotron-h-tiny --prompt-len 100000000000", "tokens in all, must be at most 268,435,456"),
+        *(
+            (f"{command} --draft-vocab-size 513", "draft vocabulary of 513 tokens, but the model has 512")
+            for command in (
+                "decode --model nemotron-h-tiny",
+                "roofline --model nemotron-h-tiny",
+                "kernels --model nemotron-h-tiny --device cpu",
+                "kernels --model nemotron-h-tiny --device cpu --check-only",
+            )
+        ),
+        *(
+            (f"roofline --{option}", f"'--{option.split()[0]}': must be a finite number")
+            for option in ("bandwidth inf", "matrix-rate inf", "context-len inf")
+        ),
         ("decode --model nowhere", "model 'nowhere' is neither a shape"),
         ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
         ("decode --model nemotron-h-tiny --k 1 some", "'some' is neither a number nor 'auto'"),

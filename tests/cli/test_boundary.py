@@ -39,7 +39,7 @@ def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
             "mtpkit: error: out.bin: No space left on device; free some space and run again",
         ),
         ("open('/nowhere/x')", 1, "mtpkit: error: /nowhere/x: No such file or directory"),
-        ("os.kill(os.getpid(), signal.SIGINT)", 128 + signal.SIGINT, None),
+        ("os.kill(os.getpid(), signal.SIGINT)", 128 + signal.SIGINT, "mtpkit: interrupted"),
     ],
 )
 def test_exit_code_and_line(entry: str, body: str, code: int, line: str | None) -> None:

@@ -95,6 +95,12 @@ def test_mistakes_are_one_line(tmp_path, arguments, call, capsys, more, message)
     assert not more[0].exists()
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(arguments, call, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("mtpkit.data.prompts.read_prompts", lambda *_: pytest.fail("it is found out too late"))
+    assert call(app, *arguments, "/proc/x.jsonl") == 1
+    assert "/proc/x.jsonl: cannot write: No such file or directory" in capsys.readouterr().err
+
+
 def test_an_output_is_replaced_only_by_force(tmp_path, arguments, call, capsys) -> None:
     (tmp_path / "out.jsonl").write_text("mine")
     assert call(app, *arguments, tmp_path / "out.jsonl", "--limit", 2) == 2

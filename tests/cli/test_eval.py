@@ -26,6 +26,17 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
         assert f"{values['acceptance_length']:.3f}" in rows[name] and f"{values['loss']:.4f}" in rows[name]
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(call, capsys, tmp_path, monkeypatch):
+    evaluate = "mtpkit.training.evaluation.evaluate_directory"
+    monkeypatch.setattr(evaluate, lambda *_, **__: pytest.fail("it is found out too late"))
+    for file, code, says in (
+        (tmp_path, 2, f"{tmp_path} is a directory; name a file"),
+        (tmp_path / "no" / "x.json", 1, "no/x.json: cannot write: No such file or directory"),
+    ):
+        assert call(app, "acceptance", "--model", tmp_path, "--data", tmp_path, "--json", file) == code
+        assert says in capsys.readouterr().err
+
+
 def call_rank(rank, options):
     with pytest.raises(SystemExit) as stop:
         run(app, options)

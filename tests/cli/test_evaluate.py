@@ -58,13 +58,25 @@ def test_changed_tokens_fail_greedy_fp32_alone(dtype, options, code, prompts, ca
     assert call(app, "--model", tmp_path, "--prompts", prompts, "--out", out, *options) == code
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1]) == report.to_dict()
+    assert printed.err.splitlines()[0] == f"the report is in {out}"
     assert (out / "report.json").exists()
     assert ("33% at batch 1, K = 1" in printed.err) == bool(code)
 
 
-def test_out_must_not_be_a_file(model_dir, prompts, call, capsys):
-    assert call(app, "--model", model_dir, "--prompts", prompts, "--out", prompts) == 2
-    assert f"{prompts} is a file; name a directory" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("out", "code", "says"),
+    [
+        ("{}", 2, "{} is a file; name a directory"),
+        ("{}/x", 1, "{}/x: cannot write: Not a directory"),
+        ("/proc/x", 1, "/proc/x: cannot write: No such file or directory"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    out, code, says, prompts, tmp_path, call, capsys, monkeypatch
+):
+    monkeypatch.setattr(bench, "measure_speedup", lambda *_: pytest.fail("it is found out too late"))
+    assert call(app, "--model", tmp_path, "--prompts", prompts, "--out", out.format(prompts)) == code
+    assert says.format(prompts) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,17 @@ def test_auto_chooses_k_and_the_memory_plan_is_printed(model_dir, answer, call, 
     assert "'many' is neither a number nor 'auto'" in capsys.readouterr().err
 
 
-def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch):
+def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr("mtpkit.engine.LLM", lambda *args, **named: made.append(LLM(*args, **named)) or made[-1])
     options = ["--max-num-seqs", 3, "--max-num-batched-tokens", 40, "--draft-sampling", "--state-dtype", "bfloat16"]
-    assert call(app, "--model", model_dir, *options, "--block-size", 4, "--max-tokens", 2, PROMPT) == 0
+    options += ["--block-size", 4, "--max-tokens", 2]
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n" * 4)
+    assert call(app, "--model", model_dir, *options, "--prompt-file", tmp_path / "prompts.txt") == 0
     config, layout = made[0].engine.config, made[0].engine.layout
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (3, 40, 4)
     assert config.draft_sampling and layout.state_dtype == torch.bfloat16
+    assert call(app, "--model", model_dir, *options, PROMPT) == 0
+    assert made[-1].engine.config.max_num_seqs == 1, "there are no more prompts"
     share = ["--gpu-memory-utilization", 2]
     assert call(app, "--model", model_dir, *share, PROMPT) == 2

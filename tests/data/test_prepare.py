@@ -94,6 +94,10 @@ def test_what_is_left_out_is_listed(tmp_path, tokenizer, paths, caplog) -> None:
         prepare(paths, tokenizer, LENGTH, tmp_path)
     chat, pairs = (tmp_path / "left_out.txt").read_text().splitlines()
     assert chat.endswith("chat.jsonl:1 (no assistant message)") and pairs.endswith("pairs.jsonl:1 (empty text)")
+    (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat on the mat"}\n{"foo": 1}\n' * 9)
+    prepare([tmp_path / "rows.jsonl"], tokenizer, LENGTH, tmp_path / "rows")
+    first = (tmp_path / "rows" / "left_out.txt").read_text().splitlines()[0]
+    assert first.endswith("rows.jsonl:2 (no column 'text'; it has: foo)")
     assert "2 of 94 documents" in caplog.text and chat in caplog.text and "left_out.txt lists all" in caplog.text
 
 
@@ -154,7 +158,8 @@ def test_it_lies_beside_raw_files(prepared, tokenizer, paths, tmp_path) -> None:
 
 def test_another_tokenizer_or_length_is_refused(prepared, tokenizer, tokenizer_dir) -> None:
     with pytest.raises(
-        UserError, match=r"for sequences of 24 tokens, not 32; set data\.sequence_length=24, or prepare"
+        UserError,
+        match=r"for sequences of 24 tokens, not 32; set data\.sequence_length=24 in training, --sequence-length 24",
     ):
         build_dataset([prepared], tokenizer, 32)
     other = load_tokenizer(tokenizer_dir)

@@ -169,12 +169,20 @@ def test_prompts_of_every_kind(tmp_path, tokenizer_dir, caplog) -> None:
     assert spread(PROMPTS, 4) == PROMPTS[::5] and spread(PROMPTS, None) == spread(PROMPTS, 99) == PROMPTS
 
 
+def test_rows_without_the_column_say_what_they_have(tmp_path, tokenizer_dir) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "the cat"}\n{"foo": "x"}\n{"prompt": "the"}\n')
+    prompts, refused = read_prompts([tmp_path / "a.jsonl"], load_tokenizer(tokenizer_dir))
+    assert [prompt.text for prompt in prompts] == ["the cat", "the"]
+    assert refused == [(f"{tmp_path / 'a.jsonl'}:2", "no column 'prompt'; it has: foo")]
+
+
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
         ('{"text": "the cat"}\n', {}, "a.jsonl:1 is a text; .* with --prompt-length"),
         ('{"text": "the cat"}\n', {"prompt_length": 0}, "prompt length is 0"),
         ('{"body": "the cat"}\n', {}, "a.jsonl:1 has the columns body, but none of 'messages', 'prompt' and 'text'"),
+        ('{"body": "the cat"}\n', {}, r"name the ones to use \(--text-column and the like; data\.text_column=\.\. in"),
         ('{"prompt": 3}\n', {}, "column 'prompt' holds int, not text"),
         ('{"prompt": ""}\n', {}, "no prompts: every text"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, "no chat template"),

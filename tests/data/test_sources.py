@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,33 @@ def test_conversations(tmp_path: Path) -> None:
     assert read(dense) == [Sample(messages=sparse), Sample(messages=[{"role": "user", "name": "n"}])]
     talks = write_jsonl(tmp_path / "d.jsonl", {"talk": messages, "text": "t"})
     assert read(talks) == [Sample("t")] and read(talks, columns=Columns(messages="talk")) == [Sample(messages=messages)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("rows", "problems"),
+    [
+        (
+            [{"text": "one"}, {"foo": 1, "bar": "x"}, {"text": ""}, {"text": None}],
+            ["", "no column 'text'; it has: foo, bar", "", "empty row"],
+        ),
+        (
+            [{"foo": "x"}, {"prompt": "p", "response": "r"}, {"prompt": "p"}],
+            ["no column 'response'; it has: foo", "", "no column 'response'; it has: prompt"],
+        ),
+        (
+            [{"messages": "[]"}, {"text": "t"}],
+            ["", "no column 'messages'; it has: text"],
+        ),
+    ],
+)
+def test_rows_without_the_column_say_what_they_have(tmp_path: Path, kind: str, rows, problems) -> None:
+    if kind == "jsonl":
+        file = write_jsonl(tmp_path / "a.jsonl", *rows)
+    else:
+        names = dict.fromkeys(name for row in rows for name in row)
+        file = write_parquet(tmp_path / "a.parquet", **{name: [row.get(name) for row in rows] for name in names})
+    assert [sample.problem for sample in read(file)] == problems
 
 
 def test_samples_say_where_they_are_from(tmp_path: Path) -> None:
@@ -214,6 +242,9 @@ def test_build_dataset_counts_documents_without_targets(
     assert (counts.name, counts.num_documents, counts.num_left_out) == ("a", 2, 1)
     assert f"1 of 2 documents have no token to learn and are left out: {file}:2 (empty text)" in caplog.text
     assert counts.num_target_tokens < dataset.num_tokens <= len(dataset) * 4
+    write_jsonl(file, {"text": "the cat sat on the mat"}, {"foo": "x"})
+    build_dataset([file], load_tokenizer(tokenizer_dir), 4)
+    assert f"{file}:2 (no column 'text'; it has: foo)" in caplog.text
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -253,6 +284,10 @@ def test_tokenizer_that_is_missing_or_broken(tmp_path: Path, tokenizer_dir: Path
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.copy(tokenizer_dir / "tokenizer_config.json", tmp_path)
+    with pytest.raises(UserError, match=rf"^{tmp_path} has no tokenizer\.json; copy it there$"):
         load_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.eos_token = None

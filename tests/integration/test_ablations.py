@@ -44,3 +44,17 @@ def test_rows_of_text_and_of_the_bases_own_answers(corpus):
         )
     answers = [json.loads(line) for line in (corpus / "out" / "greedy-2.jsonl").read_text().splitlines()]
     assert len(answers) == 11 and all(len(answer["completion_token_ids"]) == 96 for answer in answers)
+
+
+def test_mistakes_end_in_one_line(corpus):
+    (corpus / "file").touch()
+    ablations = ["examples/ablations.py", "--corpus", corpus, "--output"]
+    for command, says in (
+        ([*ablations, corpus / "file" / "x"], f"mtpkit: error: {corpus}/file/x: Not a directory"),
+        ([*ablations, corpus, "--rows", 99], "argument --rows: invalid choice: 99"),
+        ([*ablations, corpus, "--rows", "kl"], "argument --rows: invalid int value: 'kl'"),
+        (["examples/tiny_base/corpus.py", corpus / "file"], f"mtpkit: error: {corpus}/file: File exists"),
+    ):
+        done = call(*command)
+        assert done.returncode and "Traceback" not in done.stderr
+        assert says in done.stderr.splitlines()[-1]

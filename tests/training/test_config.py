@@ -91,7 +91,8 @@ def test_depth_weights_sum_to_one():
         ("loss.temperature=0", "loss.temperature must be positive"),
         ("loss.depth_weights=[1,2]", "loss.depth_weights has 2 entries for heads.num_depths=3"),
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 exceeds optimizer.lr"),
-        ("optimizer.warmup_steps=1001", "optimizer.warmup_steps 1001 exceeds steps 1000"),
+        ("optimizer.warmup_steps=1001", "set optimizer.warmup_steps=1000 or raise steps"),
+        ("steps=5", "optimizer.warmup_steps 20 exceeds steps 5: set optimizer.warmup_steps=5 or raise steps"),
         ("base_fp8=true", "base_fp8 needs dtype=bfloat16"),
         ("optimizer.lr=-1", "optimizer.lr must be positive, not -1.0"),
         ("seed=-1", "seed must be at least 0, not -1"),
@@ -100,7 +101,7 @@ def test_depth_weights_sum_to_one():
         ("optimizer.betas=[1.0,0.95]", "optimizer.betas must be at least 0 and below 1, not [1.0, 0.95]"),
         ("optimizer.betas=[0.9,.nan]", "optimizer.betas must be a finite number, not nan"),
         ("optimizer.eps=-1", "optimizer.eps must be positive, not -1.0"),
-        ("verbose", "overrides must be key=value: verbose"),
+        ("verbose", "overrides must be key=value, such as steps=100, not verbose"),
         ("loss.depth_weights=[1,2", "while parsing"),
     ],
 )
@@ -114,6 +115,25 @@ def test_errors_name_the_key(override, says):
 def test_every_problem_is_named_at_once():
     with pytest.raises(UserError, match=r"steps must.*loss\.temperature has no effect on loss\.kind=tv"):
         load_config(None, [*NEEDED, "steps=0", "loss.kind=tv", "loss.temperature=2"])
+
+
+def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    save_config(load_config(None, NEEDED), path)
+    with pytest.raises(UserError) as error:
+        load_config(path, ["stepz=3", "seed=1", "lr=0.1", "loss.kind=huber", "optimizer.qqqq=1"])
+    text = str(error.value)
+    assert text.startswith("override stepz=3: there is no setting 'stepz'; did you mean steps?")
+    assert "override lr=0.1: there is no setting 'lr'; did you mean optimizer.lr" in text
+    assert "override loss.kind=huber: loss.kind: " in text and "seed" not in text and str(path) not in text
+    assert text.endswith("there is no setting 'optimizer.qqqq'; mtpkit train --settings lists them")
+    path.write_text("stepz: 3\n")
+    with pytest.raises(UserError, match=rf"^config {path}: there is no setting 'stepz'; did you mean steps\?"):
+        load_config(path, ["seed=1"])
+
+
+def test_the_last_of_several_overrides_holds():
+    assert load_config(None, [*NEEDED, "seed=1", "seed=2", "seed=1"]).seed == 1
 
 
 @pytest.mark.parametrize("content", [None, "a: [1", "just words", "\x00", "- a\n- b\n"])

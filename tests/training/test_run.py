@@ -187,7 +187,8 @@ def test_evaluations_are_by_source_and_the_report_has_them(settings, text_files)
     assert json.loads((output / "best.json").read_text())["acceptance_length"] == line["acceptance_length"]
 
 
-def test_an_output_that_cannot_be_written_is_one_line(settings):
+def test_an_output_that_cannot_be_written_is_one_line(settings, monkeypatch):
+    monkeypatch.setattr(loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late"))
     with pytest.raises(StorageError, match="/proc/run: cannot write: No such file or directory") as error:
         run(settings, "output=/proc/run")
     assert "\n" not in str(error.value)
@@ -292,7 +293,12 @@ def start(settings, *overrides, ranks=1, **pipes):
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.Popen([*launcher, *script], env=environment, text=True, **pipes)
+    return subprocess.Popen([*launcher, *script], env=environment, text=True, preexec_fn=heed_ctrl_c, **pipes)
+
+
+def heed_ctrl_c():
+    """A parent in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def train_rank(rank, overrides):
@@ -314,13 +320,17 @@ def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimi
         assert other["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
 
 
+def wait_for_a_step(process, output):
+    while not (output / "metrics.jsonl").exists() or not losses(output):
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
 def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
     whole = run(settings, "steps=30")
     output = tmp_path / "stopped"
     process = start(settings, "steps=30", f"output={output}")
-    while not (output / "metrics.jsonl").exists() or not losses(output):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for_a_step(process, output)
     for _ in range(3):  # a scheduler and a launcher may both say it
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
@@ -329,6 +339,43 @@ def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
     assert step == max(losses(output)) < 30
     run(settings, "steps=30", f"output={output}")
     assert losses(output) == losses(whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_the_run_goes_on(settings, tmp_path, ranks):
+    output = tmp_path / "stopped"
+    process = start(
+        settings, "steps=200", f"output={output}", ranks=ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    wait_for_a_step(process, output)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate()[0]
+    assert process.returncode == (130 if ranks == 1 else 1)  # torchrun's own
+    assert "of 200; run the same command again to go on" in printed and "mtpkit: interrupted" in printed
+    step = int((output / "latest_checkpointed_iteration.txt").read_text())
+    assert step == max(losses(output)) < 200
+    run(settings, f"steps={step + 1}", f"output={output}")
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(settings, tmp_path):
+    """Where the first one alone would let it train on."""
+    output = tmp_path / "stopped"
+    code = "from mtpkit.cli.train import app; from mtpkit.cli import run; from mtpkit.training import loop\n"
+    code += "loop.StopSignal.on_any_rank = lambda self, device: False\n"
+    code += f"run(app, {[*settings, 'steps=100000', f'output={output}']})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c
+    )
+    wait_for_a_step(process, output)
+    process.send_signal(signal.SIGINT)
+    reached = max(losses(output))
+    while max(losses(output)) < reached + 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate()[1]
+    assert process.returncode == 130 and printed.splitlines()[-1] == "mtpkit: interrupted"
+    assert not (output / "latest_checkpointed_iteration.txt").exists()
 
 
 def test_a_run_that_stops_before_its_first_line_of_metrics_ends_well(settings, monkeypatch):
@@ -345,9 +392,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):
     whole = run(settings, "steps=60")
     output = tmp_path / "stopped"
     launcher = start(settings, "steps=60", f"output={output}", ranks=2)
-    while not (output / "metrics.jsonl").exists() or not losses(output):
-        assert launcher.poll() is None
-        time.sleep(0.05)
+    wait_for_a_step(launcher, output)
     workers = psutil.Process(launcher.pid).children(recursive=True)
     (second,) = [process for process in workers if process.environ().get("RANK") == "1"]
     second.send_signal(signal.SIGTERM)
