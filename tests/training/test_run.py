@@ -373,7 +373,10 @@ def test_a_second_ctrl_c_ends_the_run_at_once(settings, tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    printed = process.communicate()[1]
+    try:
+        printed = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
     assert process.returncode == 130 and printed.splitlines()[-1] == "mtpkit: interrupted"
     assert not (output / "latest_checkpointed_iteration.txt").exists()
 
