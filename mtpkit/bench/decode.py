@@ -18,6 +18,11 @@ from mtpkit.errors import UserError
 _NAME_WIDTH = 80
 
 
+def _raise_problems(problems: Sequence[str]) -> None:
+    if problems:
+        raise UserError("decode benchmark: " + "; ".join(problems))
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """What is measured.
@@ -63,9 +68,7 @@ class DecodeConfig:
             (not isinstance(vocab, int) or vocab >= 1, f"draft vocabulary of {vocab} tokens, must be at least 1"),
         ]
         problems = [problem for good, problem in checks if not good]
-        problems += too_many_tokens(self.prompt_len, max(self.batch_sizes, default=0), self.repeats)
-        if problems:
-            raise UserError("decode benchmark: " + "; ".join(problems))
+        _raise_problems(problems)
 
     def rates(self, k: int) -> list[float] | None:
         """Synthetic acceptance of K depths."""
@@ -135,11 +138,13 @@ def measure_decode(
         keep: is given what there is after each row, so that a long run that is stopped has not been in vain.
 
     Raises:
-        UserError: the model lacks the heads, or the requests do not fit.
+        UserError: the model lacks the heads, the requests do not fit, or random prompts would be too many tokens.
         MtpkitError: the engine did not do what was asked for.
     """
     if isinstance(config.draft_vocab, int):
         check_draft_vocab_size(config.draft_vocab, model.mtpkit_config)
+    if prompts is None:
+        _raise_problems(too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats))
     weight = next(model.parameters())
     machine = measure_machine(weight.device)
     synthetic = config.acceptance is not None

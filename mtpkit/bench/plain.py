@@ -1,7 +1,8 @@
 """Decoded tokens beside one plain forward pass of the base, without caches, rewinds or graphs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits
+from mtpkit.model.layers.moe import MoELayer
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 """How far a token's logit may lie below the best one, in standard deviations of the logits there, by the precision that
@@ -17,6 +19,8 @@ _STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
 """Share of tokens that may lie further below. What a cache or a rewind gets wrong shows in more."""
 _NOISE_TOKENS = 256
 """Tokens from which the effect of rounding on a mixture of experts is measured."""
+_EXPERTS_APART = {torch.bfloat16: 0.03, torch.float32: 1e-3}
+"""Relative difference of a mixture's output to megatron-core's, which rounds after each of its products."""
 
 
 @torch.inference_mode()
@@ -31,7 +35,9 @@ def check_greedy(
     """Refuse tokens that the base would not choose.
 
     In bf16 a mixture of experts sends a token to other experts at a rounding, in every layer: there tokens may lie as
-    far below the best, in the mean, as the same pass puts them whose embeddings were moved by a rounding each.
+    far below the best, in the mean, as the same pass puts them whose embeddings were moved by a rounding each. The
+    experts of the plain pass are those of decoding, so that each layer's output is compared with what megatron-core
+    makes of the same input.
 
     Args:
         tokens: what follows `prompt`, decoded with temperature 0.
@@ -45,7 +51,8 @@ def check_greedy(
     if not places:
         return
     known = torch.tensor([[*prompt, *tokens]], device=next(model.parameters()).device)
-    hidden = base_forward(model, known, SequenceInput())[:, 0]
+    with _compared_experts(model, precision):
+        hidden = base_forward(model, known, SequenceInput())[:, 0]
     index = torch.tensor(list(places), device=known.device)
     before = len(prompt) + index - 1
     gaps = _gaps(compute_logits(model, hidden[before]), known[0, before + 1])
@@ -65,6 +72,26 @@ def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:
     """[n] how far `tokens` [n] lie below the best of logits [n, V], in standard deviations."""
     logits = logits.float()
     return (logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.std(-1)
+
+
+@contextmanager
+def _compared_experts(model: Any, precision: torch.dtype) -> Iterator[None]:
+    """Refuse mixtures whose output is not that of megatron-core's own pass through the experts."""
+
+    def compare(layer: MoELayer, args: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> None:
+        want = layer.one_by_one(args[0]).float()
+        error = float((output[0].float() - want).norm() / want.norm())
+        if not error <= _EXPERTS_APART[precision]:
+            raise MtpkitError(f"a mixture of experts differs from megatron-core's own by {error:.1e}")
+
+    hooks = [
+        module.register_forward_hook(compare) for module in model.decoder.modules() if isinstance(module, MoELayer)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_experts(model: Any, known: Tensor, hidden: Tensor, gaps: Tensor) -> None:

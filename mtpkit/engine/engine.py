@@ -1,5 +1,6 @@
 """The step loop."""
 
+import logging
 import random
 import statistics
 import time
@@ -28,6 +29,9 @@ from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError
 
 _SEED_BITS = 63
+_LONG_NUMBER = 18
+"""Digits of a request id that no counting will reach."""
+_logger = logging.getLogger(__name__)
 
 Verifier = Callable[[Tensor, Batch], Verdict]
 
@@ -143,10 +147,12 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise UserError(f"request {name}: params is {shown(params)}, give SamplingParams(...)")
         arrival, self._num_requests = self._num_requests, self._num_requests + 1
-        for what, token_ids in ("tokens", prompt_token_ids), ("stop_token_ids", params.stop_token_ids or ()):
-            foreign = [token for token in token_ids if not is_whole(token) or not 0 <= token < self.vocab_size]
-            if foreign:
-                raise UserError(f"request {name}: {what} {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
+        foreign = [token for token in prompt_token_ids if not is_whole(token) or not 0 <= token < self.vocab_size]
+        if foreign:
+            raise UserError(f"request {name}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
+        unknown = [token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size]
+        if unknown:
+            _logger.warning("stop_token_ids %s stop nothing: the vocabulary has %d", unknown[:5], self.vocab_size)
         if params.stop_strings and self.tokenizer is None:
             raise UserError(f"request {name}: stop strings need a tokenizer, use stop_token_ids or give one")
         depths = [0] * self.config.num_speculative_tokens
@@ -168,7 +174,7 @@ class Engine:
         name = str(self._next_number) if request_id is None else request_id
         if not isinstance(name, str):
             raise UserError(f"request_id is {shown(name)}, must be a text: leave it out to have requests numbered")
-        if name.isdecimal():
+        if name.isdecimal() and len(name) < _LONG_NUMBER:
             self._next_number = max(self._next_number, int(name) + 1)
         return name
 

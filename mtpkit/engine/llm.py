@@ -37,7 +37,7 @@ class LLM:
             step, up to the depths that the heads were trained for, from step times measured at start and the acceptance
             seen so far. The log says so when a model has heads and 0 leaves them unused.
         dtype: of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU.
-        seed: from which requests without a seed get theirs.
+        seed: from which requests without a seed get theirs; None: another one each time.
         block_size: tokens whose keys and values share a block.
         max_model_len: longest prompt plus output; None: what the model was made for.
         max_num_seqs: most requests that run at once.
@@ -64,7 +64,7 @@ class LLM:
         model: Any,
         num_speculative_tokens: int | Literal["auto"] = 0,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        seed: int = 0,
+        seed: int | None = 0,
         block_size: int = 16,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,

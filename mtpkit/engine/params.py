@@ -59,7 +59,7 @@ ENGINE_RULES = {
     "draft_sampling": FLAG,
     "async_scheduling": FLAG,
     "graphs": FLAG,
-    "seed": WHOLE,
+    "seed": either(None, WHOLE),
 }
 """Fields of `EngineConfig`."""
 
@@ -148,7 +148,8 @@ class EngineConfig:
     """Launch a step before the results of the last one are looked at."""
     graphs: bool = False
     """Replay decode steps as CUDA graphs."""
-    seed: int = 0
+    seed: int | None = 0
+    """None: another one each time."""
 
     def __post_init__(self) -> None:
         found = problems(ENGINE_RULES, vars(self))

@@ -63,7 +63,7 @@ LLM_RULES = {
     "synthetic_acceptance": either(
         None, Rule("a list of rates, one a draft,", lambda v: isinstance(v, Sequence) and is_list_of(is_number)(v))
     ),
-    "device": either(None, Rule("'cuda' or 'cpu'", lambda v: isinstance(v, str | torch.device))),
+    "device": either(None, Rule("'cuda' or 'cpu'", lambda v: isinstance(v, str | torch.device) or is_whole(v))),
     "tokenizer": either(None, Rule("a directory, something with encode and decode,", _is_tokenizer)),
 }
 """Arguments of `LLM`."""
@@ -110,7 +110,7 @@ def execution(
     if async_scheduling and reason:
         raise UserError(f"async_scheduling must be False: {reason}")
     if not stacked:
-        reason = "the experts' weights lie in another's buffer, and megatron-core's pass through them asks the device"
+        reason = "the experts' weights cannot be laid side by side, and going through them one by one asks the device"
     if on_gpu and not on_kernels(weight):
         reason = f"{CHOICE} chooses the plain twins of kernels, which ask the device"
     if on_gpu and (enforce_eager or reason):

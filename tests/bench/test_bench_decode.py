@@ -19,7 +19,7 @@ from mtpkit.engine.request import AcceptanceStats
 from mtpkit.engine.slots import Slots
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ssm_update import ring_base
-from mtpkit.model.layers import attention, mamba
+from mtpkit.model.layers import attention, mamba, moe
 from mtpkit.model.layers.mamba import MambaMixer
 
 
@@ -144,6 +144,40 @@ def test_a_broken_engine_is_not_timed(sabotage, k, dtype, monkeypatch):
     measure_decode(model, config)
     sabotage(monkeypatch)
     with pytest.raises(MtpkitError, match="are not those of a plain forward pass"):
+        measure_decode(model, config)
+
+
+def test_only_random_prompts_may_be_too_many():
+    model = open_model("nemotron-h-tiny", torch.device("cpu"))
+    config = DecodeConfig(batch_sizes=(2,), ks=(0,), max_tokens=4, prompt_len=1 << 40, repeats=1)
+    with pytest.raises(UserError, match="decode benchmark: the random prompts have .* tokens in all, must be at most"):
+        measure_decode(model, config)
+    assert len(measure_decode(model, config, prompts=[[1, 2], [3]]).rows) == 1
+
+
+def no_experts(patch):
+    patch.setattr(moe, "expert_mlp", lambda x, *args: torch.zeros_like(x) if len(args) < 6 else args[5])
+
+
+def other_experts(patch):
+    choose = moe.route
+
+    def shift(*args):
+        expert_ids, weights = choose(*args)
+        return (expert_ids + 1) % 8, weights
+
+    patch.setattr(moe, "route", shift)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sabotage", [no_experts, other_experts])
+def test_broken_experts_are_not_timed(sabotage, dtype, monkeypatch):
+    """Though the plain pass has the same."""
+    model = open_model("nemotron-3-tiny", torch.device("cpu"), dtype)
+    config = DecodeConfig(batch_sizes=(2,), ks=(2,), prompt_len=64, max_tokens=40, repeats=1, acceptance=(0.6,))
+    measure_decode(model, config)
+    sabotage(monkeypatch)
+    with pytest.raises(MtpkitError, match="a mixture of experts differs from megatron-core's own by"):
         measure_decode(model, config)
 
 

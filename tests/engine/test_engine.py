@@ -65,7 +65,6 @@ def test_parameters_are_sampling_parameters(params):
     [
         ([1, "2"], GREEDY, r"tokens \['2'\] are outside the vocabulary of 11"),
         ([1, -1, 11], GREEDY, r"tokens \[-1, 11\] are outside the vocabulary of 11"),
-        ([1], SamplingParams(stop_token_ids=[10, 11]), r"stop_token_ids \[11\] are outside the vocabulary of 11"),
     ],
 )
 def test_tokens_are_of_the_vocabulary(prompt, params, message):
@@ -88,3 +87,16 @@ def test_an_older_request_that_is_queued_late(steps, k, ahead):
     assert outputs[old.request_id].outputs[0].token_ids == MODEL.decode(old.prompt_token_ids, GREEDY)
     assert outputs[new].outputs[0].token_ids == MODEL.decode([9, 10, 1, 2, 3, 4, 5, 6], GREEDY)
     engine.scheduler.check_integrity()
+
+
+def test_stop_tokens_beyond_the_vocabulary_are_warned_of(caplog):
+    engine = fake_engine(HashModel(), num_blocks=40)
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=5, stop_token_ids=[11]), "a")
+    assert "stop_token_ids [11] stop nothing: the vocabulary has 11" in caplog.text
+    assert len(run(engine)["a"].outputs[0].token_ids) == 5
+
+
+def test_an_id_of_very_many_digits_is_an_id_like_any_other():
+    engine = fake_engine(HashModel(), num_blocks=40)
+    assert engine.add_request([1], SamplingParams(), "9" * 5000) == "9" * 5000
+    assert engine.add_request([1], SamplingParams()) == "0"

@@ -106,7 +106,7 @@ def test_stop_is_normalised():
         ({"num_speculative_tokens": 4, "max_num_batched_tokens": 4, "block_size": "8"}, "block_size is '8'.*least 5"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True, must be a whole number"),
         ({"max_num_batched_tokens": "9"}, "max_num_batched_tokens is '9', must be a whole number"),
-        ({"graphs": 1, "seed": None}, "graphs is 1, must be True or False; seed is None, must be a whole number"),
+        ({"graphs": 1, "seed": "x"}, "graphs is 1, must be True or False; seed is 'x', must be a whole number or None"),
     ],
 )
 def test_engine_settings(setting, message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpkit import LLM
+from mtpkit import LLM, SamplingParams
 from mtpkit.engine.settings import LLM_RULES
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
@@ -28,8 +28,7 @@ def test_every_argument_has_a_rule():
         ("num_speculative_tokens", 1.0, "a whole number or 'auto'"),
         ("num_speculative_tokens", "most", "a whole number or 'auto'"),
         ("dtype", torch.bfloat16, "'auto', 'float32' or 'bfloat16'"),
-        ("seed", "a", "a whole number"),
-        ("seed", None, "a whole number"),
+        ("seed", "a", "a whole number or None"),
         ("block_size", "16", "a whole number"),
         ("block_size", 1.5, "a whole number"),
         ("max_model_len", "100", "a whole number or None"),
@@ -119,3 +118,8 @@ def test_heads_that_are_not_used_are_mentioned(caplog, heads, k, said):
         LLM(model, k, num_blocks=50)
     lines = [record.message for record in caplog.records if "MTP heads" in record.message]
     assert lines == said * ["the model's MTP heads, of 2 depths, are not used: num_speculative_tokens is 0"]
+
+
+def test_no_seed_is_another_one_each_time():
+    seeds = {make_llm(tiny_model(), 0, seed=None).engine.make_request([1], SamplingParams()).seed for _ in range(3)}
+    assert len(seeds) == 3

@@ -14,6 +14,8 @@ ROUTINGS = [
     dict(experts=3, top_k=3, scale=2.5),
     dict(experts=24, top_k=4, num_groups=6, top_groups=2, scale=0.7),
     dict(experts=16, top_k=4, num_groups=4, top_groups=4),
+    dict(experts=12, top_k=4, num_groups=4, top_groups=2),
+    dict(experts=160, top_k=6, num_groups=8, top_groups=3),
     dict(experts=128, top_k=6, scale=2.5),
 ]
 
@@ -58,7 +60,7 @@ def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, under the interpreter
-@pytest.mark.parametrize("groups", [dict(), dict(num_groups=4, top_groups=2)])
+@pytest.mark.parametrize("groups", [dict(), dict(num_groups=4, top_groups=2), dict(num_groups=2, top_groups=1)])
 def test_a_token_of_nan_has_distinct_experts(twin: Twin, groups):
     """Null rows of a batch may hold anything; their experts are read, so that they have to exist."""
     if twin.name == "reference":

@@ -5,6 +5,7 @@ import torch
 
 from mtpkit.model import build_model, stack_experts
 from mtpkit.model.layers.moe import MoELayer
+from tests.engine.tiny import greedy, make_llm
 from tests.kernels.recurrence import relative
 from tests.model.test_residual import ROWS, WIDTH, first_step, run
 from tests.model.toy import CONFIG
@@ -104,6 +105,26 @@ def split_over_ranks(rank: int) -> None:
     model = build_model(CONFIG, device="cpu", seed=3, expert_parallel=2)
     stack_experts(model)
     assert not model.decoder.layers[3].mlp.is_stacked
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expert", [0, 1, 3])
+def test_a_single_expert_that_moved_is_found(expert):
+    model = fresh()
+    stack_experts(model)
+    layer, x = model.decoder.layers[3], torch.randn(9, 1, CONFIG.hidden_size)
+    weight = layer.mlp.experts.local_experts[expert].linear_fc2.weight
+    weight.data = torch.zeros_like(weight)
+    assert not stack_experts(model) or relative(layer.mlp(x)[0], layer.mlp.one_by_one(x).double()) < 1e-5
+
+
+def test_a_model_made_in_inference_mode_decodes():
+    with torch.inference_mode():
+        model = build_model(CONFIG, device="cpu", seed=3)
+    assert not stack_experts(model)
+    plain = build_model(CONFIG, device="cpu", seed=3)
+    want = make_llm(plain, 2).generate([[1, 2, 3]], greedy(4))[0].outputs[0].token_ids
+    assert make_llm(model, 2).generate([[1, 2, 3]], greedy(4))[0].outputs[0].token_ids == want
 
 
 def test_experts_split_over_ranks_stay_apart():

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.moe import reference
+
 
 @triton.jit
 def _best(values, taken, index):
@@ -69,10 +71,15 @@ def _route_kernel(
 def route(
     logits: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, num_groups: int = 1, top_groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. A token of NaN, which pads a batch, goes to some experts, too."""
+    """See the reference. A token of NaN, which pads a batch, goes to some experts, too.
+
+    The kernel takes groups of a power of two; others take the plain ops, which ask the device nothing either.
+    """
     tokens, experts = logits.shape
     assert logits.dtype == bias.dtype == torch.float32 and logits.stride(1) == 1
     group = experts // num_groups
+    if num_groups > 1 and group != triton.next_power_of_2(group):
+        return reference.route(logits, bias, top_k, scale, num_groups, top_groups)
     expert_ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens:

@@ -73,8 +73,9 @@ class Router(TopKRouter):
 class MoELayer(MegatronMoELayer):
     """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3).
 
-    Where nothing is differentiated and `stack_experts` has been called, all routed experts are two kernels; otherwise
-    megatron-core's own forward goes through them one by one, and asks the device how many tokens each has.
+    Where nothing is differentiated and `stack_experts` has been called, all routed experts are two products between a
+    sort and a sum; otherwise megatron-core's own forward goes through them one by one, and asks the device how many
+    tokens each has.
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,30 +96,46 @@ class MoELayer(MegatronMoELayer):
         self.fc1_latent_proj = DuplicatedLinear(config.hidden_size, latent, config)
         self.fc2_latent_proj = DuplicatedLinear(latent, config.hidden_size, config)
 
+    _stacks: tuple[Tensor, Tensor] | None = None
+    """fc1 and fc2 of all experts, of which the parameters are views."""
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, hidden] to (the same shape, bias or None)."""
         if torch.is_grad_enabled() or not self.is_stacked:
             return super().forward(hidden_states, *args, **kwargs)
         return self.add_to(None, hidden_states), None
 
-    def stack_experts(self) -> None:
+    def one_by_one(self, hidden_states: Tensor) -> Tensor:
+        """What megatron-core's own pass through the experts gives, stacked or not."""
+        return super().forward(hidden_states)[0]
+
+    def stack_experts(self) -> bool:
         """Lay the weights of all routed experts side by side; the parameters become views of them.
 
-        Experts that are split over ranks stay apart, and weights that lie in a buffer of somebody else's, such as an
-        optimizer's, stay there.
+        Experts that are split over ranks stay apart. So do weights that lie in a buffer of somebody else's, such as an
+        optimizer's, and those made in inference mode, which cannot be moved.
+
+        Returns:
+            Whether they lie side by side now.
         """
-        if self.ep_group.size() > 1 or self.tp_group.size() > 1:
-            return
-        for weights in self._expert_weights:
-            if _stack_of(weights) is None and all(_owns_storage(weight) for weight in weights):
-                stacked = torch.stack([weight.detach() for weight in weights])
-                for weight, place in zip(weights, stacked, strict=True):
-                    weight.data = place
+        weights = self._expert_weights
+        if self._stacks is not None and all(map(_are_rows_of, self._stacks, weights)):
+            return True
+        self._stacks = None
+        apart = self.ep_group.size() > 1 or self.tp_group.size() > 1
+        if apart or not all(_can_move(weight) for weight in (*weights[0], *weights[1])):
+            return False
+        self._stacks = _stack(weights[0]), _stack(weights[1])
+        return True
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the experts' weights lie side by side."""
-        return all(_stack_of(weights) is not None for weights in self._expert_weights)
+        """Whether the experts lie side by side; of a model that was moved since, or copied, they do not."""
+        first = self.experts.local_experts[0]
+        return self._stacks is not None and all(
+            linear_.weight.data_ptr() == stack.data_ptr()
+            for linear_, stack in zip((first.linear_fc1, first.linear_fc2), self._stacks, strict=True)
+        )
 
     @property
     def _expert_weights(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -127,6 +144,7 @@ class MoELayer(MegatronMoELayer):
 
     def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor:
         """residual [..., hidden], which may be overwritten, plus the stacked experts of x [..., hidden]."""
+        assert self._stacks is not None, "stack_experts comes first"
         flat, activation = x.flatten(0, -2), self.config.mtpkit.activation
         total = None if residual is None else residual.contiguous().flatten(0, -2)
         chosen, weights = self.router.choose(flat)
@@ -137,28 +155,29 @@ class MoELayer(MegatronMoELayer):
             else:
                 inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
             total = linear(inner, shared.linear_fc2.weight, residual=total)
-        fc1, fc2 = (_stack_of(weights) for weights in self._expert_weights)
-        assert fc1 is not None and fc2 is not None, "stack_experts comes first"
         if self.config.moe_latent_size:
             small = linear(flat, self.fc1_latent_proj.weight)
-            mixed = expert_mlp(small, fc1, fc2, chosen, weights, activation)
+            mixed = expert_mlp(small, *self._stacks, chosen, weights, activation)
             return linear(mixed, self.fc2_latent_proj.weight, residual=total).view(x.shape)
-        return expert_mlp(flat, fc1, fc2, chosen, weights, activation, total).view(x.shape)
+        return expert_mlp(flat, *self._stacks, chosen, weights, activation, total).view(x.shape)
 
 
-def _owns_storage(weight: Tensor) -> bool:
-    return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+def _can_move(weight: Tensor) -> bool:
+    """Whether nobody else holds the memory of a weight."""
+    alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    return alone and not weight.is_inference()
 
 
-def _stack_of(weights: list[Tensor]) -> Tensor | None:
-    """[experts, ..] the tensor of which all of `weights` are the rows, if they are. First and last are looked at."""
-    first, last = weights[0].detach(), weights[-1].detach()
-    distance = (len(weights) - 1) * first.numel() * first.element_size()
-    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
-        return None
-    if not first.is_contiguous() or last.data_ptr() != first.data_ptr() + distance:
-        return None
-    return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
+def _are_rows_of(stack: Tensor, weights: list[Tensor]) -> bool:
+    return all(weight.data_ptr() == row.data_ptr() for weight, row in zip(weights, stack, strict=True))
+
+
+def _stack(weights: list[Tensor]) -> Tensor:
+    """[experts, ..] the weights in one tensor, which they become views of."""
+    stack = torch.stack([weight.detach() for weight in weights])
+    for weight, row in zip(weights, stack, strict=True):
+        weight.data = row
+    return stack
 
 
 @torch.inference_mode(False)
@@ -168,13 +187,13 @@ def stack_experts(model: nn.Module) -> bool:
     Returns:
         Whether all are, see `MoELayer.stack_experts`.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    for layer in layers:
-        if not layer.is_stacked:
-            layer.stack_experts()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what the single experts lay in is of no size that others need
-    return all(layer.is_stacked for layer in layers)
+    stacked = []
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        before = layer.is_stacked
+        stacked.append(layer.stack_experts())
+        if stacked[-1] and not before and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the single experts lay in is of no size that others need
+    return all(stacked)
 
 
 def moe_spec(megatron_spec: functools.partial) -> functools.partial:
