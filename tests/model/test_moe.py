@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from mtpkit.kernels.moe import triton as triton_moe
 from mtpkit.model import build_model, stack_experts
+from mtpkit.model.layers import moe
 from mtpkit.model.layers.moe import MoELayer
 from tests.engine.tiny import greedy, make_llm
 from tests.kernels.recurrence import relative
@@ -47,6 +49,20 @@ def test_stacked_experts_are_megatrons(case, device):
     assert relative(run(layer, x.clone(), step), want) < 1e-5
     assert relative(layer.mlp(x)[0], mixed) < 1e-5
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [*CASES, "groups of three"])
+def test_kernels_in_the_layer_are_megatrons(case, monkeypatch):
+    """In Triton's interpreter."""
+    changes = CASES.get(case, dict(num_moe_experts=12, moe_router_num_groups=4, moe_router_group_topk=2))
+    model = fresh(**changes)
+    layer, x = model.decoder.layers[3], torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
+    want = layer.mlp(x)[0].double()
+    stack_experts(model)
+    monkeypatch.setattr(moe, "route", triton_moe.route)
+    monkeypatch.setattr(moe, "expert_mlp", triton_moe.expert_mlp)
+    assert relative(layer.mlp(x)[0], want) < 1e-5
 
 
 @torch.no_grad()
