@@ -55,9 +55,10 @@ def read_prompts(
     texts = False
     for file in find_files(paths):
         for name, row in read_rows(file):
-            texts = texts or not {columns.messages, columns.prompt} & row.keys()
             try:
-                prompts += _prompts(name, row, tokenizer, prompt_length, turns, columns)
+                column = _column(name, row, columns)
+                texts = texts or column not in (columns.messages, columns.prompt)
+                prompts += _prompts(name, row, column, tokenizer, prompt_length, turns, columns)
             except SampleError as error:
                 refused.append((name, str(error)))
     if not prompts:
@@ -67,14 +68,8 @@ def read_prompts(
     return prompts, refused
 
 
-def _prompts(
-    name: str,
-    row: dict[str, Any],
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt_length: int | None,
-    turns: Turns,
-    columns: Columns,
-) -> Iterator[Prompt]:
+def _column(name: str, row: dict[str, Any], columns: Columns) -> str:
+    """The column that a row's prompts come from: the first that it has something in."""
     known = [column for column in (columns.messages, columns.prompt, columns.text, "") if column in row]
     if not known:
         raise UserError(
@@ -84,17 +79,29 @@ def _prompts(
     given = [column for column in known if row[column] is not None]
     if not given:
         raise SampleError(lacking(row, known[0]))
-    if given[0] == columns.messages:
+    return given[0]
+
+
+def _prompts(
+    name: str,
+    row: dict[str, Any],
+    column: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt_length: int | None,
+    turns: Turns,
+    columns: Columns,
+) -> Iterator[Prompt]:
+    if column == columns.messages:
         require_template(tokenizer)
         yield from _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns)
         return
-    text = row[given[0]]
+    text = row[column]
     if not isinstance(text, str):
-        raise UserError(f"data: {name}: column {given[0]!r} holds {type(text).__name__}, not text")
+        raise UserError(f"data: {name}: column {column!r} holds {type(text).__name__}, not text")
     if not text:
         raise SampleError("empty text")
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if given[0] == columns.prompt:
+    if column == columns.prompt:
         yield Prompt(name, text, _with_bos(tokenizer, token_ids))
         return
     if prompt_length is None:

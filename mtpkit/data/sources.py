@@ -24,7 +24,8 @@ MANIFEST = "mtpkit_data.json"
 class Columns:
     """Names of the columns that are read: a conversation, else prompt and response, else text.
 
-    A file without the default `response` may call it `completion`.
+    The first row of a file decides; a row without messages among conversations may have prompt and response. A file
+    without the default `response` may call it `completion`.
     """
 
     text: str = "text"
@@ -213,21 +214,23 @@ def _choose(file: Path, row: dict[str, Any], columns: Columns) -> Callable[[dict
     response = columns.response
     if response == Columns.response and response not in row:
         response = "completion"
-    if columns.messages in row:
 
-        def conversation(row: dict[str, Any], name: str) -> Sample:
-            if row.get(columns.messages) is None:
-                return Sample(name=name, problem=lacking(row, columns.messages))
+    def pair(row: dict[str, Any], name: str) -> Sample:
+        sample = _sample(row, response, name)
+        return _with_tokens(replace(sample, prompt=_text(row, columns.prompt, name)), row)
+
+    def conversation(row: dict[str, Any], name: str) -> Sample:
+        if row.get(columns.messages) is not None:
             messages, tools = read_messages(row, columns.messages, name)
             return _with_tokens(Sample(messages=messages, tools=tools, name=name), row)
+        # An answer to a prompt without messages, among others.
+        if row.get(columns.prompt) is not None and row.get(response) is not None:
+            return pair(row, name)
+        return _with_tokens(Sample(name=name, problem=lacking(row, columns.messages)), row)
 
+    if columns.messages in row:
         return conversation
     if columns.prompt in row and response in row:
-
-        def pair(row: dict[str, Any], name: str) -> Sample:
-            sample = _sample(row, response, name)
-            return _with_tokens(replace(sample, prompt=_text(row, columns.prompt, name)), row)
-
         return pair
     if columns.text in row:
         return lambda row, name: _sample(row, columns.text, name)

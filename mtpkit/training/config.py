@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -331,22 +330,45 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
     if not OmegaConf.is_dict(from_file):
         raise UserError(f"config {path} is a list, must be settings as key: value")
     source = "config overrides" if path is None else f"config {path}"
-    readers: list[tuple[str, Callable[[], Any]]] = [(source, lambda: from_file)]
-    readers += [(f"override {text}", partial(OmegaConf.from_dotlist, [_quoted(text)])) for text in overrides]
-    merged, problems = OmegaConf.structured(TrainConfig), []
-    for place, read in readers:
-        try:
-            merged = OmegaConf.merge(merged, _with_lists(read()))
-        except (OmegaConfBaseException, YAMLError, TypeError) as error:  # the last: an object where a list should be
-            problems.append(f"{place}: {_one_line(error)}")
-    if problems:
-        raise UserError("; ".join(problems))
     try:
-        return cast(TrainConfig, OmegaConf.to_object(merged))
+        return cast(TrainConfig, OmegaConf.to_object(_merge(source, from_file, overrides)))
     except MissingMandatoryValue as error:
         raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error
     except OmegaConfBaseException as error:  # an interpolation
         raise UserError(f"{source}: {_one_line(error)}") from error
+
+
+def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) -> Any:
+    """The settings of a file with the overrides on top.
+
+    An override may index into the list of an earlier one, so that each is read together with those before it.
+
+    Raises:
+        UserError: some of them do not fit; it names all that do not.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    unfit = OmegaConfBaseException, YAMLError, TypeError  # the last: an object where a list should be
+    settings, problems = OmegaConf.structured(TrainConfig), []
+    good: list[str] = []
+    try:
+        settings = OmegaConf.merge(settings, _with_lists(from_file))
+    except unfit as error:
+        problems.append(f"{source}: {_one_line(error)}")
+    merged = settings
+    for text in overrides:
+        tried = [*good, _quoted(text)]
+        try:
+            merged = OmegaConf.merge(settings, _with_lists(OmegaConf.from_dotlist(tried)))
+        except unfit as error:
+            problems.append(f"override {text}: {_one_line(error)}")
+        else:
+            good = tried
+    if problems:
+        raise UserError("; ".join(problems))
+    return merged
 
 
 def _with_lists(config: Any) -> Any:

@@ -25,11 +25,14 @@ def describe_settings() -> str:
 
 
 def describe_unknown(key: str) -> str:
-    """That there is no such setting, and which ones are called nearly so, whatever their section."""
+    """That there is no such setting, and which sections and settings, in whatever section, are called nearly so."""
     names = list(_names(TrainConfig))
+    sections = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
+    section = key.partition(".")[0]
+    found = [] if section in sections else difflib.get_close_matches(section, sections)
     last = {name: name.rpartition(".")[2] for name in names}
     near = difflib.get_close_matches(key.rpartition(".")[2], set(last.values()))
-    found = [name for name in names if last[name] in near]
+    found += [name for name in names if last[name] in near]
     guess = f"did you mean {' or '.join(found)}? " if found else ""
     return f"there is no setting {key!r}; {guess}mtpkit train --settings lists them"
 

@@ -29,7 +29,7 @@ class StopSignal:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number in list(self._previous):
+        for number in (signal.SIGINT, signal.SIGTERM):
             self._restore(number)
         if error is None and self._asked is not None:
             self._asked[1].wait()
@@ -41,7 +41,11 @@ class StopSignal:
             self._restore(number)
 
     def _restore(self, number: int) -> None:
-        signal.signal(number, self._previous.pop(number))  # type: ignore[arg-type]
+        """Idempotent: a SIGINT may come in between, and `_note` then does the same."""
+        previous = self._previous.get(number)
+        if previous is not None:
+            signal.signal(number, previous)  # type: ignore[arg-type]
+            self._previous.pop(number, None)
 
     def on_any_rank(self, device: torch.device) -> bool:
         """Whether any rank was signalled before the last call; all ranks get the same answer.

@@ -10,8 +10,10 @@ import pytest
 import torch
 from datasets import load_from_disk
 
-from mtpkit.data import PackedLoader, build_dataset, load_tokenizer, prepare, read_manifest
+from mtpkit.data import PackedLoader, build_dataset, load_tokenizer, prepare, read_manifest, read_samples, tokenize
 from mtpkit.data.prepare import check_destination
+from mtpkit.data.regenerate import Answer
+from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
 
 LENGTH = 24
@@ -99,6 +101,28 @@ def test_what_is_left_out_is_listed(tmp_path, tokenizer, paths, caplog) -> None:
     first = (tmp_path / "rows" / "left_out.txt").read_text().splitlines()[0]
     assert first.endswith("rows.jsonl:2 (no column 'text'; it has: foo)")
     assert "2 of 94 documents" in caplog.text and chat in caplog.text and "left_out.txt lists all" in caplog.text
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("own", [True, False])
+def test_regenerated_answers_with_and_without_messages(tmp_path, tokenizer, order, own) -> None:
+    mark = fingerprint(tokenizer) if own else "another"
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": " sat on"}]
+    answers = [
+        Answer(0, "p:1", "the", " mat", "stop", mark, [1, 2], [4, 0]),
+        Answer(1, "p:2", "user: the cat\n", " sat on", "stop", mark, [5, 6, 7], [8, 0], turns),
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(answer.to_json() for answer in answers[::order] * 4))
+    documents = list(tokenize(read_samples([tmp_path / "a.jsonl"]), tokenizer))[:2][::order]
+    learnt = [document.token_ids[document.loss_mask].tolist() for document in documents]
+    context = [document.token_ids[~document.loss_mask].tolist() for document in documents]
+    if own:
+        assert learnt == [[4, 0], [8, 0]] and context == [[1, 2], [5, 6, 7]]
+    else:
+        assert [tokenizer.decode(ids) for ids in learnt] == [" mat<eos>", " sat on<eos>"]
+    (counts,) = prepare([tmp_path / "a.jsonl"], tokenizer, LENGTH, tmp_path / "prepared", num_proc=1).sources
+    assert (counts.num_documents, counts.num_left_out) == (8, 0)
+    assert counts.num_target_tokens == 4 * sum(map(len, learnt))
 
 
 def test_other_programs_read_it_too(prepared, tokenizer) -> None:

@@ -169,6 +169,16 @@ def test_prompts_of_every_kind(tmp_path, tokenizer_dir, caplog) -> None:
     assert spread(PROMPTS, 4) == PROMPTS[::5] and spread(PROMPTS, None) == spread(PROMPTS, 99) == PROMPTS
 
 
+def test_a_prompt_length_that_cuts_some_text_has_an_effect(tmp_path, tokenizer_dir, caplog) -> None:
+    rows = [{"prompt": None, "text": "the cat sat on the mat"}, {"prompt": "the", "text": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, _ = read_prompts([tmp_path / "a.jsonl"], load_tokenizer(tokenizer_dir), prompt_length=2)
+    assert len(prompts) > 2 and prompts[-1].text == "the" and not caplog.text
+    (tmp_path / "a.jsonl").write_text('{"prompt": "the", "text": "cat"}\n')
+    read_prompts([tmp_path / "a.jsonl"], load_tokenizer(tokenizer_dir), prompt_length=2)
+    assert "the prompt length has no effect" in caplog.text
+
+
 def test_rows_without_the_column_say_what_they_have(tmp_path, tokenizer_dir) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "the cat"}\n{"foo": "x"}\n{"prompt": "the"}\n')
     prompts, refused = read_prompts([tmp_path / "a.jsonl"], load_tokenizer(tokenizer_dir))

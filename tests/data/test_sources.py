@@ -94,8 +94,8 @@ def test_conversations(tmp_path: Path) -> None:
             ["no column 'response'; it has: foo", "", "no column 'response'; it has: prompt"],
         ),
         (
-            [{"messages": "[]"}, {"text": "t"}],
-            ["", "no column 'messages'; it has: text"],
+            [{"messages": "[]"}, {"text": "t"}, {"prompt": "p", "response": "r"}, {"prompt": "p"}],
+            ["", "no column 'messages'; it has: text", "", "no column 'messages'; it has: prompt"],
         ),
     ],
 )

@@ -121,11 +121,19 @@ def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
     path = tmp_path / "config.yaml"
     save_config(load_config(None, NEEDED), path)
     with pytest.raises(UserError) as error:
-        load_config(path, ["stepz=3", "seed=1", "lr=0.1", "loss.kind=huber", "optimizer.qqqq=1"])
+        load_config(
+            path,
+            [
+                *("stepz=3", "seed=1", "lr=0.1", "loss.kind=huber"),
+                *("optimiser.lr=1", "date.train=[a]", "optimizer.qqqq=1"),
+            ],
+        )
     text = str(error.value)
     assert text.startswith("override stepz=3: there is no setting 'stepz'; did you mean steps?")
     assert "override lr=0.1: there is no setting 'lr'; did you mean optimizer.lr" in text
     assert "override loss.kind=huber: loss.kind: " in text and "seed" not in text and str(path) not in text
+    assert "there is no setting 'optimiser'; did you mean optimizer?" in text
+    assert "there is no setting 'date'; did you mean data or dtype?" in text
     assert text.endswith("there is no setting 'optimizer.qqqq'; mtpkit train --settings lists them")
     path.write_text("stepz: 3\n")
     with pytest.raises(UserError, match=rf"^config {path}: there is no setting 'stepz'; did you mean steps\?"):
@@ -134,6 +142,13 @@ def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
 
 def test_the_last_of_several_overrides_holds():
     assert load_config(None, [*NEEDED, "seed=1", "seed=2", "seed=1"]).seed == 1
+
+
+def test_an_override_indexes_into_the_list_of_an_earlier_one():
+    overrides = [*NEEDED, "data.train=[a,b]", "seed=2", "data.train[0]=z"]
+    assert load_config(None, overrides).data.train == ("z", "b")
+    with pytest.raises(UserError, match=r"^override seed=x: [^;]*; override data\.train\[7\]=y: [^;]*$"):
+        load_config(None, [*overrides, "seed=x", "data.train[1]=y", "data.train[7]=y", "data.train[0]=x"])
 
 
 @pytest.mark.parametrize("content", [None, "a: [1", "just words", "\x00", "- a\n- b\n"])

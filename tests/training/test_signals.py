@@ -1,0 +1,44 @@
+"""Signals that come at bad moments."""
+
+import signal
+
+import pytest
+
+from mtpkit.training.signals import StopSignal
+
+
+@pytest.fixture
+def handlers():
+    """Python's own, whatever the parent has; put back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def interrupt_before(monkeypatch, restored):
+    """Ctrl-C just as the handler of a signal is to be restored."""
+    change = signal.signal
+
+    def interrupted(number, handler):
+        if number == restored:
+            monkeypatch.setattr(signal, "signal", change)
+            signal.raise_signal(signal.SIGINT)
+        return change(number, handler)
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+
+
+def test_ctrl_c_while_its_handler_is_restored_is_the_first(handlers, monkeypatch):
+    term = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        interrupt_before(monkeypatch, signal.SIGINT)
+    assert stop.interrupted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is term
+
+
+def test_ctrl_c_while_another_handler_is_restored_is_pythons_own(handlers, monkeypatch):
+    with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
+        interrupt_before(monkeypatch, signal.SIGTERM)
+    assert not stop.interrupted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
