@@ -150,7 +150,7 @@ def test_a_broken_engine_is_not_timed(sabotage, k, dtype, monkeypatch):
 def test_only_random_prompts_may_be_too_many():
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
     config = DecodeConfig(batch_sizes=(2,), ks=(0,), max_tokens=4, prompt_len=1 << 40, repeats=1)
-    with pytest.raises(UserError, match="decode benchmark: the random prompts have .* tokens in all, must be at most"):
+    with pytest.raises(UserError, match=r"decode benchmark: the random prompts have .* tokens in all, must be at most"):
         measure_decode(model, config)
     assert len(measure_decode(model, config, prompts=[[1, 2], [3]]).rows) == 1
 
