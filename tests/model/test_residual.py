@@ -109,7 +109,9 @@ def test_gradients_pass_and_leave_the_input_alone(kind):
         grads.append(torch.autograd.grad((forward(layer, x, step) * weights).sum(), inputs, allow_unused=True))
         assert torch.equal(x, before)
     for have, want in zip(*grads, strict=True):
-        assert (have is None) == (want is None) and (have is None or relative(have, want.double()) < 1e-5)
+        assert (have is None) == (want is None)
+        # An expert without tokens has a gradient of zeros.
+        assert have is None or torch.equal(have, want) or relative(have, want.double()) < 1e-5
 
 
 @torch.no_grad()
