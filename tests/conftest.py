@@ -27,6 +27,12 @@ settings.register_profile("mtpkit", deadline=None, derandomize=True)
 settings.load_profile("mtpkit")
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Each test draws the same numbers, whichever ran before it."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is none."""
     if torch.cuda.is_available():
