@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 Model = Annotated[
-    str, typer.Option(help="A shape with random weights (nemotron-h-8b, nemotron-h-tiny), or a model directory.")
+    str,
+    typer.Option(
+        help="A shape with random weights (nemotron-h-8b, nemotron-3-nano, or nemotron-h-tiny and nemotron-3-tiny, "
+        "which a CPU runs), or a model directory."
+    ),
 ]
 Pattern = Annotated[str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")]
 BatchSizes = Annotated[list[int], typer.Option(min=1, help="Requests that run at once.")]

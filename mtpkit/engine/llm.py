@@ -52,7 +52,7 @@ class LLM:
         async_scheduling: launch a step before the results of the last one are looked at. None: on a GPU.
         enforce_eager: no CUDA graphs.
         synthetic_acceptance: accept drafts by chance at this rate a depth; for benchmarks with random weights.
-        device: None: the GPU, or the CPU where there is none.
+        device: a number is a GPU's; None: the GPU, or the CPU where there is none.
         tokenizer: a transformers tokenizer or its directory; None: the one beside the checkpoint, if there is one.
 
     Raises:
@@ -78,7 +78,7 @@ class LLM:
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
         synthetic_acceptance: Sequence[float] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         tokenizer: Any = None,
     ) -> None:
         # Settings are checked before a large model is read; what the model decides is filled in after.

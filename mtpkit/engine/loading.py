@@ -11,7 +11,9 @@ from mtpkit.platform import default_device
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def open_model(model: Any, dtype: str, device: torch.device | str | None, tokenizer: Any) -> tuple[Any, Any, list[int]]:
+def open_model(
+    model: Any, dtype: str, device: torch.device | str | int | None, tokenizer: Any
+) -> tuple[Any, Any, list[int]]:
     """The model and its tokenizer, loaded where directories are given, and the tokens that end a sequence.
 
     Those are what config, generation settings and tokenizer call so: each may lack some.
@@ -50,7 +52,7 @@ def open_model(model: Any, dtype: str, device: torch.device | str | None, tokeni
     return loaded, tokenizer, sorted(_end_tokens(loaded, tokenizer) | end_token_ids(beside))
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _device(device: torch.device | str | int | None) -> torch.device:
     """The device that is asked for.
 
     Raises:

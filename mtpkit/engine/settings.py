@@ -63,7 +63,9 @@ LLM_RULES = {
     "synthetic_acceptance": either(
         None, Rule("a list of rates, one a draft,", lambda v: isinstance(v, Sequence) and is_list_of(is_number)(v))
     ),
-    "device": either(None, Rule("'cuda' or 'cpu'", lambda v: isinstance(v, str | torch.device) or is_whole(v))),
+    "device": either(
+        None, Rule("'cuda', 'cpu' or a GPU's number,", lambda v: isinstance(v, str | torch.device) or is_whole(v))
+    ),
     "tokenizer": either(None, Rule("a directory, something with encode and decode,", _is_tokenizer)),
 }
 """Arguments of `LLM`."""

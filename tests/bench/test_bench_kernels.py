@@ -116,6 +116,11 @@ def test_ops_of_experts(device, monkeypatch):
     assert {row.op for row in result.rows} == OPS - absent | EXPERT_OPS
 
 
+def test_matrices_that_do_not_become_fp8_have_no_case_of_it():
+    names = {case.op for case in every(shapes(toy_config(hidden_size=40)))}
+    assert "adamw_" in names and not names & {"quantize_rows", "fp8_linear"}
+
+
 def test_bytes_are_of_the_experts_that_are_used():
     one, many = (case("expert_mlp", config=NEMOTRON_3_TINY, rows=rows, k=0) for rows in (1, 100))
     args = one.make()

@@ -53,7 +53,7 @@ def test_every_argument_has_a_rule():
         ("synthetic_acceptance", 0.5, "a list of rates, one a draft, or None"),
         ("synthetic_acceptance", ["0.5"], "a list of rates, one a draft, or None"),
         ("synthetic_acceptance", {0.5, 0.4}, "a list of rates, one a draft, or None"),
-        ("device", 1.5, "'cuda' or 'cpu' or None"),
+        ("device", 1.5, "'cuda', 'cpu' or a GPU's number, or None"),
         ("tokenizer", 5, "a directory, something with encode and decode, or None"),
         ("tokenizer", {"a": 1}, "a directory, something with encode and decode, or None"),
     ],
@@ -123,3 +123,9 @@ def test_heads_that_are_not_used_are_mentioned(caplog, heads, k, said):
 def test_no_seed_is_another_one_each_time():
     seeds = {make_llm(tiny_model(), 0, seed=None).engine.make_request([1], SamplingParams()).seed for _ in range(3)}
     assert len(seeds) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU 0")
+def test_a_number_is_a_gpus():
+    with pytest.raises(UserError, match="device is cuda:0, but torch finds no GPU here"):
+        LLM(tiny_model(), device=0)
