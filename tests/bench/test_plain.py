@@ -66,3 +66,17 @@ def test_rounding_sends_tokens_to_other_experts():
     some = [tokens[i] if i % 4 else wrong[i] for i in range(40)]
     with pytest.raises(MtpkitError, match="of which rounding explains"):
         check_greedy(model, prompt, some, range(40), torch.bfloat16)
+
+
+def test_a_stray_in_a_mixture_is_one_in_any_model():
+    """Where rounding moves nothing, a mixture is held to no less than other models."""
+    model = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.float32, "cpu", seed=1)
+    prompt, length = [7, 8, 9], 60
+    tokens = decode(model, prompt, length)
+    for strays, refused in ((1, False), (3, False), (4, True)):
+        wrong = tokens[: length - strays] + [(token + 1) % 512 for token in tokens[length - strays :]]
+        if refused:
+            with pytest.raises(MtpkitError, match="of 60 tokens are not those of a plain forward pass"):
+                check_greedy(model, prompt, wrong, range(length), torch.bfloat16)
+        else:
+            check_greedy(model, prompt, wrong, range(length), torch.bfloat16)
