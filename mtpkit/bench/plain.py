@@ -34,10 +34,10 @@ def check_greedy(
 ) -> None:
     """Refuse tokens that the base would not choose.
 
-    In bf16 a mixture of experts sends a token to other experts at a rounding, in every layer: where more than strays lie
-    below the best, they may do so in the mean as far as the same pass puts them whose embeddings were moved by a
-    rounding each. The experts of the plain pass are those of decoding, so that each layer's output is compared with what megatron-core
-    makes of the same input.
+    In bf16 a mixture of experts sends a token to other experts at a rounding, in every layer: where more than strays
+    lie below the best, they may do so in the mean as far as the same pass puts them whose embeddings were moved by a
+    rounding each. The experts of the plain pass are those of decoding, so that each layer's output is compared with
+    what megatron-core makes of the same input.
 
     Args:
         tokens: what follows `prompt`, decoded with temperature 0.
