@@ -176,8 +176,8 @@ class Contender:
         self._finish()
         if not steps:
             raise UserError(
-                f"batch {self.batch_size}, K = {self.k}: the first request ends before the last prompt is computed; "
-                f"raise max-tokens ({self.config.max_tokens}) or max-num-batched-tokens"
+                f"batch {self.batch_size}, K = {self.k}: no step lies between the last request's first token and the "
+                f"first one's end; raise max-tokens ({self.config.max_tokens}) or max-num-batched-tokens"
             )
         return window
 

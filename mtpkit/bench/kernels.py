@@ -138,11 +138,15 @@ def measure_kernels(
 def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cuda", "cpu"]) -> Iterator[str]:
     """Compare every op with its reference twin and time nothing: a line each; for a memory checker.
 
+    On a CPU a twin is compared with itself, and the first line says so.
+
     Raises:
         UserError: no GPU, or an op that is not known.
         MtpkitError: an op is wrong.
     """
     _require(device)
+    if device == "cpu":
+        yield "reference twins, which a CPU has alone, beside themselves: nothing is checked but that they run"
     with torch.inference_mode():
         for case in _cases(model, config, torch.device(device)):
             yield f"{case.op} {case.shape}: relative difference {check(case, case.make()):.1e}"
@@ -174,7 +178,10 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
     names = list(dict.fromkeys(case.op for case in found))
     unknown = sorted(set(config.ops) - set(names))
     if unknown:
-        raise UserError(f"unknown op(s) {', '.join(unknown)}; known: {', '.join(names)}")
+        raise UserError(
+            f"ops {', '.join(unknown)} are unknown, or not of this model with K = {config.k}; there are "
+            f"{', '.join(names)}"
+        )
     for name in names:
         if not config.ops or name in config.ops:
             yield from (case for case in found if case.op == name)

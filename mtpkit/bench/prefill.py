@@ -77,7 +77,7 @@ COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
     "tokens a step": lambda row: str(row.max_num_batched_tokens),
     "ms": lambda row: f"{row.seconds * 1e3:.1f}",
     "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
-    "TFLOP/s": lambda row: f"{row.flops_per_s / 1e12:.1f}",
+    "TFLOP/s": lambda row: f"{row.flops_per_s / 1e12:.3g}",
     "of the matrix rate": lambda row: f"{row.matrix_share:.1%}",
     "of the roofline": lambda row: f"{row.limit_share:.1%}",
 }

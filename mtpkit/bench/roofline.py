@@ -139,7 +139,12 @@ class Roofline:
         Args:
             acceptance: [K] conditional acceptance of each depth; empty: plain decoding.
             context_len: mean tokens that a row attends to.
+
+        Raises:
+            UserError: drafts of a model without heads.
         """
+        if acceptance and not self.config.mtp_num_depths:
+            raise UserError(f"k is {len(acceptance)}, but the model has no MTP heads: set it to 0")
         tokens, length, config = 1 + len(acceptance), expected_length(acceptance), self.config
         written = length / self.entries(len(acceptance)) if self.state_rollback == "replay" else tokens
         cached = batch_size * context_len

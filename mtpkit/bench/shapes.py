@@ -105,7 +105,9 @@ def get_config(model: str, pattern: str | None = None) -> ModelConfig:
         return SHAPES[model].replace(mtp_pattern=pattern) if pattern is not None else SHAPES[model]
     directory = _directory(model)
     if pattern is not None:
-        raise UserError(f"pattern {pattern!r} is for a shape ({', '.join(SHAPES)}): {model} has heads of its own")
+        raise UserError(
+            f"pattern {pattern!r} is for a shape ({', '.join(SHAPES)}), not for a model directory as {model}"
+        )
     return load_config(directory)
 
 

@@ -1,5 +1,6 @@
 """How much faster a model decodes with K drafts a step than with none, and whether it says the same."""
 
+import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from mtpkit.bench.report import Report, Row
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import UserError
 
+_logger = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 8
 _ROUNDS_A_TURN = 4
 """Prompts of a turn, over the batch size: few, and yet the batch is full for most of the time."""
@@ -31,7 +33,7 @@ class SpeedupConfig:
     ks: tuple[int, ...] = (0, 1, 2, 3)
     """Drafts a step; 0, against which the others are measured, is added."""
     batch_sizes: tuple[int, ...] = (1, 8)
-    """Requests that run at once; when one ends the next prompt takes its place."""
+    """Requests that run at once, but no more than prompts; when one ends the next prompt takes its place."""
     repeats: int = 3
     """Times that everything is measured; the median time counts."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0, max_tokens=128))
@@ -88,6 +90,7 @@ def measure_speedup(
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
     token_ids = [_encode(prompt, first.tokenizer) for prompt in prompts]
+    config = _at_most(config, len(prompts))
     contenders = [_Contender(first, token_ids, config, size, k) for size in config.batch_sizes for k in config.ks]
     _run_all(contenders, config)
     baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
@@ -100,6 +103,15 @@ def measure_speedup(
         commit=commit(),
         settings={"prompts": len(prompts), **asdict(config)},
     )
+
+
+def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
+    """With batch sizes that so many prompts can fill."""
+    larger = [size for size in config.batch_sizes if size > prompts]
+    if not larger:
+        return config
+    _logger.warning("%d prompts cannot fill a batch of %s: measured at %d", prompts, larger, prompts)
+    return replace(config, batch_sizes=tuple(min(size, prompts) for size in config.batch_sizes))
 
 
 def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:

@@ -51,7 +51,11 @@ def decode(
     k: Annotated[list[str], typer.Option(help="Drafts a step; auto: as the engine chooses.")] = ["0", "1", "3"],  # noqa: B006
     prompt_len: Annotated[int, typer.Option(help="Tokens of a random prompt.")] = 512,
     prompts: Annotated[
-        Path | None, typer.Option(help="Real prompts, text or .jsonl; without --acceptance drafts are then verified.")
+        Path | None,
+        typer.Option(
+            help="Real prompts, text or .jsonl, in turn until the batch is full; without --acceptance drafts are then "
+            "verified."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 256,
     acceptance: Acceptance = None,
@@ -79,9 +83,13 @@ def decode(
     """
     from mtpkit.bench.decode import DecodeConfig, kernel_shares, measure_decode
     from mtpkit.bench.shapes import read_token_ids
+    from mtpkit.bench.trace import can_trace
+    from mtpkit.platform import default_device
 
     if kernels and not trace:
         raise typer.BadParameter("they are known by tracing", param_hint="--kernels / --no-trace")
+    if kernels and not can_trace(default_device()):
+        raise typer.BadParameter("they are traced on a GPU, and there is none: leave it out", param_hint="--kernels")
     if draft_vocab is not None and draft_vocab_size is not None:
         raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
     config = DecodeConfig(
@@ -105,7 +113,9 @@ def decode(
     def keep(result: "Result[DecodeRow]") -> None:
         if out is not None:
             result.save(out)
-            kernel_shares(result).save(out)
+            shares = kernel_shares(result)
+            if shares.rows:
+                shares.save(out)
 
     result = measure_decode(_open(model, dtype, pattern), config, token_ids, model, keep)
     if kernels:

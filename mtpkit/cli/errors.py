@@ -2,6 +2,7 @@
 
 import atexit
 import errno
+import io
 import logging
 import os
 import sys
@@ -34,6 +35,9 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         args: the command line of a typer command, by default that of the process.
     """
     code = 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may say what a terminal cannot show
     try:
         if isinstance(command, typer.Typer):
             # Not standalone: usage errors come here too. What comes back is the code of a `typer.Exit`, or None.

@@ -23,7 +23,7 @@ def evaluate(
         Path, typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.')
     ],
     k: Annotated[list[int], typer.Option(help="Drafts a step; K = 0 is always measured.")] = [0, 1, 2, 3],  # noqa: B006
-    batch_size: Annotated[list[int], typer.Option(help="Requests that run at once.")] = [1, 8],  # noqa: B006
+    batch_size: Annotated[list[int], typer.Option(help="Requests at once, at most the prompts.")] = [1, 8],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     out: Annotated[
         Path,

@@ -78,6 +78,8 @@ def generate(
     )
     stream = llm.stream(prompts, params)
     print(llm.memory_plan, file=sys.stderr)
+    if llm.tokenizer is None and not as_json:
+        print(f"{model} has no tokenizer, so that there is no text: --json has token ids", file=sys.stderr)
     printer = _InOrder(len(prompts), as_json)
     for output in stream:
         printer.update(output)
@@ -143,5 +145,6 @@ def _summary(k: int | str, stats: "EngineStats") -> str:
     line = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f} tokens/s, K = {k}"
     if k == 0:
         return line
-    rates = ", ".join(f"{rate:.0%}" for rate in stats.conditional_acceptance)
+    reached = zip(stats.conditional_acceptance, stats.acceptance.reached_per_depth, strict=True)
+    rates = ", ".join(f"{rate:.0%}" if times else "-" for rate, times in reached)
     return f"{line}, acceptance length {stats.acceptance_length:.2f}, conditional acceptance {rates}"

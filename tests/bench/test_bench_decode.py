@@ -364,7 +364,7 @@ def test_outputs_must_have_their_length(fake):
 def test_too_few_tokens_to_time_are_refused(fake):
     fake()
     config = DecodeConfig(batch_sizes=(20,), ks=(0,), prompt_len=3, max_tokens=16)
-    with pytest.raises(UserError, match=r"batch 20, K = 0: the first request ends before .* raise max-tokens \(16\)"):
+    with pytest.raises(UserError, match=r"batch 20, K = 0: no step lies between .* raise max-tokens \(16\)"):
         measure_decode(MODEL, config)
 
 

@@ -363,8 +363,10 @@ def test_a_gpu_is_asked_for_in_one_line(monkeypatch):
 
 
 def test_unknown_ops_and_sizes_are_refused():
-    with pytest.raises(UserError, match=r"unknown op\(s\) conv, scan; known: ssm_replay_update, "):
+    with pytest.raises(UserError, match=r"ops conv, scan are unknown, or not of this .* K = 3; there are ssm_"):
         measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("scan", "rms_norm", "conv")), "cpu")
+    with pytest.raises(UserError, match="ops expert_mlp are unknown, or not of this model"):
+        measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("expert_mlp",)), "cpu")
     with pytest.raises(UserError, match=r"rows is 0, must be at least 1; k is -1, .*; context-len is 0"):
         KernelConfig(rows=(0, 2), k=-1, context_len=0)
 

@@ -22,6 +22,12 @@ def test_jsonl_holds_texts_and_token_ids(write):
     assert read_prompts(path) == ["a\nb", [3, 4], "c"]
 
 
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_byte_order_mark_is_no_text(write, name):
+    content = "a" if name.endswith("txt") else '{"prompt": "a"}'
+    assert read_prompts(write("\ufeff" + content, name)) == ["a"]
+
+
 def test_a_limit_spreads_over_the_file(write):
     path = write("a\n\nb\nc\nd\ne\n", "prompts.txt")
     assert [read_prompts(path, limit) for limit in (1, 2, 5, 9)] == [["a"], ["a", "c"], [*"abcde"], [*"abcde"]]

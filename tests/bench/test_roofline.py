@@ -16,6 +16,7 @@ from mtpkit.bench.roofline import (
 from mtpkit.bench.shapes import NEMOTRON_H_8B
 from mtpkit.engine.params import EngineConfig
 from mtpkit.engine.states import CacheLayout
+from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity
 from mtpkit.model import build_model
 from mtpkit.model.matrices import layer_matrices, moe_matrices
@@ -204,3 +205,10 @@ def test_tables_hold_every_step_and_its_works():
     assert len(steps.table().columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
     engines, _ = tabulate_limits(Roofline(NEMOTRON_H_8B), [1], [RATES, [1.0] * 4], 512, *H200)
     assert engines.settings["ring_entries"] == [16, 32]
+
+
+def test_drafts_need_heads():
+    config = toy_config(mtp_pattern="", mtp_num_depths=0)
+    assert Roofline(config).decode(2).tokens == 2
+    with pytest.raises(UserError, match="k is 3, but the model has no MTP heads: set it to 0"):
+        Roofline(config).decode(2, RATES)

@@ -131,6 +131,15 @@ def test_a_prompt_whose_tokens_differ_is_counted(fake, monkeypatch):
     assert [row.identical for row in measure_speedup("dir", PROMPTS, config).rows] == [1, 1, pytest.approx(5 / 6)]
 
 
+def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog):
+    """And no row says that it was."""
+    config = SpeedupConfig(ks=(1,), batch_sizes=(2, 8, 64), repeats=1, sampling=GREEDY)
+    report = measure_speedup("dir", PROMPTS, config)
+    assert [(row.batch_size, row.k) for row in report.rows] == [(2, 0), (2, 1), (6, 0), (6, 1)]
+    assert report.settings["batch_sizes"] == (2, 6)
+    assert caplog.messages == ["6 prompts cannot fill a batch of [8, 64]: measured at 6"]
+
+
 def test_settings_that_cannot_be_measured_are_all_named():
     with pytest.raises(UserError, match=r"k is -1, must .*; batch size is 0, must .*; repeats is 0, must"):
         SpeedupConfig(ks=(2, -1), batch_sizes=(0,), repeats=0)

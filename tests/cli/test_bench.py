@@ -55,7 +55,7 @@ def test_roofline_of_a_directory(model_dir, call, capsys):
 
 
 def test_decode(call, capsys, tmp_path):
-    options = "--model nemotron-h-tiny --batch-size 2 --kernels --k 0 1 --prompt-len 8 --max-tokens 24 --repeats 1"
+    options = "--model nemotron-h-tiny --batch-size 2 --k 0 1 --prompt-len 8 --max-tokens 24 --repeats 1"
     options += " --acceptance 0.5 --state-rollback snapshot --enforce-eager --block-size 8"
     assert call(app, "decode", *options.split(), "--out", tmp_path) == 0
     found = last_line(capsys)
@@ -63,7 +63,9 @@ def test_decode(call, capsys, tmp_path):
     settings = found["settings"]
     assert settings["synthetic"] and settings["acceptance"] == [0.5] and settings["enforce_eager"]
     assert (settings["state_rollback"], settings["block_size"], settings["prompt_len"]) == ("snapshot", 8, 8)
-    assert {path.name for path in tmp_path.iterdir()} >= {"decode.json", "decode.md", "decode_kernels.json"}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written >= {"decode.json", "decode.md"}
+    assert ("decode_kernels.json" in written) == torch.cuda.is_available()  # no empty table
 
 
 @pytest.mark.parametrize("command", ["roofline", "decode"])
@@ -76,10 +78,12 @@ def test_an_empty_batch_and_no_rates_are_refused(command, option, says, call, ca
     assert says in capsys.readouterr().err
 
 
-def test_decode_refuses_what_excludes_each_other(call, capsys):
+def test_decode_refuses_what_excludes_each_other(call, capsys, monkeypatch):
+    monkeypatch.setattr("mtpkit.bench.trace.can_trace", lambda device: False)
     for options, says in (
         ("--kernels --no-trace", "they are known by tracing"),
         ("--model nemotron-h-tiny --pattern=", "mtp_pattern ''"),
+        ("--model nemotron-h-tiny --kernels", "they are traced on a GPU, and there is none"),
     ):
         assert call(app, "decode", *options.split()) == 2
         assert says in capsys.readouterr().err

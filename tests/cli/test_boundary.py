@@ -114,3 +114,10 @@ def test_data_inspect(tmp_path: Path, tokenizer_dir: Path) -> None:
     counts = {name.strip(): count.strip() for name, count in cells}
     assert counts["documents"] == "2" and counts["masked share"] == "0.0%"
     assert float(counts["fill ratio"].rstrip("%")) > 50
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_a_terminal_cannot_show_is_no_failure(encoding):
+    code = PREAMBLE + ENTRIES["function"].format(body="print('a \\ufffd \\u20ac'); print('\\ufffd', file=sys.stderr)")
+    done = python("-c", code, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a ? ?\n", "?\n")

@@ -111,3 +111,22 @@ def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path
     assert made[-1].engine.config.max_num_seqs == 1, "there are no more prompts"
     share = ["--gpu-memory-utilization", 2]
     assert call(app, "--model", model_dir, *share, PROMPT) == 2
+
+
+def test_depths_that_were_never_reached_have_no_rate(model_dir, call, capsys):
+    """A single step reaches the first depth at least, and no further than its first wrong draft."""
+    assert call(app, "--model", model_dir, "--max-tokens", 1, "--k", 3, PROMPT) == 0
+    assert capsys.readouterr().err.strip().endswith("conditional acceptance -, -, -")
+
+
+def test_without_a_tokenizer_there_is_no_text(model_dir, call, capsys, tmp_path):
+    for file in model_dir.iterdir():
+        if not file.name.startswith(("tokenizer", "special_tokens")):
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
+    options = ["--model", tmp_path, "--prompt-file", tmp_path / "ids.jsonl", "--max-tokens", 4]
+    assert call(app, *options) == 0
+    assert "has no tokenizer, so that there is no text: --json has token ids" in capsys.readouterr().err
+    assert call(app, *options, "--json") == 0
+    printed = capsys.readouterr()
+    assert "tokenizer" not in printed.err and len(json.loads(printed.out)["token_ids"]) == 4
