@@ -145,10 +145,11 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
         MtpkitError: an op is wrong.
     """
     _require(device)
+    cases = list(_cases(model, config, torch.device(device)))
     if device == "cpu":
         yield "reference twins, which a CPU has alone, beside themselves: nothing is checked but that they run"
     with torch.inference_mode():
-        for case in _cases(model, config, torch.device(device)):
+        for case in cases:
             yield f"{case.op} {case.shape}: relative difference {check(case, case.make()):.1e}"
 
 

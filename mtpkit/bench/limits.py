@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mtpkit.bench.result import Result
+from mtpkit.bench.result import Result, significant
 from mtpkit.bench.roofline import Cost, Roofline
 
 
@@ -25,9 +25,9 @@ STEP_COLUMNS: dict[str, Callable[[StepRow], str]] = {
     "batch": lambda row: str(row.batch_size),
     "K": lambda row: str(row.k),
     "acceptance length": lambda row: f"{row.acceptance_length:.2f}",
-    "GB a step": lambda row: f"{row.bytes / 1e9:.4g}",
-    "GFLOP a step": lambda row: f"{row.flops / 1e9:.4g}",
-    "ms a step": lambda row: f"{row.seconds * 1e3:.4g}",
+    "GB a step": lambda row: significant(row.bytes / 1e9),
+    "GFLOP a step": lambda row: significant(row.flops / 1e9),
+    "ms a step": lambda row: significant(row.seconds * 1e3),
     "tokens/s": lambda row: f"{row.limit_tokens_per_s:.0f}",
 }
 
@@ -52,9 +52,9 @@ WORK_COLUMNS: dict[str, Callable[[WorkRow], str]] = {
     "K": lambda row: str(row.k),
     "phase": lambda row: row.phase,
     "work": lambda row: row.work,
-    "MB": lambda row: f"{row.bytes / 1e6:.4g}",
-    "GFLOP": lambda row: f"{row.flops / 1e9:.4g}",
-    "ms": lambda row: f"{row.seconds * 1e3:.4g}",
+    "MB": lambda row: significant(row.bytes / 1e6),
+    "GFLOP": lambda row: significant(row.flops / 1e9),
+    "ms": lambda row: significant(row.seconds * 1e3),
     "bound by": lambda row: row.bound,
 }
 
@@ -88,7 +88,9 @@ def tabulate_limits(
         for size, k, cost in costs
     ]
     works = [row for size, k, cost in costs for row in _works(size, k, cost, rates)]
-    title = f"decoding at {bandwidth / 1e12:.3g} TB/s and {matrix_rate / 1e12:.3g} TFLOP/s: {name}"
+    title = (
+        f"decoding at {significant(bandwidth / 1e12, 3)} TB/s and {significant(matrix_rate / 1e12, 3)} TFLOP/s: {name}"
+    )
     return (
         Result("roofline", title, STEP_COLUMNS, steps, settings=settings),
         Result("works", f"works of each step: {name}", WORK_COLUMNS, works, settings=settings),

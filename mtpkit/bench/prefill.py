@@ -11,7 +11,7 @@ from tqdm import tqdm
 from mtpkit.bench.machine import measure_machine, synchronize
 from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.prompts import too_many_tokens
-from mtpkit.bench.result import Result
+from mtpkit.bench.result import Result, significant
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.engine import LLM, SamplingParams
@@ -77,7 +77,7 @@ COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
     "tokens a step": lambda row: str(row.max_num_batched_tokens),
     "ms": lambda row: f"{row.seconds * 1e3:.1f}",
     "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
-    "TFLOP/s": lambda row: f"{row.flops_per_s / 1e12:.3g}",
+    "TFLOP/s": lambda row: significant(row.flops_per_s / 1e12),
     "of the matrix rate": lambda row: f"{row.matrix_share:.1%}",
     "of the roofline": lambda row: f"{row.limit_share:.1%}",
 }

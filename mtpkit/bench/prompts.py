@@ -34,7 +34,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         UserError: a file that cannot be read, a line of another form, or no prompt at all.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other ends of lines may stand in a text
+        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # the byte order mark of other systems
+        lines = text.split("\n")  # other ends of lines may stand in a text
     except OSError as error:
         raise UserError(f"prompts file {path}: {error.strerror}; name a .jsonl or a text file") from error
     except UnicodeDecodeError as error:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,12 @@ from mtpkit.checkpoint.atomic import storage_errors, write_file
 
 _WIDTH = 180
 """Columns of text that goes to a file."""
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A number with so many digits, or all of those before the point: 15125, 1.512, 0.001512."""
+    decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(0, decimals)}f}"
 
 
 @dataclass(frozen=True)
@@ -65,18 +72,20 @@ class Result[Row]:
             print(self.machine)
 
     def save(self, directory: Path) -> None:
-        """Write NAME.json and NAME.md, each whole or not at all.
+        """Write NAME.json and NAME.md, each whole or not at all; the table has its title in a line above it.
 
         Raises:
             StorageError: writing failed.
         """
         console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-        console.print(self.table(box.MARKDOWN))
+        table = self.table(box.MARKDOWN)
+        table.title = None
+        console.print(table)
         text = console.file.getvalue()  # type: ignore[attr-defined]
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
         write_file(directory / f"{self.name}.json", json.dumps(self.to_dict(whole=True), indent=2) + "\n")
-        lines = [line.strip() for line in text.rstrip().splitlines()]
+        lines = [self.title, "", *(line.strip() for line in text.strip().splitlines())]
         if self.machine:
             lines += ["", str(self.machine)]
         write_file(directory / f"{self.name}.md", "\n".join(lines) + "\n")

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from mtpkit.config import ModelConfig, caching_length
+from mtpkit.engine.drafter import check_depths
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model.matrices import layer_matrices, moe_matrices
@@ -141,10 +142,10 @@ class Roofline:
             context_len: mean tokens that a row attends to.
 
         Raises:
-            UserError: drafts of a model without heads.
+            UserError: the model's heads cannot make as many drafts.
         """
-        if acceptance and not self.config.mtp_num_depths:
-            raise UserError(f"k is {len(acceptance)}, but the model has no MTP heads: set it to 0")
+        if acceptance:
+            check_depths(self.config, len(acceptance))
         tokens, length, config = 1 + len(acceptance), expected_length(acceptance), self.config
         written = length / self.entries(len(acceptance)) if self.state_rollback == "replay" else tokens
         cached = batch_size * context_len
@@ -168,7 +169,12 @@ class Roofline:
 
         Args:
             max_num_batched_tokens: tokens of a step, each of which reads all weights; None: all in one.
+
+        Raises:
+            UserError: the model's heads cannot make K drafts.
         """
+        if k:
+            check_depths(self.config, k)
         config, fed, context = self.config, num_prompts * prompt_len, prompt_len / 2
         passes = -(-fed // (max_num_batched_tokens or fed))
         base = self._layers(config.pattern, fed, context, fed, num_prompts, passes)

@@ -181,7 +181,7 @@ class _Contender:
         # One token comes with the prompt, the other from a decode step. Prompts of a token are computed in one step.
         endless = replace(self.sampling[0], ignore_eos=True, stop=None, stop_token_ids=None)
         pair = replace(endless, max_tokens=min(endless.max_tokens, 2))
-        for size in range(min(self.batch_size, len(self.prompts)), 0, -1):
+        for size in range(self.batch_size, 0, -1):
             self.llm.generate([prompt[:1] for prompt in self.prompts[:size]], [pair] * size)
         self.llm.reset_stats()
 

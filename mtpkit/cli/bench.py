@@ -113,9 +113,7 @@ def decode(
     def keep(result: "Result[DecodeRow]") -> None:
         if out is not None:
             result.save(out)
-            shares = kernel_shares(result)
-            if shares.rows:
-                shares.save(out)
+            kernel_shares(result).save(out)
 
     result = measure_decode(_open(model, dtype, pattern), config, token_ids, model, keep)
     if kernels:

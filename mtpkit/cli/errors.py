@@ -35,9 +35,8 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         args: the command line of a typer command, by default that of the process.
     """
     code = 0
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a model may say what a terminal cannot show
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a model may say what the encoding lacks
     try:
         if isinstance(command, typer.Typer):
             # Not standalone: usage errors come here too. What comes back is the code of a `typer.Exit`, or None.

@@ -268,7 +268,7 @@ def _text(row: dict[str, Any], column: str, name: str) -> str:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8").removeprefix("\ufeff")  # the byte order mark of other systems
     except UnicodeDecodeError as error:
         raise UserError(f"data: {file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mtpkit.config import ModelConfig
 from mtpkit.engine import sampler
 from mtpkit.engine.batch import kv_slots
 from mtpkit.engine.step import Batch, Drafts, Verdict
@@ -67,20 +68,31 @@ def make_drafter(
     config, depths = model.mtpkit_config, num_speculative_tokens
     if depths == 0:
         return NoDrafter()
+    check_depths(config, depths)
+    if not config.mtp_use_repeated_layer:
+        return DistinctDrafter(model, depths, block_size, sample, draft_token_ids, num_slots)
+    if depths > config.mtp_num_depths:
+        _logger.warning(
+            "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
+            depths,
+            config.mtp_num_depths,
+        )
+    return RepeatedDrafter(model, depths, block_size, sample, draft_token_ids)
+
+
+def check_depths(config: ModelConfig, depths: int) -> None:
+    """Refuse to make so many drafts, at least one, with the heads of a model.
+
+    Raises:
+        UserError: there are none, too few, or they are of a kind that cannot be unrolled.
+    """
     if not config.mtp_num_depths:
         raise UserError(
             f"num_speculative_tokens is {depths}, but the model has no MTP heads: train some, or set it to 0"
         )
-    recurrent = "M" in config.mtp_pattern
     if config.mtp_use_repeated_layer:
-        if depths > config.mtp_num_depths:
-            _logger.warning(
-                "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
-                depths,
-                config.mtp_num_depths,
-            )
-        return RepeatedDrafter(model, depths, block_size, sample, draft_token_ids)
-    if recurrent and depths > 1:
+        return
+    if "M" in config.mtp_pattern and depths > 1:
         raise UserError(
             f"num_speculative_tokens is {depths}, but distinct heads with Mamba layers (MTP pattern "
             f"{config.mtp_pattern!r}) draft one token: set it to 1"
@@ -90,7 +102,6 @@ def make_drafter(
             f"num_speculative_tokens is {depths}, but the model has {config.mtp_num_depths} distinct MTP heads: "
             f"set it to {config.mtp_num_depths} or less"
         )
-    return DistinctDrafter(model, depths, block_size, sample, draft_token_ids, num_slots)
 
 
 class _MtpDrafter:

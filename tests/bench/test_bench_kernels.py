@@ -14,7 +14,7 @@ from mtpkit.bench import kernels
 from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases, training_cases
 from mtpkit.bench.kernel_cases.mamba import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
-from mtpkit.bench.kernels import KernelConfig, check, input_sets, measure_kernels
+from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.shapes import NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
 from mtpkit.engine import LLM, SamplingParams
@@ -374,3 +374,13 @@ def test_unknown_ops_and_sizes_are_refused():
 def test_only_the_ops_that_are_asked_for():
     result = measure_kernels(NEMOTRON_H_TINY, KernelConfig((2,), ops=("store_kv", "relu2"), repeats=1), "cpu")
     assert [row.op for row in result.rows] == ["store_kv", "relu2"]
+
+
+def test_a_cpu_says_that_it_compares_nothing():
+    """Once the ops are known to be there."""
+    lines = list(check_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("rms_norm",)), "cpu"))
+    assert (
+        lines[0].startswith("reference twins") and all(line.startswith("rms_norm") for line in lines[1:]) and lines[1:]
+    )
+    with pytest.raises(UserError, match="ops nope are unknown"):
+        next(check_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("nope",)), "cpu"))

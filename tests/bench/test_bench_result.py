@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, median_seconds
-from mtpkit.bench.result import Result
+from mtpkit.bench.result import Result, significant
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,21 @@ def test_files_are_replaced_whole(tmp_path):
     text = (tmp_path / "out" / "speed.md").read_text()
     assert "| 4 | 8.0 |" in " ".join(text.split())
     assert text.endswith(f"|\n\n{MACHINE}\n")  # a line right behind the table would be a row of it
+
+
+def test_a_title_is_one_line_over_the_table(tmp_path):
+    """However narrow that is."""
+    replace(result(Row(1, 2.5)), title="a title that is far longer than its table is wide").save(tmp_path)
+    lines = (tmp_path / "speed.md").read_text().splitlines()
+    assert lines[:2] == ["a title that is far longer than its table is wide", ""] and lines[2].startswith("|")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(15124.7, "15125"), (1.5124, "1.512"), (-0.00151249, "-0.001512"), (0, "0"), (1e6, "1000000")],
+)
+def test_numbers_have_four_digits_and_no_exponent(value, shown):
+    assert significant(value) == shown and significant(2250.4, 3) == "2250"
 
 
 def test_a_machine_has_rates(device):

@@ -49,8 +49,11 @@ def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):
             check_greedy(model, PROMPT, [token], [0], precision)
 
 
-def test_rounding_sends_tokens_to_other_experts():
-    """A mixture in bf16 is held to what rounding does to it; tokens that are simply wrong lie much further below."""
+def test_rounding_sends_tokens_to_other_experts(monkeypatch):
+    """Of more tokens than may be strays: they are held to what rounding does to a mixture. Tokens that are simply wrong
+    lie much further below."""
+    monkeypatch.setattr("mtpkit.bench.plain._STRAYS", {torch.bfloat16: 0.0, torch.float32: 0.0})
+    monkeypatch.setattr("mtpkit.bench.plain._NEAR_TIE", {torch.bfloat16: 0.0, torch.float32: 1e-3})
     model = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.bfloat16, "cpu", seed=1)
     exact = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.float32, "cpu", seed=1)
     prompt = torch.randint(512, (60,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -26,6 +26,9 @@ def test_jsonl_holds_texts_and_token_ids(write):
 def test_a_byte_order_mark_is_no_text(write, name):
     content = "a" if name.endswith("txt") else '{"prompt": "a"}'
     assert read_prompts(write("\ufeff" + content, name)) == ["a"]
+    (path := write("", name)).write_bytes(b"\xef\xbb\xbfab\xff")
+    with pytest.raises(UserError, match="invalid start byte at byte 5"):
+        read_prompts(path)
 
 
 def test_a_limit_spreads_over_the_file(write):

@@ -202,13 +202,16 @@ def test_tables_hold_every_step_and_its_works():
     ]
     assert [row.bound for row in own][:2] == ["matrix rate", "bandwidth"]
     assert sum(row.seconds for row in own) == pytest.approx(steps.rows[3].seconds)
+    assert [show(steps.rows[0]) for show in steps.columns.values()][3] == f"{steps.rows[0].bytes / 1e9:.2f}"
     assert len(steps.table().columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
     engines, _ = tabulate_limits(Roofline(NEMOTRON_H_8B), [1], [RATES, [1.0] * 4], 512, *H200)
     assert engines.settings["ring_entries"] == [16, 32]
 
 
-def test_drafts_need_heads():
-    config = toy_config(mtp_pattern="", mtp_num_depths=0)
-    assert Roofline(config).decode(2).tokens == 2
-    with pytest.raises(UserError, match="k is 3, but the model has no MTP heads: set it to 0"):
-        Roofline(config).decode(2, RATES)
+def test_drafts_need_heads_that_make_them():
+    without, distinct = toy_config(mtp_pattern="", mtp_num_depths=0), toy_config(mtp_use_repeated_layer=False)
+    assert Roofline(without).decode(2).tokens == 2 and Roofline(distinct).decode(2, RATES).tokens > 2
+    for config, says in ((without, "is 4, but the model has no MTP heads"), (distinct, "has 3 distinct MTP heads")):
+        for cost in (lambda line: line.decode(2, [1.0] * 4), lambda line: line.prefill(2, 8, k=4)):
+            with pytest.raises(UserError, match=says):
+                cost(Roofline(config))

@@ -63,9 +63,7 @@ def test_decode(call, capsys, tmp_path):
     settings = found["settings"]
     assert settings["synthetic"] and settings["acceptance"] == [0.5] and settings["enforce_eager"]
     assert (settings["state_rollback"], settings["block_size"], settings["prompt_len"]) == ("snapshot", 8, 8)
-    written = {path.name for path in tmp_path.iterdir()}
-    assert written >= {"decode.json", "decode.md"}
-    assert ("decode_kernels.json" in written) == torch.cuda.is_available()  # no empty table
+    assert {path.name for path in tmp_path.iterdir()} >= {"decode.json", "decode.md", "decode_kernels.json"}
 
 
 @pytest.mark.parametrize("command", ["roofline", "decode"])

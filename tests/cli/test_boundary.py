@@ -117,7 +117,18 @@ def test_data_inspect(tmp_path: Path, tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_text_that_a_terminal_cannot_show_is_no_failure(encoding):
-    code = PREAMBLE + ENTRIES["function"].format(body="print('a \\ufffd \\u20ac'); print('\\ufffd', file=sys.stderr)")
+def test_text_that_an_encoding_lacks_is_no_failure(encoding):
+    code = PREAMBLE + ENTRIES["function"].format(body="print('a \\ufffd \\u20ac')")
     done = python("-c", code, PYTHONIOENCODING=encoding)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "a ? ?\n", "?\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a \\ufffd \\u20ac\n", "")
+
+
+def test_a_name_that_is_no_text_is_shown_with_its_bytes():
+    """Whether it goes to stdout, as in a C locale, or is part of an error."""
+    code = PREAMBLE + ENTRIES["function"].format(body="print('caf\\udce9'); raise UserError('caf\\udce9')")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:surrogateescape"},
+    )
+    assert (done.returncode, done.stdout) == (2, b"caf\xe9\n")

@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 
-from mtpkit.cli.generate import app
+from mtpkit.cli.generate import _summary, app
 from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine.request import AcceptanceStats, EngineStats
 
 PROMPT = "the cat sat"
 
@@ -113,10 +114,11 @@ def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path
     assert call(app, "--model", model_dir, *share, PROMPT) == 2
 
 
-def test_depths_that_were_never_reached_have_no_rate(model_dir, call, capsys):
-    """A single step reaches the first depth at least, and no further than its first wrong draft."""
-    assert call(app, "--model", model_dir, "--max-tokens", 1, "--k", 3, PROMPT) == 0
-    assert capsys.readouterr().err.strip().endswith("conditional acceptance -, -, -")
+def test_depths_that_were_never_reached_have_no_rate():
+    """Those that were, and always wrong, have one of 0%."""
+    acceptance = AcceptanceStats(steps=2, drafted=6, accepted_per_depth=[1, 0, 0], reached_per_depth=[2, 1, 0])
+    line = _summary(3, EngineStats(acceptance, 3, 1.0, 0, 0, 0, 0))
+    assert line.endswith("acceptance length 1.50, conditional acceptance 50%, 0%, -")
 
 
 def test_without_a_tokenizer_there_is_no_text(model_dir, call, capsys, tmp_path):

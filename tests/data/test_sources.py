@@ -42,7 +42,7 @@ def read(*paths: Path | str, columns: Columns | None = None) -> list[Sample]:
 
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "a.txt").write_text("\ufeffone\n\ntwo\n")  # with a byte order mark
     assert read(tmp_path / "a.txt") == [Sample("one\n\ntwo\n")]
 
 

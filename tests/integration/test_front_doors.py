@@ -86,7 +86,7 @@ def test_the_demo_in_small(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert list(report) == ["rows", "model", "device", "dtype", "commit", "before"]
-    assert [(row["batch_size"], row["k"]) for row in report["rows"]] == [(b, k) for b in (1, 8) for k in range(4)]
+    assert [(row["batch_size"], row["k"]) for row in report["rows"]] == [(b, k) for b in (1, 2) for k in range(4)]
     assert [(row["batch_size"], row["k"]) for row in report["before"]] == [(1, 0), (1, 3)]
     assert all(row["identical"] == 1 for row in report["rows"] + report["before"])
     assert report["before"][1]["acceptance_length"] < 1.2
