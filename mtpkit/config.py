@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, raise_problems
 
 LAYER_KINDS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 """Letters of a layer pattern that can be built."""
@@ -144,8 +144,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         problems = list(self._wrong_values()) or list(self._problems())
-        if problems:
-            raise UserError("model config: " + "; ".join(problems))
+        raise_problems("model config", problems)
 
     def _wrong_values(self) -> Iterator[str]:
         """Yield one clause for every value of the wrong type or outside its choices."""

@@ -1,5 +1,7 @@
 """Errors that a user sees. Each is one line: what is wrong, with which thing, and what to do."""
 
+from collections.abc import Sequence
+
 
 class MtpkitError(Exception):
     """A failure that is reported as one line. `exit_code` is what a command exits with."""
@@ -15,3 +17,13 @@ class UserError(MtpkitError, ValueError):
 
 class StorageError(MtpkitError, OSError):
     """Reading or writing failed for a reason outside the user's input, such as a full disk."""
+
+
+def raise_problems(what: str, found: Sequence[str]) -> None:
+    """One error for all problems of an object.
+
+    Raises:
+        UserError: there are problems.
+    """
+    if found:
+        raise UserError(f"{what}: " + "; ".join(found))

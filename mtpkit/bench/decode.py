@@ -13,14 +13,9 @@ from mtpkit.bench.prompts import too_many_tokens
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import check_draft_vocab_size, depth_rates
 from mtpkit.bench.trace import can_trace
-from mtpkit.errors import UserError
+from mtpkit.errors import raise_problems
 
-_NAME_WIDTH = 80
-
-
-def _raise_problems(problems: Sequence[str]) -> None:
-    if problems:
-        raise UserError("decode benchmark: " + "; ".join(problems))
+_NAME, _NAME_WIDTH = "decode benchmark", 80
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,7 @@ class DecodeConfig:
             (self.repeats >= 1, f"repeats is {self.repeats}, must be at least 1"),
             (not isinstance(vocab, int) or vocab >= 1, f"draft vocabulary of {vocab} tokens, must be at least 1"),
         ]
-        problems = [problem for good, problem in checks if not good]
-        _raise_problems(problems)
+        raise_problems(_NAME, [problem for good, problem in checks if not good])
 
     def rates(self, k: int) -> list[float] | None:
         """Synthetic acceptance of K depths."""
@@ -144,7 +138,7 @@ def measure_decode(
     if isinstance(config.draft_vocab, int):
         check_draft_vocab_size(config.draft_vocab, model.mtpkit_config)
     if prompts is None:
-        _raise_problems(too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats))
+        raise_problems(_NAME, too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats))
     weight = next(model.parameters())
     machine = measure_machine(weight.device)
     synthetic = config.acceptance is not None

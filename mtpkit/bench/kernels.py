@@ -20,7 +20,7 @@ from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, release
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.config import ModelConfig
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, UserError, raise_problems
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
 """Relative errors that are let pass, for a glance: kernels' own tests are stricter."""
@@ -62,8 +62,7 @@ class KernelConfig:
             wrong.append(f"k is {self.k}, must be 0 (no drafts) or more")
         if self.context_len < 1:
             wrong.append(f"context-len is {self.context_len}, must be at least 1")
-        if wrong:
-            raise UserError("kernel benchmark: " + "; ".join(wrong))
+        raise_problems("kernel benchmark", wrong)
 
 
 @dataclass(frozen=True)

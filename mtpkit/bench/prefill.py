@@ -15,7 +15,7 @@ from mtpkit.bench.result import Result, significant
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.engine import LLM, SamplingParams
-from mtpkit.errors import UserError
+from mtpkit.errors import raise_problems
 
 _CHECKED = 2
 """Prompts whose first token is compared with that of a plain forward pass."""
@@ -48,8 +48,7 @@ class PrefillConfig:
         if self.k < 0:
             wrong.append(f"k is {self.k}, must be 0 (no drafts) or more")
         wrong += too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
-        if wrong:
-            raise UserError("prefill benchmark: " + "; ".join(wrong))
+        raise_problems("prefill benchmark", wrong)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mtpkit.bench.machine import commit, describe_device
 from mtpkit.bench.prompts import Prompt
 from mtpkit.bench.report import Report, Row
 from mtpkit.engine import LLM, SamplingParams
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, raise_problems
 
 _logger = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 8
@@ -56,8 +56,7 @@ class SpeedupConfig:
             (self.repeats >= 1, f"repeats is {self.repeats}, must be at least 1"),
         ]
         problems = [problem for good, problem in checks if not good]
-        if problems:
-            raise UserError("speedup: " + "; ".join(problems))
+        raise_problems("speedup", problems)
         object.__setattr__(self, "ks", tuple(sorted({0, *self.ks})))
         object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
 

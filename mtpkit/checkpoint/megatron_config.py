@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, raise_problems
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "vocab_size": ("padded_vocab_size", "vocab_size"),
@@ -80,8 +80,7 @@ def config_from_megatron(values: Mapping[str, Any]) -> ModelConfig:
     ]
     if values.get("disable_bias_linear") is False:
         problems.append("disable_bias_linear False is not supported, only True")
-    if problems:
-        raise UserError("Megatron config: " + "; ".join(problems))
+    raise_problems("Megatron config", problems)
     heads = values.get("num_attention_heads") or 1
     grouped = values.get("group_query_attention", True)
     fields = {field: value for field, names in FIELDS.items() if (value := _first(values, names)) is not None}

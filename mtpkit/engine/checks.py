@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtpkit.errors import UserError
-
 Test = Callable[[Any], bool]
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -133,13 +131,3 @@ def problems(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> list[str]:
     """What to say of each value that breaks its rule."""
     found = {name: rule.problem(values[name]) for name, rule in rules.items()}
     return [f"{name} is {shown(values[name])}, {problem}" for name, problem in found.items() if problem]
-
-
-def raise_problems(what: str, found: Sequence[str]) -> None:
-    """One error for all problems of an object.
-
-    Raises:
-        UserError: there are problems.
-    """
-    if found:
-        raise UserError(f"{what}: " + "; ".join(found))

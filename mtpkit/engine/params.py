@@ -16,9 +16,9 @@ from mtpkit.engine.checks import (
     number,
     plain,
     problems,
-    raise_problems,
     whole,
 )
+from mtpkit.errors import raise_problems
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""

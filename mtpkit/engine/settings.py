@@ -22,12 +22,11 @@ from mtpkit.engine.checks import (
     number,
     plain,
     problems,
-    raise_problems,
 )
 from mtpkit.engine.drafter import Drafter
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.params import ENGINE_RULES
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, raise_problems
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
 
 _logger = logging.getLogger(__name__)

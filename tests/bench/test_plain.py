@@ -49,11 +49,8 @@ def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):
             check_greedy(model, PROMPT, [token], [0], precision)
 
 
-def test_rounding_sends_tokens_to_other_experts(monkeypatch):
-    """Of more tokens than may be strays: they are held to what rounding does to a mixture. Tokens that are simply wrong
-    lie much further below."""
-    monkeypatch.setattr("mtpkit.bench.plain._STRAYS", {torch.bfloat16: 0.0, torch.float32: 0.0})
-    monkeypatch.setattr("mtpkit.bench.plain._NEAR_TIE", {torch.bfloat16: 0.0, torch.float32: 1e-3})
+def test_rounding_sends_tokens_to_other_experts():
+    """A mixture in bf16 is held to what rounding does to it; tokens that are simply wrong lie much further below."""
     model = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.bfloat16, "cpu", seed=1)
     exact = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.float32, "cpu", seed=1)
     prompt = torch.randint(512, (60,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -69,17 +66,3 @@ def test_rounding_sends_tokens_to_other_experts(monkeypatch):
     some = [tokens[i] if i % 4 else wrong[i] for i in range(40)]
     with pytest.raises(MtpkitError, match="of which rounding explains"):
         check_greedy(model, prompt, some, range(40), torch.bfloat16)
-
-
-def test_a_stray_in_a_mixture_is_one_in_any_model():
-    """Where rounding moves nothing, a mixture is held to no less than other models."""
-    model = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.float32, "cpu", seed=1)
-    prompt, length = [7, 8, 9], 60
-    tokens = decode(model, prompt, length)
-    for strays, refused in ((1, False), (3, False), (4, True)):
-        wrong = tokens[: length - strays] + [(token + 1) % 512 for token in tokens[length - strays :]]
-        if refused:
-            with pytest.raises(MtpkitError, match="of 60 tokens are not those of a plain forward pass"):
-                check_greedy(model, prompt, wrong, range(length), torch.bfloat16)
-        else:
-            check_greedy(model, prompt, wrong, range(length), torch.bfloat16)

@@ -81,12 +81,12 @@ def test_the_demo_in_small(tmp_path):
     out = tmp_path / "demo"
     training = f"steps=2 optimizer.warmup_steps=1 data.eval=[] data.train=[{out}/corpus/heldout.jsonl]"
     sizes = ["data.micro_batch_size=1", "data.global_batch_size=2", "data.sequence_length=128"]
-    command = ["-m", "mtpkit.cli.main", "demo", "--out", out, "--num-prompts", 2, "--max-tokens", 6]
+    command = ["-m", "mtpkit.cli.main", "demo", "--out", out, "--num-prompts", 8, "--max-tokens", 6]
     done = call(*command, *training.split(), *sizes)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert list(report) == ["rows", "model", "device", "dtype", "commit", "before"]
-    assert [(row["batch_size"], row["k"]) for row in report["rows"]] == [(b, k) for b in (1, 2) for k in range(4)]
+    assert [(row["batch_size"], row["k"]) for row in report["rows"]] == [(b, k) for b in (1, 8) for k in range(4)]
     assert [(row["batch_size"], row["k"]) for row in report["before"]] == [(1, 0), (1, 3)]
     assert all(row["identical"] == 1 for row in report["rows"] + report["before"])
     assert report["before"][1]["acceptance_length"] < 1.2

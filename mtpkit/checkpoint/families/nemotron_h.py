@@ -6,7 +6,7 @@ from typing import Any
 from mtpkit.checkpoint.families.nemotron_h_names import canonical_hf_name, table
 from mtpkit.checkpoint.hf import as_token_ids
 from mtpkit.config import LAYER_KINDS, ModelConfig
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, raise_problems
 
 __all__ = ["canonical_hf_name", "config_from_hf", "config_to_hf", "table"]
 
@@ -119,8 +119,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     depths, repeated = _read_depths(hf, physical)
     if physical and physical != (1 if repeated else depths):
         problems.append(f"num_nextn_predict_layers {physical} contradicts mtpkit {hf['mtpkit']}")
-    if problems:
-        raise UserError("config.json: " + "; ".join(problems))
+    raise_problems("config.json", problems)
     values: dict[str, Any] = {
         name: hf[key] if hf.get(key) is not None else OPTIONAL_KEYS.get(key) for key, name in keys.items()
     }
