@@ -11,7 +11,7 @@ import mtpkit
 
 ROOT = Path(mtpkit.__file__).parent.parent
 ORDER = [
-    {"errors", "config", "platform"},
+    {"errors", "files", "config", "platform"},
     {"kernels", "data"},
     {"model"},
     {"checkpoint"},

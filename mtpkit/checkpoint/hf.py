@@ -13,6 +13,7 @@ from tqdm import tqdm
 from mtpkit.checkpoint.atomic import copy_file
 from mtpkit.checkpoint.tensors import TensorInfo, TensorSource
 from mtpkit.errors import UserError
+from mtpkit.files import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -86,21 +87,6 @@ def _open_shard(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or cut off ({error}); download it again") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        UserError: the file is missing or is not a JSON object.
-    """
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return values
 
 
 def write_hf(

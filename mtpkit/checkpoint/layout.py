@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpkit.checkpoint.families import config_from_hf, get_family
-from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, as_token_ids, read_json
+from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, as_token_ids
 from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.checkpoint.megatron_config import config_from_megatron
 from mtpkit.checkpoint.tensors import TensorSource
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
+from mtpkit.files import read_json
 
 Layout = Literal["hf", "megatron"]
 

@@ -1,0 +1,57 @@
+"""Files that a user gives: what is wrong with them is one line that names them."""
+
+from pathlib import Path
+
+import pytest
+
+from mtpkit.errors import UserError, listed
+from mtpkit.files import parse_json, read_json, read_text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "cannot be read as JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"[1]", "is not a JSON object"),
+        (b"null", "is not a JSON object"),
+        (b"\xff{}", "is not UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "is not UTF-8"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
+        (b"", "cannot be read as JSON"),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_unreadable_json_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as raised:
+        read_json(path)
+    assert str(path) in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_missing_files_and_directories_are_named(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for path in (tmp_path / "none", tmp_path, loop):
+        with pytest.raises(UserError, match="cannot be read") as raised:
+            read_text(path)
+        assert str(path) in str(raised.value)
+
+
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(path) == {"a": 1}
+
+
+def test_a_line_is_named() -> None:
+    with pytest.raises(UserError, match=r"data\.jsonl, line 3 cannot be read"):
+        parse_json("{", "data.jsonl, line 3")
+
+
+def test_long_lists_are_cut() -> None:
+    assert listed([]) == ""
+    assert listed("abc", most=3) == "a, b, c"
+    assert listed("abcd", most=3) == "a, b, c and 1 more"
