@@ -51,6 +51,9 @@ AT_MOST = (
 )
 """(letter, field, field that it may not exceed)"""
 
+UNKNOWN_DEPTHS_DEFAULT, UNKNOWN_DEPTHS_MOST = 3, 7
+"""K by default, and the largest K of `auto`, for a repeated head of which nobody says how deep it was trained."""
+
 
 def _is_whole(value: Any) -> bool:
     return type(value) is int
@@ -100,6 +103,8 @@ class ModelConfig:
     """Layers of one MTP depth; empty when the model has no heads."""
     mtp_num_depths: int = 0
     """K, the number of depths the heads are trained for. A repeated head may be unrolled further when serving."""
+    mtp_depths_known: bool = True
+    """False: nothing says for how many depths a repeated head was trained; `mtp_num_depths` is 1 then."""
     mtp_use_repeated_layer: bool = True
     """One physical layer shared by all depths (Nemotron 3), rather than one a depth (DeepSeek-V3)."""
 
@@ -169,6 +174,8 @@ class ModelConfig:
             yield f"mtp_num_depths {self.mtp_num_depths} is negative"
         elif bool(self.mtp_pattern) != bool(self.mtp_num_depths):
             yield f"mtp_pattern {self.mtp_pattern!r} and mtp_num_depths {self.mtp_num_depths} must be set together"
+        if not self.mtp_depths_known and not (self.mtp_num_depths == 1 and self.mtp_use_repeated_layer):
+            yield "mtp_depths_known false is for one repeated head with mtp_num_depths 1"
         letters = [letter for letter in LAYER_KINDS if letter in self.pattern + self.mtp_pattern]
         required = [*SIZES, *(field for letter in letters for field in LAYER_SIZES[letter])]
         missing = [field for field in required if getattr(self, field) <= 0]
@@ -188,12 +195,24 @@ class ModelConfig:
         return min(1, self.mtp_num_depths) if self.mtp_use_repeated_layer else self.mtp_num_depths
 
     @property
+    def default_num_speculative_tokens(self) -> int:
+        """K where nobody sets it: the depths the heads are trained for, or 3 where those are unknown."""
+        return self.mtp_num_depths if self.mtp_depths_known else UNKNOWN_DEPTHS_DEFAULT
+
+    @property
+    def max_adaptive_tokens(self) -> int:
+        """The largest K that `auto` tries: the depths the heads are trained for, or 7 where those are unknown."""
+        return self.mtp_num_depths if self.mtp_depths_known else UNKNOWN_DEPTHS_MOST
+
+    @property
     def hybrid_layer_pattern(self) -> str:
         """Megatron's unified pattern, such as `M-*-/*-/*-` for two depths."""
         return "/".join([self.pattern, *[self.mtp_pattern] * self.mtp_num_depths])
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """A copy with some fields changed."""
+        """A copy with some fields changed. A number of depths that is given is known."""
+        if "mtp_num_depths" in changes:
+            changes = {"mtp_depths_known": True} | changes
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

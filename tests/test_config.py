@@ -20,6 +20,8 @@ VALUES = vars(toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, mo
         (dict(mtp_pattern=""), ["mtp_pattern", "mtp_num_depths"]),
         (dict(mtp_num_depths=0), ["mtp_pattern", "mtp_num_depths"]),
         (dict(mtp_num_depths=-1), ["mtp_num_depths"]),
+        (dict(mtp_depths_known=False), ["mtp_depths_known", "mtp_num_depths 1"]),
+        (dict(mtp_depths_known=False, mtp_num_depths=1, mtp_use_repeated_layer=False), ["mtp_depths_known"]),
         (dict(vocab_size=0), ["vocab_size"]),
         (dict(hidden_size=-4), ["hidden_size"]),
         (dict(max_position_embeddings=0), ["max_position_embeddings"]),
@@ -101,6 +103,20 @@ def test_unknown_and_missing_keys_are_all_named():
     with pytest.raises(UserError) as error:
         ModelConfig.from_dict(values | {"hidden_sizes": 3, "experts": 4})
     assert all(name in str(error.value) for name in ("hidden_sizes", "experts", "vocab_size", "pattern"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "default", "adaptive"),
+    [
+        ({}, 2, 2),
+        (dict(mtp_num_depths=1, mtp_depths_known=False), 3, 7),
+        (dict(mtp_pattern="", mtp_num_depths=0), 0, 0),
+    ],
+)
+def test_how_many_drafts_a_head_makes(changes, default, adaptive):
+    config = ModelConfig(**VALUES | changes)
+    assert (config.default_num_speculative_tokens, config.max_adaptive_tokens) == (default, adaptive)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_replace_checks_again():

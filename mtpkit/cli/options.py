@@ -66,10 +66,10 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
 
 
 def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
-    """K as `Drafts` has it, or what the heads in a model directory were trained for."""
+    """K as `Drafts` has it, or what the heads in a model directory were trained for, 3 where that is unknown."""
     from mtpkit.checkpoint import load_config
 
-    return load_config(model).mtp_num_depths if text is None else parse_drafts(text)
+    return load_config(model).default_num_speculative_tokens if text is None else parse_drafts(text)
 
 
 def finite(value: float | None) -> float | None:

@@ -71,7 +71,7 @@ def make_drafter(
     check_depths(config, depths)
     if not config.mtp_use_repeated_layer:
         return DistinctDrafter(model, depths, block_size, sample, draft_token_ids, num_slots)
-    if depths > config.mtp_num_depths:
+    if config.mtp_depths_known and depths > config.mtp_num_depths:
         _logger.warning(
             "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
             depths,

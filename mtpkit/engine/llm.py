@@ -34,8 +34,8 @@ class LLM:
     Args:
         model: directory of a checkpoint of either layout, or a model from `mtpkit.model.build_model`.
         num_speculative_tokens: K, drafts a step from the model's MTP heads; 0 decodes plainly. "auto": chosen for each
-            step, up to the depths that the heads were trained for, from step times measured at start and the acceptance
-            seen so far. The log says so when a model has heads and 0 leaves them unused.
+            step, up to the depths that the heads were trained for (7 where that is unknown), from step times measured
+            at start and the acceptance seen so far. The log says so when a model has heads and 0 leaves them unused.
         dtype: of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU.
         seed: from which requests without a seed get theirs; None: another one each time.
         block_size: tokens whose keys and values share a block.
@@ -101,7 +101,7 @@ class LLM:
             raise UserError(
                 "num_speculative_tokens is 'auto', but the model has no MTP heads: train some, or set it to 0"
             )
-        depths = model_config.mtp_num_depths if adaptive else config.num_speculative_tokens
+        depths = model_config.max_adaptive_tokens if adaptive else config.num_speculative_tokens
         draft_ids = draft_token_ids(draft_vocab, model_config.vocab_size, weight.device)
         drafter = make_drafter(
             self.model, depths, config.block_size, config.max_num_seqs, config.draft_sampling, draft_ids

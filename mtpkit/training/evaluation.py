@@ -128,7 +128,8 @@ def evaluate_directory(
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
 
     Args:
-        num_depths: K; None: what the heads were trained for. A repeated head can be unrolled further.
+        num_depths: K; None: what the heads were trained for, 3 where that is unknown. A repeated head can be unrolled
+            further.
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         backend: as `TrainConfig.backend`.
         parallel: how ranks split the model; None: each has the whole.
@@ -143,7 +144,7 @@ def evaluate_directory(
     config = load_config(directory)
     if not config.mtp_num_depths:
         raise UserError(f"{directory} has no MTP heads; train some")
-    num_depths = num_depths or config.mtp_num_depths
+    num_depths = num_depths or config.default_num_speculative_tokens
     if num_depths > config.mtp_num_depths and not config.mtp_use_repeated_layer:
         raise UserError(
             f"{directory} has {config.mtp_num_depths} distinct heads, too few for K = {num_depths}; ask for "

@@ -2,16 +2,19 @@
 
 import argparse
 import json
+import logging
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from mtpkit import LLM
 from mtpkit.checkpoint import load_config, load_model, save_checkpoint
-from mtpkit.checkpoint.convert import export_checkpoint
+from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families import nemotron_h
 from mtpkit.checkpoint.megatron_config import config_from_megatron
 from mtpkit.checkpoint.verify import compare_weights
+from mtpkit.cli.options import drafts_of
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, edit_config
 
@@ -27,11 +30,58 @@ def test_both_spellings_of_a_pattern(hf_dir):
     assert first.mamba_dt_limit == (0.001, float("inf"))
 
 
-@pytest.mark.parametrize(("physical", "depths", "repeated"), [(1, 1, True), (3, 3, False)])
-def test_depths_without_a_hint(hf_dir, physical, depths, repeated):
-    edit_config(hf_dir, mtpkit=None, num_nextn_predict_layers=physical)
+@pytest.mark.parametrize(
+    ("physical", "own", "depths", "repeated", "known"),
+    [
+        (1, None, 1, True, False),
+        (1, {"mtp_use_repeated_layer": True}, 1, True, False),
+        (1, {"mtp_num_depths": 1}, 1, True, True),
+        (1, {"mtp_num_depths": 5}, 5, True, True),
+        (1, {"mtp_use_repeated_layer": False}, 1, False, True),
+        (3, None, 3, False, True),
+    ],
+)
+def test_depths_as_the_file_has_them(hf_dir, physical, own, depths, repeated, known):
+    edit_config(hf_dir, mtpkit=own, num_nextn_predict_layers=physical)
     config = load_config(hf_dir)
-    assert (config.mtp_num_depths, config.mtp_use_repeated_layer) == (depths, repeated)
+    assert (config.mtp_num_depths, config.mtp_use_repeated_layer, config.mtp_depths_known) == (depths, repeated, known)
+
+
+def test_unknown_depths_stay_unknown_until_a_training_sets_them(hf_dir, tmp_path):
+    edit_config(hf_dir, mtpkit=None)
+    import_checkpoint(hf_dir, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back")
+    config = load_config(hf_dir)
+    assert not config.mtp_depths_known
+    assert load_config(tmp_path / "megatron") == load_config(tmp_path / "back") == config
+    trained = config.replace(mtp_num_depths=2)
+    exported = nemotron_h.config_to_hf(trained, json.loads((hf_dir / "config.json").read_text()))
+    assert trained.mtp_depths_known and nemotron_h.config_from_hf(exported) == trained
+
+
+def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
+    edit_config(hf_dir, mtpkit=None)
+    assert drafts_of(hf_dir, None) == 3
+    caplog.set_level(logging.INFO)
+    for k in (1, 3, 9):
+        LLM(hf_dir, num_speculative_tokens=k, device="cpu")
+    assert LLM(hf_dir, num_speculative_tokens="auto", device="cpu").engine.config.num_speculative_tokens == 7
+    assert "not trained" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        *(({"mtp_num_depths": v}, "mtp_num_depths") for v in ("three", [], {}, None, 2.7, 3.0, True, "3", 0, -1)),
+        *(({"mtp_use_repeated_layer": v}, "mtp_use_repeated_layer") for v in ("true", [], {}, None, 1, 0.0)),
+        ({"mtp_depths": 3}, "mtpkit.mtp_depths is unknown"),
+    ],
+    ids=str,
+)
+def test_mtpkits_own_keys_are_checked(hf_dir, own, says):
+    edit_config(hf_dir, mtpkit=own)
+    with pytest.raises(UserError, match=says):
+        load_config(hf_dir)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """Read a `config.json`, with the published keys or those that transformers 5 saves.
 
     `num_nextn_predict_layers` counts physical layers. How many depths a repeated head was trained for is kept under
-    the key `mtpkit`; without it one physical layer counts as a repeated head of depth 1, several as distinct heads.
+    the key `mtpkit`; without it one physical layer counts as a repeated head of unknown depths, several as distinct
+    heads.
 
     Raises:
         UserError: names every missing key, unknown layer and setting that cannot be represented.
@@ -116,7 +117,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     keys = _keys(pattern + mtp_pattern)
     problems = [f"missing key {key}" for key in keys if key not in OPTIONAL_KEYS and hf.get(key) is None]
     problems += _unsupported(hf, pattern, pattern + mtp_pattern)
-    depths, repeated = _read_depths(hf, physical)
+    depths, repeated = _read_depths(own, physical)
     if physical and physical != (1 if repeated else depths):
         problems.append(f"num_nextn_predict_layers {physical} contradicts mtpkit {hf['mtpkit']}")
     raise_problems("config.json", problems)
@@ -129,7 +130,8 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         family="nemotron_h",
         pattern=pattern,
         mtp_pattern=mtp_pattern,
-        mtp_num_depths=depths,
+        mtp_num_depths=1 if depths is None else depths,
+        mtp_depths_known=depths is not None,
         mtp_use_repeated_layer=repeated,
         # Transformers clamps dt to this range and ignores `time_step_limit`.
         mamba_dt_limit=(0.001 if hf.get("time_step_min") is None else hf["time_step_min"], math.inf),
@@ -159,11 +161,22 @@ def _read_pattern(hf: dict[str, Any], letters_key: str, blocks_key: str) -> str:
     return "".join(BLOCK_TYPES[block] for block in blocks)
 
 
-def _read_depths(hf: dict[str, Any], physical: int) -> tuple[int, bool]:
-    """(depths the heads were trained for, whether they share one layer)."""
-    own = hf.get("mtpkit") or {}
-    depths, repeated = own.get("mtp_num_depths", physical), own.get("mtp_use_repeated_layer", physical <= 1)
-    return (int(depths), bool(repeated)) if physical else (0, True)
+def _read_depths(own: dict[str, Any], physical: int) -> tuple[int | None, bool]:
+    """(depths the heads were trained for, None where nothing says so; whether they share one layer).
+
+    Args:
+        own: what the file has under `mtpkit`.
+    """
+    repeated = own.get("mtp_use_repeated_layer", physical <= 1)
+    depths = own.get("mtp_num_depths", None if repeated else physical)
+    unknown = sorted(own.keys() - {"mtp_num_depths", "mtp_use_repeated_layer"})
+    problems = [f"mtpkit.{key} is unknown" for key in unknown]
+    if type(repeated) is not bool:
+        problems.append(f"mtpkit.mtp_use_repeated_layer {repeated!r} is not true or false")
+    if type(depths) is not int and "mtp_num_depths" in own:
+        problems.append(f"mtpkit.mtp_num_depths {depths!r} is not a whole number")
+    raise_problems("config.json", problems)
+    return (depths, repeated) if physical else (0, True)
 
 
 def _unsupported(hf: dict[str, Any], pattern: str, letters: str) -> list[str]:
@@ -215,6 +228,7 @@ def config_to_hf(config: ModelConfig, original: dict[str, Any] | None = None) ->
     hf["num_nextn_predict_layers"] = config.num_mtp_layers
     if config.mtp_num_depths:
         hf["mtp_hybrid_override_pattern"] = config.mtp_pattern
+    if config.mtp_num_depths and config.mtp_depths_known:
         depths, repeated = config.mtp_num_depths, config.mtp_use_repeated_layer
         hf["mtpkit"] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": repeated}
     return hf
