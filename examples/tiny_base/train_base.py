@@ -39,7 +39,6 @@ CONFIG = ModelConfig(
     mamba_state_dim=64,
     mamba_num_groups=2,
     mamba_chunk_size=64,
-    mamba_dt_limit=(1e-3, float("inf")),
     bos_token_id=0,
     eos_token_ids=(0,),
     pad_token_id=0,

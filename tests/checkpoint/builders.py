@@ -31,7 +31,10 @@ BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"
 def write_base(
     directory: Path, pattern: str = "M*-E", seed: int = 0, dtype: torch.dtype = torch.float32, **changes
 ) -> None:
-    """A random model saved by transformers; no parameter keeps a value that another could be mistaken for."""
+    """A random model saved by transformers; no parameter keeps a value that another could be mistaken for.
+
+    Its step size dt has no lower bound: transformers clamps at `time_step_min`, where Megatron-LM and vLLM do not.
+    """
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     torch.manual_seed(seed)
@@ -42,6 +45,7 @@ def write_base(
             scale = 0.3 if tensor.dim() == 1 else 0.1
             tensor.add_(scale * torch.randn(tensor.shape))
             assert tensor.unique().numel() > 1 or tensor.numel() == 1, name
+    model.config.time_step_min = 0.0  # only now: initial values are drawn between it and `time_step_max`
     model.to(dtype).save_pretrained(directory)
 
 

@@ -25,9 +25,8 @@ def test_both_spellings_of_a_pattern(hf_dir):
     edit_config(hf_dir, layers_block_type=["mamba", "attention", "mlp", "moe"])
     assert load_config(hf_dir) == first
     edit_config(hf_dir, layers_block_type=None, hybrid_override_pattern="M*-E", mtp_hybrid_override_pattern=None)
-    edit_config(hf_dir, mtp_layers_block_type=["full_attention", "moe"], time_step_limit=[0.0, 1.0])
+    edit_config(hf_dir, mtp_layers_block_type=["full_attention", "moe"])
     assert load_config(hf_dir) == first
-    assert first.mamba_dt_limit == (0.001, float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,6 @@ def test_mtpkits_own_keys_are_checked(hf_dir, own, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"time_step_min": "x"}, "mamba_dt_limit"),
         ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers 'one' is not a whole number"),
         ({"mtpkit": 3}, "mtpkit 3 is not an object"),
         ({"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern .* is not a text of layer letters"),
@@ -103,9 +101,56 @@ def test_values_of_another_type_are_named(hf_dir, changes, says):
         load_config(hf_dir)
 
 
-def test_an_absent_bound_is_transformers_own(hf_dir):
-    edit_config(hf_dir, time_step_min=None)
-    assert load_config(hf_dir).mamba_dt_limit == (0.001, float("inf"))
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({"time_step_limit": None, "time_step_min": 0.001}, (0.0, INF)),
+        ({"time_step_limit": None, "time_step_min": None}, (0.0, INF)),
+        ({"time_step_limit": [0.0, INF]}, (0.0, INF)),
+        ({"time_step_limit": [0.0, {"__float__": "Infinity"}]}, (0.0, INF)),
+        ({"time_step_limit": [0.25, {"__float__": "Infinity"}]}, (0.25, INF)),
+        ({"time_step_limit": [0, 3]}, (0.0, 3.0)),
+    ],
+    ids=str,
+)
+def test_dt_has_the_range_of_time_step_limit(hf_dir, changes, limit):
+    """As in Megatron-LM and vLLM: `time_step_min`, which transformers clamps at, is for initial values alone."""
+    edit_config(hf_dir, **changes)
+    config = load_config(hf_dir)
+    assert config.mamba_dt_limit == limit
+    original = json.loads((hf_dir / "config.json").read_text())
+    for exported in (nemotron_h.config_to_hf(config, original), nemotron_h.config_to_hf(config)):
+        assert nemotron_h.config_from_hf(json.loads(json.dumps(exported))) == config
+    keys = ("time_step_limit", "time_step_min")
+    exported = nemotron_h.config_to_hf(config, original)
+    assert [exported.get(key) for key in keys] == [original.get(key) for key in keys], "a base keeps its own keys"
+
+
+def test_transformers_computes_an_exported_range(hf_dir):
+    """Without a config to keep, its bound `time_step_min` is the low end, and infinity is written in its own way."""
+    from transformers import NemotronHConfig
+
+    config = load_config(hf_dir)
+    (hf_dir / "config.json").write_text(json.dumps(nemotron_h.config_to_hf(config), allow_nan=False))
+    read = NemotronHConfig.from_pretrained(hf_dir)
+    assert (read.time_step_min, *read.time_step_limit) == (0.0, 0.0, INF)
+    changed = nemotron_h.config_to_hf(config.replace(mamba_dt_limit=(0.5, INF)), {"time_step_min": 0.001})
+    assert (changed["time_step_min"], changed["time_step_limit"][0]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [3, [1], [], "x", True, {}, [0, 1, 2], [None, 1], [0, "1"], [0, True], [2, 1], [1, 1], [-1, 1], [0, float("nan")],
+     [INF, INF], [10**400, 10**401], [0, {"__float__": "NaN"}], [[0], 1]],
+    ids=lambda limit: repr(limit)[:30],
+)  # fmt: skip
+def test_a_range_of_dt_that_is_none_is_refused(hf_dir, limit):
+    edit_config(hf_dir, time_step_limit=limit)
+    with pytest.raises(UserError, match=r"time_step_limit .* is not a list of two numbers"):
+        load_config(hf_dir)
 
 
 def test_export_writes_what_servers_read_and_keeps_the_rest(hf_dir):

@@ -21,7 +21,7 @@ from mtpkit.checkpoint.layout import latest_iteration
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
-from tests.checkpoint.builders import GOLDEN, add_heads, edit, write_base
+from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base
 
 CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp"]
 
@@ -45,13 +45,14 @@ def relative(have: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"time_step_min": 0.5}, {"moe_latent_size": 16}, {"n_group": 2, "topk_group": 1}]
+    "changes", [{}, {"time_step_limit": [0.5, 1e9]}, {"moe_latent_size": 16}, {"n_group": 2, "topk_group": 1}]
 )
 def test_logits_equal_transformers(tmp_path, changes):
     from transformers import NemotronHForCausalLM
 
     write_base(tmp_path / "hf", "ME*-M", **changes)
     add_heads(tmp_path / "hf")
+    edit_config(tmp_path / "hf", time_step_min=changes.get("time_step_limit", [0.0])[0])  # what transformers clamps at
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
     tokens = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():

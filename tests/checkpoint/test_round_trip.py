@@ -117,7 +117,7 @@ def test_transformers_loads_the_export_without_a_word(hf_dir, tmp_path, caplog):
 
 
 def test_transformers_loads_an_exported_megatron_checkpoint(tmp_path):
-    """One that never was in the Hugging Face layout: dt is not clamped, so `time_step_min` is 0."""
+    """One that never was in the Hugging Face layout: dt is not clamped, and `time_step_min` is 0."""
     from transformers import NemotronHForCausalLM
 
     golden = load_file(GOLDEN / "tp1/moe/golden.safetensors")

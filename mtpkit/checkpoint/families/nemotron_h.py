@@ -71,6 +71,12 @@ LAYER_KEYS = {
 }
 """Config key -> ModelConfig field, read only for the layer letters that the model has."""
 
+DT_LIMIT = (0.0, math.inf)
+"""The range of the step size dt where a config does not say."""
+
+INFINITY = {"__float__": "Infinity"}
+"""How transformers 5 writes infinity, which JSON lacks."""
+
 OPTIONAL_KEYS = {
     "max_position_embeddings": 4096,
     "layer_norm_epsilon": 1e-5,
@@ -117,6 +123,8 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     keys = _keys(pattern + mtp_pattern)
     problems = [f"missing key {key}" for key in keys if key not in OPTIONAL_KEYS and hf.get(key) is None]
     problems += _unsupported(hf, pattern, pattern + mtp_pattern)
+    if _read_dt_limit(hf) is None:
+        problems.append(f"time_step_limit {hf['time_step_limit']!r} is not a list of two numbers, 0 <= low < high")
     depths, repeated = _read_depths(own, physical)
     if physical and physical != (1 if repeated else depths):
         problems.append(f"num_nextn_predict_layers {physical} contradicts mtpkit {hf['mtpkit']}")
@@ -133,8 +141,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         mtp_num_depths=1 if depths is None else depths,
         mtp_depths_known=depths is not None,
         mtp_use_repeated_layer=repeated,
-        # Transformers clamps dt to this range and ignores `time_step_limit`.
-        mamba_dt_limit=(0.001 if hf.get("time_step_min") is None else hf["time_step_min"], math.inf),
+        mamba_dt_limit=_read_dt_limit(hf),
         eos_token_ids=as_token_ids(hf.get("eos_token_id")),
         **values,
     )
@@ -159,6 +166,27 @@ def _read_pattern(hf: dict[str, Any], letters_key: str, blocks_key: str) -> str:
     if unknown:
         raise UserError(f"config.json: {blocks_key} has unknown layers {unknown}; known: {', '.join(BLOCK_TYPES)}")
     return "".join(BLOCK_TYPES[block] for block in blocks)
+
+
+def _read_dt_limit(hf: dict[str, Any]) -> tuple[float, float] | None:
+    """(low, high) that clamp the step size dt after its softplus; None where `time_step_limit` is not such a pair.
+
+    Megatron-LM, vLLM and the published code use `time_step_limit`, by default (0, inf): no clamp. The weights were
+    trained so. Transformers clamps at `time_step_min` instead (seen up to 5.23), a bound that is meant for initial
+    values of dt's bias alone; on Nemotron 3 Nano that moves the output by a mean KL of 0.03.
+    """
+    limit = hf.get("time_step_limit")
+    if limit is None:
+        return DT_LIMIT
+    if not isinstance(limit, list) or len(limit) != 2:
+        return None
+    low, high = (math.inf if bound == INFINITY else bound for bound in limit)
+    if any(type(bound) not in (int, float) for bound in (low, high)) or not 0 <= low < high:
+        return None
+    try:
+        return float(low), float(high)
+    except OverflowError:  # an integer that no float holds
+        return None
 
 
 def _read_depths(own: dict[str, Any], physical: int) -> tuple[int | None, bool]:
@@ -219,7 +247,7 @@ def config_to_hf(config: ModelConfig, original: dict[str, Any] | None = None) ->
     hf |= {key: getattr(config, name) for key, name in _keys(letters).items()}
     hf |= {"num_hidden_layers": len(config.pattern), "hybrid_override_pattern": config.pattern}
     if "M" in letters:
-        hf["time_step_min"] = config.mamba_dt_limit[0]
+        hf |= _dt_keys(config, original)
     if "E" in letters:
         normalised = config.moe_router_topk > 1
         hf |= {"n_shared_experts": 1, "norm_topk_prob": normalised, "moe_latent_size": config.moe_latent_size or None}
@@ -234,6 +262,17 @@ def config_to_hf(config: ModelConfig, original: dict[str, Any] | None = None) ->
     return hf
 
 
+def _dt_keys(config: ModelConfig, original: dict[str, Any] | None) -> dict[str, Any]:
+    """The config keys of dt's range: none where `original` says the same, so that its own keys stay.
+
+    Transformers clamps at `time_step_min`, so where the original does not have it, it is the low end of the range.
+    """
+    if original is not None and _read_dt_limit(original) == config.mamba_dt_limit:
+        return {}
+    low, high = config.mamba_dt_limit
+    return {"time_step_limit": [low, INFINITY if high == math.inf else high], "time_step_min": low}
+
+
 def _require_representable(config: ModelConfig) -> None:
     problems = []
     if config.position_embedding_type != "none":
@@ -244,8 +283,6 @@ def _require_representable(config: ModelConfig) -> None:
         problems.append("qk_layernorm")
     if config.tie_word_embeddings:
         problems.append("tie_word_embeddings")
-    if config.mamba_dt_limit[1] != math.inf:
-        problems.append(f"mamba_dt_limit with upper bound {config.mamba_dt_limit[1]}")
     if "E" in config.pattern + config.mtp_pattern and not config.moe_shared_expert_intermediate_size:
         problems.append("experts without a shared expert")
     if problems:
