@@ -123,7 +123,8 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     keys = _keys(pattern + mtp_pattern)
     problems = [f"missing key {key}" for key in keys if key not in OPTIONAL_KEYS and hf.get(key) is None]
     problems += _unsupported(hf, pattern, pattern + mtp_pattern)
-    if _read_dt_limit(hf) is None:
+    dt_limit = _read_dt_limit(hf)
+    if dt_limit is None:
         problems.append(f"time_step_limit {hf['time_step_limit']!r} is not a list of two numbers, 0 <= low < high")
     depths, repeated = _read_depths(own, physical)
     if physical and physical != (1 if repeated else depths):
@@ -141,7 +142,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         mtp_num_depths=1 if depths is None else depths,
         mtp_depths_known=depths is not None,
         mtp_use_repeated_layer=repeated,
-        mamba_dt_limit=_read_dt_limit(hf),
+        mamba_dt_limit=dt_limit or DT_LIMIT,
         eos_token_ids=as_token_ids(hf.get("eos_token_id")),
         **values,
     )
