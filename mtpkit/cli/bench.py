@@ -41,6 +41,7 @@ Out = Annotated[
     typer.Option(callback=options.writable_directory, help="Directory for the result as .json and .md."),
 ]
 NVIDIA_8B = "nemotron-h-8b"
+_DRAFTS = (0, 1, 3)
 
 
 @app.command(cls=ListCommand)
@@ -48,7 +49,13 @@ def decode(
     model: Model = NVIDIA_8B,
     pattern: Pattern = None,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
-    k: Annotated[list[str], typer.Option(help="Drafts a step; auto: as the engine chooses.")] = ["0", "1", "3"],  # noqa: B006
+    k: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="INTEGER|auto",
+            help="Drafts a step; auto: as the engine chooses. By default 0, 1 and 3, as far as the heads were trained.",
+        ),
+    ] = None,
     prompt_len: Annotated[int, typer.Option(help="Tokens of a random prompt.")] = 512,
     prompts: Annotated[
         Path | None,
@@ -82,7 +89,7 @@ def decode(
     be what a plain forward pass of it chooses.
     """
     from mtpkit.bench.decode import DecodeConfig, kernel_shares, measure_decode
-    from mtpkit.bench.shapes import read_token_ids
+    from mtpkit.bench.shapes import get_config, read_token_ids
     from mtpkit.bench.trace import can_trace
     from mtpkit.platform import default_device
 
@@ -92,9 +99,10 @@ def decode(
         raise typer.BadParameter("they are traced on a GPU, and there is none: leave it out", param_hint="--kernels")
     if draft_vocab is not None and draft_vocab_size is not None:
         raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
+    drafts = None if k is None else [options.parse_drafts(one) for one in k]
     config = DecodeConfig(
         batch_sizes=tuple(batch_size),
-        ks=tuple(options.parse_drafts(one) for one in k),
+        ks=options.several_drafts(get_config(model, pattern), drafts, _DRAFTS),
         prompt_len=prompt_len,
         max_tokens=max_tokens,
         acceptance=_synthetic(acceptance) if acceptance or prompts is None else None,
@@ -127,7 +135,7 @@ def prefill(
     batch_size: Annotated[int, typer.Option(help="Prompts.")] = 64,
     prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step.")] = 8192,
-    k: Annotated[int, typer.Option(help="Drafts made after each prompt.")] = 0,
+    k: Annotated[int, typer.Option(min=0, help="Drafts made after each prompt.")] = 0,
     repeats: Annotated[int, typer.Option(help="Measurements; the median counts.")] = 5,
     dtype: options.Dtype = "auto",
     seed: Seed = 0,
@@ -135,7 +143,9 @@ def prefill(
 ) -> None:
     """Time prompts up to their first token, as a share of the matrix rate measured in the same run."""
     from mtpkit.bench.prefill import PrefillConfig, measure_prefill
+    from mtpkit.bench.shapes import get_config
 
+    options.several_drafts(get_config(model), [k], ())
     config = PrefillConfig(batch_size, prompt_len, max_num_batched_tokens, k, repeats, seed)
     _finish(measure_prefill(_open(model, dtype), config, model), out)
 
@@ -273,7 +283,10 @@ def roofline(
     model: Model = NVIDIA_8B,
     pattern: Pattern = None,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
-    k: Annotated[list[int], typer.Option(min=0, help="Drafts a step.")] = [0, 1, 3],  # noqa: B006
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Drafts a step; by default 0, 1 and 3, as far as the heads were trained."),
+    ] = None,
     acceptance: Acceptance = None,
     context_len: Annotated[
         float, typer.Option(min=0, callback=options.finite, help="Mean tokens that a request attends to.")
@@ -305,15 +318,16 @@ def roofline(
     from mtpkit.bench.roofline import H200_BANDWIDTH, H200_MATRIX_RATE, Roofline, depth_rates
     from mtpkit.bench.shapes import get_config
 
+    config = get_config(model, pattern)
     line = Roofline(
-        get_config(model, pattern),
+        config,
         getattr(torch, dtype),
         getattr(torch, state_dtype),
         state_rollback,
         ring_entries,
         draft_vocab_size,
     )
-    rates = [depth_rates(_synthetic(acceptance), depths) for depths in k]
+    rates = [depth_rates(_synthetic(acceptance), depths) for depths in options.several_drafts(config, k, _DRAFTS)]
     speeds = (
         bandwidth * 1e12 if bandwidth else H200_BANDWIDTH,
         matrix_rate * 1e12 if matrix_rate else H200_MATRIX_RATE,

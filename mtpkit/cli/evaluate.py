@@ -22,7 +22,12 @@ def evaluate(
     prompts: Annotated[
         Path, typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.')
     ],
-    k: Annotated[list[int], typer.Option(help="Drafts a step; K = 0 is always measured.")] = [0, 1, 2, 3],  # noqa: B006
+    k: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, help="Drafts a step; 0 is always measured. By default 0 to 3, as far as the heads were trained."
+        ),
+    ] = None,
     batch_size: Annotated[list[int], typer.Option(help="Requests at once, at most the prompts.")] = [1, 8],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     out: Annotated[
@@ -53,6 +58,7 @@ def evaluate(
     object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding.
     """
     from mtpkit.bench import SpeedupConfig, measure_speedup, read_prompts
+    from mtpkit.checkpoint import load_config
     from mtpkit.engine import SamplingParams
 
     sampling = SamplingParams(
@@ -64,8 +70,11 @@ def evaluate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
+    ks = options.several_drafts(load_config(model), k, (0, 1, 2, 3))
+    if k is None and ks == (0,):
+        print(f"{model} has no MTP heads: K = 0 is measured alone", file=sys.stderr)
     config = SpeedupConfig(
-        ks=tuple(k),
+        ks=ks,
         batch_sizes=tuple(batch_size),
         repeats=repeats,
         sampling=sampling,

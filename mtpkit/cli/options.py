@@ -1,11 +1,15 @@
 """Options shared by the commands."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from mtpkit.config import ModelConfig
 
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
 Dtype = Annotated[
@@ -66,10 +70,35 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
 
 
 def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
-    """K as `Drafts` has it, or what the heads in a model directory were trained for, 3 where that is unknown."""
-    from mtpkit.checkpoint import load_config
+    """K as `Drafts` has it, or what the heads in a model directory were trained for, 3 where that is unknown.
 
-    return load_config(model).default_num_speculative_tokens if text is None else parse_drafts(text)
+    Raises:
+        UserError: the heads cannot make so many drafts.
+    """
+    from mtpkit.checkpoint import load_config
+    from mtpkit.engine.drafter import default_depths
+
+    config = load_config(model)
+    (drafts,) = several_drafts(config, None if text is None else [parse_drafts(text)], [default_depths(config)])
+    return drafts
+
+
+def several_drafts[K: (int, int | Literal["auto"])](
+    config: "ModelConfig", given: Sequence[K] | None, usual: Sequence[int]
+) -> tuple[K | int, ...]:
+    """All K that are `given`, or, of the `usual` ones, those that the heads of a model were trained for.
+
+    Raises:
+        UserError: the heads cannot make so many drafts.
+    """
+    from mtpkit.engine.drafter import check_depths, default_depths
+
+    if given is None:
+        most = default_depths(config)
+        return tuple(dict.fromkeys(min(k, most) for k in usual))
+    for k in given:
+        check_depths(config, k, "--k")
+    return tuple(given)
 
 
 def finite(value: float | None) -> float | None:

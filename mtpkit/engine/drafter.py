@@ -7,7 +7,7 @@ newest accepted position: h_p is known and t_{p+1} was just chosen.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -80,28 +80,44 @@ def make_drafter(
     return RepeatedDrafter(model, depths, block_size, sample, draft_token_ids)
 
 
-def check_depths(config: ModelConfig, depths: int) -> None:
-    """Refuse to make so many drafts, at least one, with the heads of a model.
+def default_depths(config: ModelConfig) -> int:
+    """K where a user names none: as many drafts as the heads of a model were trained for and can make."""
+    return 1 if _draft_one(config) else config.default_num_speculative_tokens
+
+
+def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str = "num_speculative_tokens") -> None:
+    """Refuse to make more drafts than the heads of a model can.
+
+    Args:
+        name: of the setting, in the error.
 
     Raises:
-        UserError: there are none, too few, or they are of a kind that cannot be unrolled.
+        UserError: there are no heads, too few, or they are of a kind that cannot be unrolled.
     """
+    if depths == 0:
+        return
+    given = f"{name} is {depths!r}, but"
     if not config.mtp_num_depths:
-        raise UserError(
-            f"num_speculative_tokens is {depths}, but the model has no MTP heads: train some, or set it to 0"
-        )
+        raise UserError(f"{given} the model has no MTP heads: train some, or set it to 0")
     if config.mtp_use_repeated_layer:
         return
-    if "M" in config.mtp_pattern and depths > 1:
+    if depths == "auto":
+        raise UserError(f"{name} 'auto' needs a repeated MTP head: set a number for distinct ones")
+    if _draft_one(config) and depths > 1:
         raise UserError(
-            f"num_speculative_tokens is {depths}, but distinct heads with Mamba layers (MTP pattern "
-            f"{config.mtp_pattern!r}) draft one token: set it to 1"
+            f"{given} distinct heads with Mamba layers (MTP pattern {config.mtp_pattern!r}) draft one token: "
+            "set it to 1"
         )
     if depths > config.mtp_num_depths:
         raise UserError(
-            f"num_speculative_tokens is {depths}, but the model has {config.mtp_num_depths} distinct MTP heads: "
-            f"set it to {config.mtp_num_depths} or less"
+            f"{given} the model has {config.mtp_num_depths} distinct MTP heads: set it to {config.mtp_num_depths} "
+            "or less"
         )
+
+
+def _draft_one(config: ModelConfig) -> bool:
+    """Whether heads draft one token alone: the Mamba states of distinct ones are not taken back."""
+    return bool(config.mtp_num_depths) and not config.mtp_use_repeated_layer and "M" in config.mtp_pattern
 
 
 class _MtpDrafter:

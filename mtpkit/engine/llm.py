@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from mtpkit.engine.checks import plain
-from mtpkit.engine.drafter import make_drafter
+from mtpkit.engine.drafter import check_depths, make_drafter
 from mtpkit.engine.engine import Engine
-from mtpkit.engine.loading import DTYPES, open_model
+from mtpkit.engine.loading import DTYPES, config_of, open_model
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.params import EngineConfig, SamplingParams
 from mtpkit.engine.prompts import Prompt, encode, list_params, list_prompts
@@ -94,20 +94,15 @@ class LLM:
             draft_sampling=draft_sampling,
             seed=seed,
         )
-        self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
-        stacked = stack_experts(self.model)
-        model_config, weight = self.model.mtpkit_config, next(self.model.parameters())
-        if adaptive and not model_config.mtp_num_depths:
-            raise UserError(
-                "num_speculative_tokens is 'auto', but the model has no MTP heads: train some, or set it to 0"
-            )
+        model_config = config_of(model)
+        check_depths(model_config, plain(num_speculative_tokens))
         depths = model_config.max_adaptive_tokens if adaptive else config.num_speculative_tokens
+        self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
+        stacked, weight = stack_experts(self.model), next(self.model.parameters())
         draft_ids = draft_token_ids(draft_vocab, model_config.vocab_size, weight.device)
         drafter = make_drafter(
             self.model, depths, config.block_size, config.max_num_seqs, config.draft_sampling, draft_ids
         )
-        if adaptive and not drafter.device_only:
-            raise UserError("num_speculative_tokens 'auto' needs a repeated MTP head: set a number for distinct ones")
         report_unused(depths, model_config, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
         ahead, graphs = execution(weight, stacked, drafter, async_scheduling, enforce_eager)
         config = replace(

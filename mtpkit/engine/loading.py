@@ -5,10 +5,22 @@ from typing import Any
 
 import torch
 
+from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.platform import default_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def config_of(model: Any) -> ModelConfig:
+    """The config of a model directory, of which no weight is read, or of a model.
+
+    Raises:
+        UserError: no model directory, or its config cannot be represented.
+    """
+    from mtpkit.checkpoint import load_config
+
+    return load_config(model) if isinstance(model, str | Path) else model.mtpkit_config
 
 
 def open_model(

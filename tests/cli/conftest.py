@@ -1,7 +1,9 @@
 """A model with random heads and a tokenizer, and commands called in this process."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +13,21 @@ from tests.training.toy import toy_model
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
-    save_hf_model(toy_model(vocab_size=300, mtp_num_depths=2), directory)
-    return directory
+def save_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Callable[..., Path]:
+    """Directory of a model with heads as asked for, and the tokenizer."""
+
+    def save_model(**changes: Any) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+        save_hf_model(toy_model(vocab_size=300, **changes), directory)
+        return directory
+
+    return save_model
+
+
+@pytest.fixture(scope="session")
+def model_dir(save_model: Callable[..., Path]) -> Path:
+    return save_model(mtp_num_depths=2)
 
 
 @pytest.fixture

@@ -198,3 +198,24 @@ def test_large_shapes_are_those_of_billions_of_weights():
 def test_what_cannot_be_measured(command, error, call, capsys):
     assert call(app, *command.split()) == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("heads", "ks"),
+    [(dict(mtp_num_depths=2, mtp_use_repeated_layer=False), [0, 1, 2]), (dict(mtp_num_depths=0, mtp_pattern=""), [0])],
+    ids=["distinct", "no heads"],
+)
+def test_k_is_by_default_what_the_model_has(heads, ks, save_model, call, capsys):
+    model, brief = save_model(**heads), "--batch-size 1 --repeats 1 --max-tokens 24 --prompt-len 4 --no-trace"
+    assert call(app, "roofline", "--model", model, "--batch-size", 1) == 0
+    assert [row["k"] for row in last_line(capsys)["rows"]] == ks
+    assert call(app, "decode", "--model", model, *brief.split()) == 0
+    assert [row["k"] for row in last_line(capsys)["rows"]] == ks
+
+
+def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(save_model, call, capsys, monkeypatch):
+    model = save_model(mtp_num_depths=2, mtp_use_repeated_layer=False)
+    monkeypatch.setattr(shapes, "load_model", lambda *_: pytest.fail("weights are read"))
+    for command in ("decode", "prefill", "roofline"):
+        assert call(app, command, "--model", model, "--k", 3) == 2
+        assert "--k is 3, but the model has 2 distinct MTP heads: set it to 2 or less" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from mtpkit import bench
 from mtpkit.bench import speedup
 from mtpkit.cli.evaluate import app
 from mtpkit.engine import LLM
+from mtpkit.errors import UserError
 
 
 @pytest.fixture
@@ -50,12 +51,14 @@ def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_pat
     [("float32", [], 1), ("bfloat16", [], 0), ("float32", ["--temperature", 1], 0)],
     ids=["greedy fp32", "bf16", "sampling"],
 )
-def test_changed_tokens_fail_greedy_fp32_alone(dtype, options, code, prompts, call, capsys, tmp_path, monkeypatch):
+def test_changed_tokens_fail_greedy_fp32_alone(
+    dtype, options, code, prompts, call, capsys, tmp_path, monkeypatch, model_dir
+):
     rows = [bench.Row(1, 0, 10, 1, 1, [], 1), bench.Row(1, 1, 20, 2, 1.5, [0.5], 2 / 3)]
     report = bench.Report(rows, "dir", "cpu", dtype, None)
     monkeypatch.setattr(bench, "measure_speedup", lambda *_: report)
     out = tmp_path / "out"
-    assert call(app, "--model", tmp_path, "--prompts", prompts, "--out", out, *options) == code
+    assert call(app, "--model", model_dir, "--prompts", prompts, "--out", out, *options) == code
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1]) == report.to_dict()
     assert printed.err.splitlines()[0] == f"the report is in {out}"
@@ -85,3 +88,45 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
 def test_sampling_options_reach_the_requests(model_dir, prompts, call, capsys, option, says):
     assert call(app, "--model", model_dir, "--prompts", prompts, option, -3) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("heads", "ks", "says"),
+    [
+        (dict(mtp_num_depths=2, mtp_use_repeated_layer=False), [0, 1, 2], None),
+        (dict(mtp_num_depths=2, mtp_use_repeated_layer=False, mtp_pattern="M-"), [0, 1], None),
+        (dict(mtp_num_depths=1), [0, 1], None),
+        (dict(mtp_num_depths=5), [0, 1, 2, 3], None),
+        (dict(mtp_num_depths=0, mtp_pattern=""), [0], "has no MTP heads: K = 0 is measured alone"),
+    ],
+    ids=["distinct", "distinct mamba", "one depth", "five depths", "no heads"],
+)
+def test_k_is_by_default_what_the_model_has(heads, ks, says, save_model, prompts, call, capsys, tmp_path):
+    model, brief = save_model(**heads), ["--batch-size", 1, "--max-tokens", 4, "--repeats", 1, "--num-prompts", 1]
+    assert call(app, "--model", model, "--prompts", prompts, "--out", tmp_path / "out", *brief) == 0
+    printed = capsys.readouterr()
+    assert [row["k"] for row in json.loads(printed.out.splitlines()[-1])["rows"]] == ks
+    assert (f"{model} {says}\n" if says else "") in printed.err and "not trained" not in printed.err
+    assert ("no MTP heads" in printed.err) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("heads", "k", "says"),
+    [
+        (dict(mtp_num_depths=2, mtp_use_repeated_layer=False), 3, "the model has 2 distinct MTP heads: set it to 2"),
+        (dict(mtp_num_depths=2, mtp_use_repeated_layer=False, mtp_pattern="M-"), 2, "draft one token: set it to 1"),
+        (dict(mtp_num_depths=0, mtp_pattern=""), 1, "the model has no MTP heads: train some, or set it to 0"),
+    ],
+    ids=["distinct", "distinct mamba", "no heads"],
+)
+def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(
+    heads, k, says, save_model, prompts, call, capsys, tmp_path, monkeypatch
+):
+    model = save_model(**heads)
+    monkeypatch.setattr("mtpkit.checkpoint.load_model", lambda *_, **__: pytest.fail("weights are read"))
+    assert call(app, "--model", model, "--prompts", prompts, "--out", tmp_path / "out", "--k", 0, k) == 2
+    printed = capsys.readouterr()
+    assert f"--k is {k}, but" in printed.err and says in printed.err and printed.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=f"num_speculative_tokens is {k}, but .*{says}"):
+        LLM(model, k)
