@@ -1,6 +1,7 @@
 """Errors that a user sees. Each is one line: what is wrong, with which thing, and what to do."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 
 class MtpkitError(Exception):
@@ -19,15 +20,21 @@ class StorageError(MtpkitError, OSError):
     """Reading or writing failed for a reason outside the user's input, such as a full disk."""
 
 
-def listed(items: Iterable[object], most: int = 10) -> str:
-    """The first `most` items as text, comma-separated, and how many more there are.
+def listed(items: Iterable[object], most: int = 10, width: int = 240, separator: str = ", ") -> str:
+    """The first items as text, and how many more there are.
+
+    Args:
+        most: items that are shown.
+        width: characters that are shown; one item is, however long it is.
 
     >>> listed(range(5), most=3)
     '0, 1, 2 and 2 more'
     """
     texts = [str(item) for item in items]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    lengths = accumulate(len(text) + len(separator) for text in texts)
+    count = min(most, max(1, sum(length <= width for length in lengths)))
+    more = f" and {len(texts) - count} more" if len(texts) > count else ""
+    return separator.join(texts[:count]) + more
 
 
 def raise_problems(what: str, found: Sequence[str]) -> None:
@@ -37,4 +44,4 @@ def raise_problems(what: str, found: Sequence[str]) -> None:
         UserError: there are problems.
     """
     if found:
-        raise UserError(f"{what}: " + "; ".join(found))
+        raise UserError(f"{what}: {listed(found, width=320, separator='; ')}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import UserError, listed, raise_problems
 from mtpkit.files import parse_json, read_json, read_text
 
 
@@ -55,3 +55,13 @@ def test_long_lists_are_cut() -> None:
     assert listed([]) == ""
     assert listed("abc", most=3) == "a, b, c"
     assert listed("abcd", most=3) == "a, b, c and 1 more"
+    assert listed(["a" * 30] * 9, width=70) == f"{'a' * 30}, {'a' * 30} and 7 more"
+    assert listed(["a" * 300, "b"]) == f"{'a' * 300} and 1 more", "one is shown, however long it is"
+    assert listed("abc", most=2, separator="; ") == "a; b and 1 more"
+
+
+def test_many_problems_fit_a_line() -> None:
+    with pytest.raises(UserError) as caught:
+        raise_problems("model config", [f"field_{n} {'x' * 30} is not a whole number" for n in range(50)])
+    assert str(caught.value).startswith("model config: field_0 ") and str(caught.value).endswith(" more")
+    assert len(str(caught.value)) < 400

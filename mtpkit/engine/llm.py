@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
 from mtpkit.engine.checks import plain
 from mtpkit.engine.drafter import check_depths, make_drafter
 from mtpkit.engine.engine import Engine
@@ -59,6 +60,7 @@ class LLM:
         UserError: settings that cannot work, or heads that are missing or too few.
     """
 
+    @answers_absent("LLM", LLM_ARGUMENTS)
     def __init__(
         self,
         model: Any,
@@ -142,6 +144,7 @@ class LLM:
             most = config.max_num_seqs
             self.engine.adapt(sorted({min(2**power, most) for power in range(most.bit_length() + 1)}))
 
+    @answers_absent("LLM.generate", GENERATE_ARGUMENTS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -171,6 +174,7 @@ class LLM:
                 progress.update()
         return [finished[request.request_id] for request in requests]
 
+    @answers_absent("LLM.stream", GENERATE_ARGUMENTS)
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -184,6 +188,10 @@ class LLM:
             UserError: a prompt that cannot be served, raised by the call itself; another stream that is still open.
         """
         return self._run(self._requests(prompts, sampling_params))
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do instead of vLLM's methods that are not there."""
+        raise absent_method(self, name)
 
     def stats(self) -> EngineStats:
         """Totals over all requests since the last `reset_stats`."""

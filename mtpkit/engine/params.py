@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mtpkit.engine.absent import SAMPLING_ARGUMENTS, answers_absent_fields
 from mtpkit.engine.checks import (
     FLAG,
     WHOLE,
@@ -70,6 +71,7 @@ def _make_plain(config: Any, rules: dict[str, Rule]) -> None:
         object.__setattr__(config, name, plain(getattr(config, name)))
 
 
+@answers_absent_fields(SAMPLING_ARGUMENTS)
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of a request are chosen and when it ends. Names and defaults are vLLM's.
