@@ -1,6 +1,7 @@
 """The settings of a training run: a YAML file, `key=value` overrides, and checks that name the key that mends them."""
 
 import dataclasses
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from typing import Any, Literal, cast
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
+from mtpkit.files import read_text
 from mtpkit.model.stages import Balance
 from mtpkit.training.loss import LossKind
 from mtpkit.training.mixing import MixKind
+from mtpkit.training.patterns import quote_patterns
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,12 @@ class DataConfig:
     """What the heads are trained and evaluated on."""
 
     train: tuple[str, ...]
-    """Files, folders and globs of text, jsonl or parquet, and directories of `mtpkit data prepare`. Each is a source,
-    called after its file or folder, or as `name=path` says."""
+    """Files, folders and globs of text, jsonl, csv or parquet, and directories of `mtpkit data prepare`. Each is a
+    source, called after its file or folder, or as `name=path` says."""
     eval: tuple[str, ...] = ()
     """Held-out data of the same kinds, for acceptance during training; empty: no evaluation."""
     text_column: str = "text"
-    """Column of jsonl and parquet that holds plain text; every token of it is trained on."""
+    """Column of jsonl, csv and parquet that holds plain text; every token of it is trained on."""
     prompt_column: str = "prompt"
     """Column of the prompt in prompt/response data; its tokens are read but not trained on."""
     response_column: str = "response"
@@ -234,6 +237,9 @@ class TrainConfig:
             yield "output is empty: name a directory"
         if not data.train:
             yield "data.train is empty: name at least one file"
+        for key, names in (("data.train", data.train), ("data.eval", data.eval)):
+            if wrong := [name for name in names if not isinstance(name, str) or not name]:
+                yield f"{key} has {wrong[0]!r}, which is no file: put names in quotes, {key}=['a[0-9].jsonl']"
         if self.cache and self.parallel.pipeline > 1:
             yield "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1, or cache= to nothing"
         if data.sequence_length % max(1, self.parallel.tensor):
@@ -322,10 +328,9 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
     if malformed:
         raise UserError(f"overrides must be key=value, such as steps=100, not {', '.join(malformed)}")
     try:
-        from_file = OmegaConf.load(path) if path is not None else OmegaConf.create()
-    except OSError as error:
-        raise UserError(f"cannot read config {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, YAMLError) as error:
+        text = quote_patterns(read_text(path)) if path is not None else "{}"
+        from_file = OmegaConf.load(io.StringIO(text))
+    except YAMLError as error:
         raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not OmegaConf.is_dict(from_file):
         raise UserError(f"config {path} is a list, must be settings as key: value")
@@ -333,7 +338,8 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
     try:
         return cast(TrainConfig, OmegaConf.to_object(_merge(source, from_file, overrides)))
     except MissingMandatoryValue as error:
-        raise UserError(f"{source}: {error.full_key} is required, set {error.full_key}=...") from error
+        example = {"data": "data.train=[FILE]", "data.train": "data.train=[FILE]"}.get(error.full_key)
+        raise UserError(f"{source}: {error.full_key} is required, set {example or f'{error.full_key}=...'}") from error
     except OmegaConfBaseException as error:  # an interpolation
         raise UserError(f"{source}: {_one_line(error)}") from error
 
@@ -359,11 +365,12 @@ def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) 
         problems.append(f"{source}: {_one_line(error)}")
     merged = settings
     for text in overrides:
-        tried = [*good, _quoted(text)]
         try:
+            tried = [*good, _quoted(text)]
             merged = OmegaConf.merge(settings, _with_lists(OmegaConf.from_dotlist(tried)))
         except unfit as error:
-            problems.append(f"override {text}: {_one_line(error)}")
+            hint = ": put names in quotes, ['a[0-9].jsonl']" if text.startswith(("data.train=", "data.eval=")) else ""
+            problems.append(f"override {text}: {_one_line(error)}{hint}")
         else:
             good = tried
     if problems:
@@ -383,9 +390,15 @@ def _with_lists(config: Any) -> Any:
 
 
 def _quoted(override: str) -> str:
-    """`key=value` with texts in quotes that YAML would take for something else: nothing, and patterns such as `*-`."""
+    """`key=value` with texts in quotes that YAML would take for something else: nothing, `*.jsonl`, and `-`.
+
+    Raises:
+        YAMLError: the value is no YAML.
+    """
     key, value = override.split("=", 1)
-    return f"{key}='{value}'" if not value or (key == "heads.pattern" and value[0] not in "'\"") else override
+    if not value or (key == "heads.pattern" and value[0] not in "'\""):
+        return f"{key}='{value}'"
+    return f"{key}={quote_patterns(value, names=key in ('data.train', 'data.eval'))}"
 
 
 def _one_line(error: Exception) -> str:

@@ -140,6 +140,44 @@ def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
         load_config(path, ["seed=1"])
 
 
+@pytest.mark.parametrize(
+    ("value", "files"),
+    [
+        ("[*.jsonl]", ("*.jsonl",)),
+        ("[a.txt, **/*.jsonl,*b*]", ("a.txt", "**/*.jsonl", "*b*")),
+        ("*.jsonl", ("*.jsonl",)),
+        ("*", ("*",)),
+        ("[001,1.50,true]", ("001", "1.50", "true")),
+        ("[*it's*]", ("*it's*",)),
+        ("['*.txt', \"*.md\", code=*.py]", ("*.txt", "*.md", "code=*.py")),
+    ],
+)
+def test_globs_that_begin_with_a_star(tmp_path, value, files):
+    assert load_config(None, [*NEEDED[:2], f"data.train={value}", f"data.eval={value}"]).data.train == files
+    if "001" in value:
+        return
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: base\noutput: run # [*.x]\ndata: {{train: {value}}}\n")
+    assert load_config(path).data.train == files
+    blocks = "".join(f"    - {name}\n" for name in ("*.jsonl", "code=*.py", "*"))
+    path.write_text(f"model: base\noutput: run\ndata:\n  train:\n{blocks}  eval: *.txt\nheads:\n  pattern: *-\n")
+    config = load_config(path)
+    assert config.data.train == ("*.jsonl", "code=*.py", "*") and config.data.eval == ("*.txt",)
+    assert config.heads.pattern == "*-"
+
+
+def test_aliases_of_a_config_stay_aliases(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: base\noutput: run\ndata: {train: &own [*.txt], eval: *own}\n")
+    assert load_config(path).data.eval == ("*.txt",)
+
+
+@pytest.mark.parametrize("value", ["[*[0-9].txt]", "[?.txt]", "[", "[a: b]", "[[a]]", "['']"])
+def test_globs_that_yaml_does_not_read_say_how_they_are_written(value):
+    with pytest.raises(UserError, match=r"put names in quotes, .*\['a\[0-9\]\.jsonl'\]$"):
+        load_config(None, [*NEEDED, f"data.train={value}"])
+
+
 def test_the_last_of_several_overrides_holds():
     assert load_config(None, [*NEEDED, "seed=1", "seed=2", "seed=1"]).seed == 1
 
@@ -164,6 +202,13 @@ def test_unreadable_files(tmp_path, content):
 def test_missing_keys_are_named():
     with pytest.raises(UserError, match=r"model is required"):
         load_config(None, [])
+
+
+@pytest.mark.parametrize("given", [[], ["data.eval=[a]"]])
+def test_what_is_said_of_missing_data_can_be_followed(given):
+    with pytest.raises(UserError, match=r"is required, set (data.train=\[FILE\])$") as error:
+        load_config(None, ["model=base", "output=run", *given])
+    assert load_config(None, ["model=base", "output=run", str(error.value).rsplit(" ", 1)[1]]).data.train == ("FILE",)
 
 
 def test_the_example_is_valid():
