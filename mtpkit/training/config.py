@@ -338,7 +338,7 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
     try:
         return cast(TrainConfig, OmegaConf.to_object(_merge(source, from_file, overrides)))
     except MissingMandatoryValue as error:
-        example = {"data": "data.train=[FILE]", "data.train": "data.train=[FILE]"}.get(error.full_key)
+        example = "data.train=[FILE]" if error.full_key in ("data", "data.train") else None
         raise UserError(f"{source}: {error.full_key} is required, set {example or f'{error.full_key}=...'}") from error
     except OmegaConfBaseException as error:  # an interpolation
         raise UserError(f"{source}: {_one_line(error)}") from error
