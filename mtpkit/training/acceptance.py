@@ -4,6 +4,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
+from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.model.mtp import DepthAttention
 from mtpkit.training.depths import DepthSums
@@ -26,13 +27,19 @@ def served_acceptance(
     Returns:
         Sums over the steps whose K drafts all lie in the text, for `conditional_acceptance` and `acceptance_length`;
         its losses are 0.
+
+    Raises:
+        MtpkitError: logits where a step may start are not finite.
     """
     batch = token_ids[None]
     hidden = base_forward(model, batch, SequenceInput())
     starts = max(0, len(token_ids) - num_depths - 1)  # positions from 0 on whose K drafts lie in the text
     right = []
     for depth, states in enumerate(unroll_depths(model, hidden, batch, num_depths, attention), start=1):
-        drafts = compute_logits(model, states[:starts, 0]).argmax(dim=-1)
+        logits = compute_logits(model, states[:starts, 0])
+        if not logits[prompt_length - 1 :].isfinite().all():
+            raise MtpkitError(f"NaN or infinity in the logits of depth {depth}; look for it in the model's weights")
+        drafts = logits.argmax(dim=-1)
         right.append((drafts == token_ids[depth + 1 : depth + 1 + starts]).tolist())
     sums = DepthSums.zero(num_depths, torch.device("cpu"))
     position = prompt_length - 1

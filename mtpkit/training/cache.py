@@ -54,9 +54,21 @@ class HiddenStates:
             return self.values.to(dtype)
         return (self.values.float() * self.scale[..., None]).to(dtype)
 
+    def finite(self) -> list[bool]:
+        """Which of the b sequences hold neither NaN nor infinity; the host waits for them."""
+        parts = [part for part in (self.values, self.scale) if part is not None]
+        return torch.stack([torch.stack([*map(_is_finite, row)]).all() for row in zip(*parts, strict=True)]).tolist()
+
     def map(self, change: Any) -> "HiddenStates":
         """`change` of both tensors."""
         return HiddenStates(change(self.values), None if self.scale is None else change(self.scale))
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    """[] bool, by the extremes alone: forty times as fast on a CPU as `isfinite` of each."""
+    if values.dtype == FP8:  # without infinity, and NaN are the bytes 7f and ff
+        return (values.view(torch.int8).max() < 0x7F) & (values.view(torch.uint8).max() < 0xFF)
+    return torch.stack(values.aminmax()).isfinite().all()
 
 
 @torch.no_grad()
@@ -187,6 +199,7 @@ class HiddenReader:
 
     def __init__(self, directory: Path, manifest: Manifest, split: Split):
         self._rows_per_shard = split.rows_per_shard
+        self._files = [directory / name for name in split.files]
         fp8 = getattr(torch, manifest.cache_dtype) == FP8
         self._shards: dict[str, list[Tensor]] = {"hidden": [], **({"scale": []} if fp8 else {})}
         for number, name in enumerate(split.files):
@@ -199,7 +212,11 @@ class HiddenReader:
         self._pin = torch.cuda.is_available()
 
     def read(self, rows: np.ndarray) -> HiddenStates:
-        """Of the sequences `rows` [b], in memory; pinned where there is a GPU."""
+        """Of the sequences `rows` [b], in memory; pinned where there is a GPU.
+
+        Raises:
+            UserError: they are not finite.
+        """
         places = [divmod(int(row), self._rows_per_shard) for row in rows]
         gathered = []
         for tensors in self._shards.values():
@@ -208,7 +225,10 @@ class HiddenReader:
             for target, (shard, place) in zip(whole, places, strict=True):
                 target.copy_(tensors[shard][place])
             gathered.append(whole)
-        return HiddenStates(*gathered)
+        states = HiddenStates(*gathered)
+        if bad := [self._files[shard] for good, (shard, _) in zip(states.finite(), places, strict=True) if not good]:
+            raise UserError(f"{bad[0]} holds hidden states of NaN or infinity; remove it, it is written anew")
+        return states
 
 
 def _map_tensor(path: Path, name: str) -> Tensor:

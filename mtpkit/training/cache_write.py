@@ -24,7 +24,7 @@ from mtpkit.checkpoint.fingerprint import fingerprint_base, fingerprint_config
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision, on_first_rank
 from mtpkit.training.batches import open_dataset
 from mtpkit.training.cache import (
@@ -253,7 +253,11 @@ def _share(split: Split, missing: Sequence[int], rank: int, ranks: int) -> Itera
 def _compute(
     model: HybridModel, dataset: PackedDataset, rows: np.ndarray, size: int, dtype: torch.dtype, bar: tqdm
 ) -> dict[str, Tensor]:
-    """The tensors of a shard. All micro-batches have one size, since others may round differently."""
+    """The tensors of a shard. All micro-batches have one size, since others may round differently.
+
+    Raises:
+        MtpkitError: hidden states are not finite.
+    """
     device = next(model.parameters()).device
     parts = []
     for start in range(0, len(rows), size):
@@ -263,6 +267,11 @@ def _compute(
         if model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         states = HiddenStates.encode(hidden.transpose(0, 1)[: len(wanted)], dtype)
+        if bad := [int(row) for row, good in zip(wanted, states.finite(), strict=True) if not good]:
+            raise MtpkitError(
+                f"the base's hidden states of sequence {listed(bad)} hold NaN or infinity in {str(dtype)[6:]} and are "
+                "not cached; look into its weights, or set cache_dtype or dtype to float32"
+            )
         parts.append(states.map(lambda tensor: tensor.cpu()))
         bar.update(len(wanted) * dataset.sequence_length)
     tensors = {"hidden": torch.cat([part.values for part in parts])}

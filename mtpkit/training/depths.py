@@ -18,6 +18,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.data import PackedBatch
+from mtpkit.errors import MtpkitError, listed
 from mtpkit.model import gather_sequence, mtp_forward, output_weight, unroll_depths
 from mtpkit.training.cache import base_states
 from mtpkit.training.config import HeadAttention
@@ -57,6 +58,10 @@ class DepthSums:
     def __add__(self, other: "DepthSums") -> "DepthSums":
         return DepthSums(self.values + other.values)
 
+    def on_host(self) -> "DepthSums":
+        """The same; the host waits for them once."""
+        return DepthSums(self.values.cpu())
+
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> "DepthSums":
         """The sum over ranks."""
         values = self.values.clone()
@@ -76,8 +81,30 @@ class DepthSums:
         """AL = 1 + the mean number of accepted drafts of a step that could start at any position."""
         return 1 + sum(itertools.accumulate(self.conditional_acceptance(decoding), operator.mul))
 
+    def check_finite(self, where: str) -> None:
+        """Refuse sums that are not numbers; the host waits for them.
+
+        Raises:
+            MtpkitError: it names `where` and what `not_finite` finds.
+        """
+        if found := self.not_finite():
+            raise MtpkitError(
+                f"{where}: NaN or infinity in {found}; look for it in the weights of base and heads, or in cached "
+                "hidden states; if training led there, lower optimizer.lr or set dtype=float32"
+            )
+
+    def not_finite(self) -> str:
+        """Which sums are NaN or infinity, such as `the loss of depth 1, 3`; nothing where all are numbers."""
+        names = ["loss", "number of tokens", *(f"{name} acceptance" for name in DECODINGS for _ in range(2))]
+        found: dict[str, set[int]] = {}
+        for row, depth in (~self.values.isfinite()).nonzero().tolist():
+            found.setdefault(names[row], set()).add(depth + 1)
+        return "; ".join(f"the {name} of depth {listed(sorted(depths))}" for name, depths in found.items())
+
     def _ratios(self, numerator: int, denominator: int) -> list[float]:
-        return (self.values[numerator] / self.values[denominator]).nan_to_num(0.0).tolist()  # 0 of 0 is 0
+        """Quotients of two rows, where 0 of 0 is 0, and NaN and infinity stay what they are."""
+        above, below = self.values[numerator], self.values[denominator]
+        return torch.where((above == 0) & (below == 0), above, above / below).tolist()
 
 
 def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Tensor:

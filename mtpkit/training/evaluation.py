@@ -102,13 +102,19 @@ def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, Any]:
 def evaluate_sources(
     model: HybridModel, dataset: PackedDataset, settings: EvaluationSettings, group: dist.ProcessGroup
 ) -> Evaluation:
-    """Evaluate the heads on every source. Collective over the data-parallel `group`, whose ranks share the work."""
+    """Evaluate the heads on every source. Collective over the data-parallel `group`, whose ranks share the work.
+
+    Raises:
+        MtpkitError: what was found is not finite; on all ranks.
+    """
     device = next(model.parameters()).device
     sources = {}
     for source in dataset.sources:
         batches = _batches(dataset, source, settings.batch_size, settings.max_sequences)
         share = (batch.to(device) for batch in even_share(batches, group))
-        sources[source] = evaluate(model, share, settings.num_depths, settings.attention, settings.options, group)
+        sums = evaluate(model, share, settings.num_depths, settings.attention, settings.options, group)
+        sources[source] = sums = sums.on_host()
+        sums.check_finite(f"held-out data {source}")
     return Evaluation(sources, settings.depth_weights)
 
 
@@ -140,6 +146,7 @@ def evaluate_directory(
 
     Raises:
         UserError: no model, no heads, too few of them, or data or a split that does not fit.
+        MtpkitError: what was found is not finite.
     """
     config = load_config(directory)
     if not config.mtp_num_depths:

@@ -8,6 +8,7 @@ single step of training, and at every depth alike, since each depth hands on abo
 Shape legend: s sequence, b batch, h hidden size, n tokens that count.
 """
 
+import math
 from collections.abc import Iterable
 from functools import partial
 
@@ -16,6 +17,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
 from mtpkit.data import PackedBatch
+from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence
 from mtpkit.model.stages import first_layer
 from mtpkit.training.parallel import own_rows
@@ -33,6 +35,10 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
 
     Returns:
         The share of the target's square that the regression explains on these batches, at most 1.
+
+    Raises:
+        MtpkitError: there is no solution, since the base's states are not finite or there is nothing to fit; on all
+            ranks.
     """
     sums: tuple[Tensor, ...] | None = None  # over tokens: x^T x, x^T y and y^T y
     explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
@@ -43,12 +49,20 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
     if model.mtp_process:
         assert sums is not None, "no batch was given"
         explained += _solve(model, *sums)
-    return float(from_last_stage(model, explained))
+    share = float(from_last_stage(model, explained))
+    if not math.isfinite(share):
+        raise MtpkitError(
+            "the projection of the heads' inputs cannot be fitted: the base's states on the first training data hold "
+            "NaN or infinity, or there is nothing to learn; look into its weights, or set heads.fit_tokens=0"
+        )
+    return share
 
 
 def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -> Tensor:
-    """Set the projections by the sums over tokens; the share explained."""
+    """Set the projections by the sums over tokens; the share explained, NaN where there is no solution."""
     penalty = RIDGE * inputs.diagonal().mean() * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
+    if not (inputs.isfinite().all() and targets.isfinite().all() and total > 0):
+        return torch.full_like(total, torch.nan)
     solution = torch.linalg.solve(inputs + penalty, targets)  # [2h, h]
     for head in model.mtp.layers:
         head.eh_proj.weight.copy_(own_rows(solution.t(), head.eh_proj.weight, model))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mtpkit.data import PackedBatch, PackedLoader
+from mtpkit.errors import MtpkitError
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache_write import attach_cache
@@ -34,7 +35,8 @@ def train(config: TrainConfig) -> Path:
     Raises:
         KeyboardInterrupt: SIGINT ended it, and a checkpoint is saved.
         UserError: the model, the data or an earlier run in `output` does not fit the settings.
-        MtpkitError: the gradient is not finite, or a frozen tensor changed.
+        MtpkitError: a loss, the gradient or what was found on held-out data is not finite, so that the run ends as it
+            was saved last; or a frozen tensor changed.
     """
     ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
     with matmul_precision(config.matmul_precision):
@@ -104,7 +106,9 @@ class Trainer:
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
                 sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group, self.step)
-                values = summary(sums, config.depth_weights())  # waits for the losses, not for an update that goes on
+                sums = sums.on_host()  # waits for the losses, not for an update that goes on
+                sums.check_finite(f"step {self.step + 1}")
+                values = summary(sums, config.depth_weights())
             self.step += 1
             self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
             length = self._evaluate() if self._due(config.eval_interval) else None
@@ -142,7 +146,11 @@ class Trainer:
         if self.eval_data is None:
             return None
         self.optimizer.finish()
-        evaluation = evaluate_sources(self.model, self.eval_data, EvaluationSettings.of(self.config), self.group)
+        settings = EvaluationSettings.of(self.config)
+        try:
+            evaluation = evaluate_sources(self.model, self.eval_data, settings, self.group)
+        except MtpkitError as error:
+            raise MtpkitError(f"step {self.step}: {error}") from error
         self.log.write("eval", self.step, evaluation.to_dict())
         self.log.message(f"step {self.step}: {evaluation}")
         return evaluation.overall.acceptance_length()

@@ -29,6 +29,7 @@ from mtpkit.kernels.head_loss import (
     LossKind,
     draft_tokens,
     fold,
+    is_finite,
     log_probs,
     matches,
     number_tokens,
@@ -121,8 +122,9 @@ def head_losses(
 
     Returns:
         losses [K] in at least fp32, and matches [K, N] bool, True where the mask is and student and base have the same
-        argmax of the logits in the model's dtype, the smallest token of equals. On ranks of `group` the gradient is
-        that of one loss, computed by all together.
+        argmax of the logits in the model's dtype, the smallest token of equals. Where a row's logits are NaN or
+        infinity, of student or base, the depth's loss is, too, and the row is no match. On ranks of `group` the
+        gradient is that of one loss, computed by all together.
     """
     wants_grad = torch.is_grad_enabled() and any(student.requires_grad for student in students)
     return _HeadLosses.apply(teacher, weight, targets, mask, mask_on_host, options, group, wants_grad, *students)
@@ -131,6 +133,8 @@ def head_losses(
 @dataclass(frozen=True)
 class Agreement:
     """How far depths and base agree about each token; all [K, N] in at least fp32, 0 where the mask is not.
+
+    Where logits are not finite `match` and `draft_is_token` are 0, and the other numbers are NaN.
 
     p is the base's distribution of the token at a target position, q the depth's, d = argmax q, t the text's token.
     """
@@ -249,10 +253,11 @@ def _agree(
     log_q, log_p = log_probs(whole, token_logits, shard.pick(base, rows, tokens))
     _, log_p_draft = log_probs(whole, token_logits, shard.pick(base, rows, draft_tokens(whole)))
     distance, _ = shard.sum(loss.overlap(whole).sum(0))
+    finite = is_finite(whole)
     agreement = {
         "match": matches(whole),
-        "draft_prob": log_p_draft.exp(),
-        "draft_is_token": draft_tokens(whole) == tokens,
+        "draft_prob": log_p_draft.exp().masked_fill(~finite, torch.nan),
+        "draft_is_token": (draft_tokens(whole) == tokens) & finite,
         "overlap": 1 - distance,
         "token_accept": (log_q - log_p).clamp(max=0).exp(),
     }

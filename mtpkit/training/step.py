@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.data import PackedBatch
+from mtpkit.errors import MtpkitError
 from mtpkit.platform import to_device
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, Selection, measure_depths, run_depths
@@ -40,6 +41,10 @@ def train_step(
     Returns:
         The sums over the global batch, and the gradient's norm before clipping; zeros on pipeline stages without heads,
         which do not wait for the last one.
+
+    Raises:
+        MtpkitError: the gradient is not finite; nothing is updated. Whether the sums are finite is for the caller to
+            check, who waits for them anyway.
     """
     num_depths = config.heads.num_depths
     selections = [Selection.of(batch, num_depths) for batch in batches]
@@ -59,7 +64,11 @@ def train_step(
         )
         (losses * scale).sum().backward()  # into the optimizer's fp32 gradients
         sums += batch_sums
-    norm = optimizer.step(lr)
+    try:
+        norm = optimizer.step(lr)
+    except MtpkitError as error:
+        found = sums.all_reduce(group).not_finite()
+        raise MtpkitError(f"step {step + 1}: {f'NaN or infinity in {found}; ' * bool(found)}{error}") from error
     return sums.all_reduce(group), norm
 
 

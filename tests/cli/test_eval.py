@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from mtpkit.checkpoint import load_model
 from mtpkit.cli import run
 from mtpkit.cli.eval import app
 from tests.ranks import run_ranks
@@ -82,3 +84,20 @@ def test_the_report_is_made_again(call, capsys, tmp_path):
     assert call(app, "report", tmp_path) == 0
     assert f"wrote {tmp_path / 'report.html'}" in capsys.readouterr().out
     assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["output_layer.weight", "mtp.layers.0.eh_proj.weight"])
+def test_a_model_of_weights_that_are_no_numbers_fails(model_dir, call, capsys, tmp_path, monkeypatch, name):
+    def load(*args, **named):
+        model = load_model(*args, **named)
+        model.get_parameter(name).data[3] = torch.nan
+        return model
+
+    monkeypatch.setattr("mtpkit.training.evaluation.load_model", load)
+    (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
+    file = tmp_path / "found.json"
+    data = ["--data", f"cats={tmp_path / 'cats.txt'}", "--sequence-length", 24, "--json", file]
+    assert call(app, "acceptance", "--model", model_dir, *data) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("mtpkit: error: held-out data cats: NaN or infinity in the loss of depth 1, 2; ")
+    assert printed.err.count("\n") == 1 and not printed.out and not file.exists()

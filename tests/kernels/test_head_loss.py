@@ -172,6 +172,24 @@ def test_low_precision_is_that_of_the_gradient_alone(twin, kind):
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=rounding, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("cut", [None, 250])
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("whose", [0, 1], ids=["teacher", "student"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_that_are_not_finite_are_no_match_and_their_loss_is_not_finite(twin, kind, whose, bad, cut):
+    """One logit or all of a row, of one position; nothing of the others changes."""
+    teacher, _, _, targets = make_logits(1, 6, 500)
+    students, mask = teacher.clone(), torch.ones(1, 6, dtype=torch.bool)  # all of them match
+    want, _, _ = compute(twin, teacher, students, mask, targets, kind, cuts=[cut] if cut else ())
+    for row, places in ((1, [0]), (2, [300]), (4, slice(None))):
+        (teacher, students)[whose][row, places] = float(bad)
+    have, _, same = compute(twin, teacher, students, mask, targets, kind, cuts=[cut] if cut else ())
+    good = torch.tensor([True, False, False, True, False, True])
+    assert torch.equal(have.isfinite(), good) and torch.equal(same, good)
+    assert torch.equal(have[good], want[good])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_selected(twin, kind):
     teacher, students, mask, targets = make_logits(2, 3, 40)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mtpkit.data import PackedBatch
+from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.training import served_acceptance
 from mtpkit.training.depths import run_depths
@@ -69,3 +70,16 @@ def test_a_text_shorter_than_the_drafts_has_no_step(answered, length):
     """The prompt's last token, the one that the base gives, and fewer than K more."""
     model, tokens = answered
     assert not served_acceptance(model, torch.tensor(tokens[:length]), length, num_depths=6).values.any()
+
+
+@torch.no_grad()
+def test_logits_that_are_no_numbers_accept_nothing(answered):
+    model, tokens = answered
+    weight = model.output_layer.weight
+    before = weight[0].clone()
+    try:
+        weight[0] = torch.nan  # what a search for the largest finds first
+        with pytest.raises(MtpkitError, match="NaN or infinity in the logits of depth 1"):
+            served_acceptance(model, torch.tensor(tokens), len(PROMPT), 3)
+    finally:
+        weight[0] = before

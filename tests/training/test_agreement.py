@@ -70,3 +70,17 @@ def test_vocabulary_split_over_two_ranks(tmp_path):
     whole = [agreement(make_inputs(63, 500), options) for options in OPTIONS]
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.kind)
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_what_is_not_finite_agrees_with_nothing(options, whose):
+    students, teacher, weight, targets, mask = make_inputs(9, 13)
+    (students[1].detach() if whose == "student" else teacher)[4] = torch.nan
+    mask, targets[4] = mask | True, 0  # the index that a search for the largest of NaN gives
+    losses, found = head_agreement(students, teacher, weight, targets, mask, options)
+    hit = torch.tensor([whose == "teacher", True, whose == "teacher"])
+    assert torch.equal(losses.isnan(), hit)
+    assert torch.equal(head_losses(students, teacher, weight, targets, mask, options)[0].isnan(), hit)
+    assert not found.match[hit, 4].any() and not found.draft_is_token[hit, 4].any()
+    assert found.draft_prob[hit, 4].isnan().all() and found.overlap[hit, 4].isnan().all()

@@ -19,7 +19,7 @@ from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.data import PackedLoader, build_dataset, load_tokenizer
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from mtpkit.training import cache as cache_format
 from mtpkit.training import cache_write, load_config, train, write_cache
@@ -395,3 +395,38 @@ def test_on_a_gpu_batches_come_from_pinned_memory(settings, tmp_path):
     data = open_dataset(config, config.data.train)
     attach_cache(config, load_model_config(config.model), data, None, torch.device("cuda"))
     assert data.batch([3, 1]).hidden().values.is_pinned()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf"])
+def test_states_that_are_no_numbers_are_seen_in_every_dtype(dtype, value):
+    for place in (0, 31, 63 * 32 - 1):
+        hidden = torch.randn(3, 63, 32)
+        hidden[1].view(-1)[place] = float(value)
+        assert HiddenStates.encode(hidden, getattr(torch, dtype)).finite() == [True, False, True]
+    assert HiddenStates.encode(torch.full((1, 2, 3), 3.4e38), torch.bfloat16).finite() == [False]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_states_that_are_no_numbers_are_not_cached(settings, tmp_path, monkeypatch, dtype):
+    build = cache_write._build_base
+
+    def broken(*args):
+        model = build(*args)
+        model.decoder.final_norm.weight.data[3] = torch.nan
+        return model
+
+    monkeypatch.setattr(cache_write, "_build_base", broken)
+    with pytest.raises(MtpkitError, match=rf"hidden states of sequence 0, 1 hold NaN or infinity in {dtype} "):
+        run(settings, cache=tmp_path / "cache", cache_dtype=dtype)
+    assert not list((tmp_path / "cache").glob("*.safetensors")) and not settings["output"].exists()
+
+
+def test_states_in_a_cache_that_are_no_numbers_are_refused(settings, tmp_path):
+    run(settings, cache=tmp_path / "cache")
+    (shard,) = (tmp_path / "cache").glob("train-*.safetensors")
+    stored = load_file(shard)
+    stored["hidden"][:, 5, 3] = torch.inf
+    save_file(stored, shard)
+    with pytest.raises(UserError, match=f"{shard.name} holds hidden states of NaN or infinity; remove it"):
+        run(settings, cache=tmp_path / "cache", output=tmp_path / "again")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mtpkit.data import PackedBatch
+from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.training.depths import DECODINGS, DepthSums, count_accepted, measure_depths, run_depths, select_targets
 from mtpkit.training.freeze import freeze_base
@@ -179,3 +180,14 @@ def test_wrongly_shifted_masks_would_be_seen():
     shifted = batch.__class__(batch.token_ids, batch.loss_mask.roll(1, 1), batch.documents, batch.positions)
     wrong, _ = losses_and_grads(model, shifted, "serving")
     assert not torch.allclose(right, wrong, rtol=1e-2)
+
+
+def test_nothing_of_nothing_is_zero_and_what_is_no_number_stays():
+    nan, inf = torch.nan, torch.inf
+    sums = DepthSums(torch.tensor([[0.0, nan, 3.0, inf], [0, 2, 0, 1], [0, 4, 4, nan], [0, 4, nan, 0]]).double())
+    assert sums.losses() == [0.0, pytest.approx(nan, nan_ok=True), inf, inf]
+    assert sums.conditional_acceptance() == pytest.approx([0.0, 1.0, nan, nan], nan_ok=True)
+    assert sums.not_finite() == "the loss of depth 2, 4; the greedy acceptance of depth 3, 4"
+    with pytest.raises(MtpkitError, match=r"^step 3: NaN or infinity in the loss of depth 2, 4; "):
+        sums.check_finite("step 3")
+    assert not DepthSums.zero(3, torch.device("cpu"), 3).not_finite()

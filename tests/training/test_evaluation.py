@@ -9,8 +9,9 @@ from megatron.core import parallel_state
 
 from mtpkit.checkpoint import save_hf_model, save_model
 from mtpkit.data import Columns, build_dataset, load_tokenizer
-from mtpkit.errors import UserError
-from mtpkit.training.depths import DECODINGS, measure_depths
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.training import evaluation
+from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.evaluation import EvaluationSettings, evaluate_directory, evaluate_sources
 from mtpkit.training.loss import LossOptions
 from tests.training.toy import toy_model
@@ -101,3 +102,35 @@ def test_what_cannot_be_evaluated(sources, tokenizer_dir, tmp_path):
         evaluate_directory(tmp_path / "distinct", sources, Columns(), 32, num_depths=4)
     with pytest.raises(UserError, match="per_depth"):
         evaluate_directory(tmp_path / "distinct", sources, Columns(), 32, attention="serving")
+
+
+BROKEN = [
+    "output_layer.weight",
+    "mtp.layers.0.eh_proj.weight",
+    "decoder.final_norm.weight",
+    "embedding.word_embeddings.weight",
+]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_model_of_weights_that_are_no_numbers_is_not_measured(dataset, name, value):
+    """A whole weight, or one row, which in the embedding is that of a token that occurs."""
+    token = int(dataset.batch([0]).token_ids[0, 10])
+    for rows in (slice(None), token % 32 if name != "embedding.word_embeddings.weight" else token):
+        model = toy_model(vocab_size=300)
+        model.get_parameter(name).data[rows] = float(value)
+        with pytest.raises(MtpkitError, match=r"^held-out data cats: NaN or infinity in the loss of depth") as error:
+            run(model, dataset, batch_size=4)
+        assert len(str(error.value)) < 400 and "\n" not in str(error.value)
+
+
+def test_the_source_of_what_is_not_finite_is_named(model, dataset, monkeypatch):
+    found = run(model, dataset, batch_size=4, max_sequences=2)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: next(results))
+    for row, says in ((0, "the loss"), (2, "the greedy acceptance"), (5, "the sampling acceptance")):
+        bad = DepthSums(found.sources["code"].values.clone())
+        bad.values[row, 1] = torch.nan
+        results = iter([found.sources["cats"], bad])
+        with pytest.raises(MtpkitError, match=f"^held-out data code: NaN or infinity in {says} of depth 2; "):
+            run(model, dataset)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, embed
 from mtpkit.training import fit
 from mtpkit.training.fit import fit_input_projection
@@ -85,3 +86,19 @@ def test_nothing_but_the_projection_changes():
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert changed == {"mtp.layers.0.eh_proj.weight"}
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("name", ["decoder.layers.0.mixer.in_proj.weight", "embedding.word_embeddings.weight"])
+def test_states_that_are_no_numbers_are_not_fitted(name, value):
+    model = toy_model(mtp_pattern="*-")
+    before = model.mtp.layers[0].eh_proj.weight.detach().clone()
+    model.get_parameter(name).data[3] = float(value)
+    with pytest.raises(MtpkitError, match=r"cannot be fitted: .* NaN or infinity"):
+        fit_input_projection(model, BATCHES)
+    assert torch.equal(model.mtp.layers[0].eh_proj.weight, before)
+
+
+def test_nothing_to_fit_is_one_line():
+    with pytest.raises(MtpkitError, match=r"cannot be fitted: .* set heads\.fit_tokens=0"):
+        fit_input_projection(toy_model(mtp_pattern="*-"), [toy_batch([[1] * 16], wanted=1.1)])

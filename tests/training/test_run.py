@@ -1,6 +1,7 @@
 """Whole runs: learning, resuming, stopping, many ranks, and what goes wrong."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -209,6 +210,45 @@ def test_a_failed_save_leaves_the_previous_checkpoint(settings, monkeypatch):
     assert [path.name for path in output.glob("*iter_*")] == ["iter_0000002"]
     run(settings, "steps=4", "save_interval=2")
     assert sorted(losses(output)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        (
+            "mtp.layers.0.eh_proj.weight",
+            "step 4: NaN or infinity in the loss of depth 1, 2; the gradient's",
+        ),
+        ("held-out", "step 4: held-out data .*: NaN or infinity in the loss of depth 1, 2; "),
+        ("loss", "step 4: NaN or infinity in the loss of depth 2; "),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_as_it_was_saved_last(settings, monkeypatch, where, says):
+    """After the third step a weight is NaN, or a sum alone, as a loss may be whose gradient is finite."""
+
+    step = loop.train_step
+
+    def spoiled(model, batches, optimizer, config, lr, group, number):
+        if number == 3 and where.startswith("mtp"):
+            model.get_parameter(where).data[0, 0] = torch.nan
+        sums, norm = step(model, batches, optimizer, config, lr, group, number)
+        if number == 3 and where == "loss":
+            sums.values[0, 1] = torch.inf
+        if number == 3 and where == "held-out":
+            model.get_parameter("mtp.layers.0.eh_proj.weight").data[0, 0] = torch.nan
+        return sums, norm
+
+    monkeypatch.setattr(loop, "train_step", spoiled)
+    with pytest.raises(MtpkitError, match=f"^{says}"):
+        run(settings, "save_interval=1", "eval_interval=1", "keep_checkpoints=1")
+    output = Path(next(text for text in settings if text.startswith("output=")).removeprefix("output="))
+    best = json.loads((output / "best.json").read_text())
+    assert (output / "latest_checkpointed_iteration.txt").read_text() == "3" and best["iteration"] <= 3
+    assert iterations(output) == sorted({best["iteration"], 3})
+    assert all(math.isfinite(line["loss"]) for kind in ("train", "eval") for line in metrics(output, kind).values())
+    monkeypatch.undo()
+    run(settings)
+    assert max(losses(output)) == 6
 
 
 def test_training_goes_on_from_the_checkpoints_own_heads(settings, tmp_path):

@@ -142,3 +142,18 @@ def test_evaluation_sums_over_batches():
     whole = evaluate(model, [batch], *settings)
     parts = evaluate(model, [cut(batch, 0, 0, 20), cut(batch, 1, 0, 20)], *settings)
     torch.testing.assert_close(whole.values, parts.values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "ce"])
+def test_a_step_that_is_not_finite_is_named_and_updates_nothing(kind):
+    model = toy_model()
+    heads = freeze_base(model)
+    optimizer = HeadOptimizer(heads.values(), OptimizerConfig())
+    model.output_layer.weight.data[5] = torch.nan
+    before = {name: parameter.detach().clone() for name, parameter in heads.items()}
+    config = toy_config(f"loss.kind={kind}")
+    with pytest.raises(
+        MtpkitError, match=r"^step 8: NaN or infinity in the loss of depth 1, 2, 3; the gradient's norm"
+    ):
+        train_step(model, [toy_batch([[20]])], optimizer, config, 1e-2, step=7)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in heads.items())

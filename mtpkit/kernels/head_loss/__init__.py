@@ -6,6 +6,7 @@ from mtpkit.kernels.head_loss.slices import (
     LossKind,
     draft_tokens,
     fold,
+    is_finite,
     log_probs,
     matches,
     number_tokens,
@@ -14,4 +15,14 @@ from mtpkit.kernels.head_loss.slices import (
 
 HeadLoss = pick(reference.HeadLoss)
 
-__all__ = ["HeadLoss", "LossKind", "draft_tokens", "fold", "log_probs", "matches", "number_tokens", "row_losses"]
+__all__ = [
+    "HeadLoss",
+    "LossKind",
+    "draft_tokens",
+    "fold",
+    "is_finite",
+    "log_probs",
+    "matches",
+    "number_tokens",
+    "row_losses",
+]

@@ -28,7 +28,7 @@ class HeadLoss:
     Here that is the exponentials, so that each is taken once.
 
     Args:
-        teacher: [C, V], finite.
+        teacher: [C, V].
         students: [S, V], one row for each True of `mask`, in the order of `mask.nonzero()`.
         mask: [K, C] bool, the depths that predict at each position.
         targets: [C] int64, for `ce` the column of the token at each position; it may lie outside 0 .. V - 1, in the
@@ -71,8 +71,7 @@ class HeadLoss:
             if self.kind == "ce":
                 part[CROSS] = _pick(student, self.targets[rows])
             shifted = _shift(student, part[PEAK], self.temperature)
-            if self.kind != "ce":
-                part[BASE_TOTAL] = base[BASE_TOTAL, rows]
+            part[BASE_TOTAL] = base[BASE_TOTAL, rows]
             if self.kind == "kl":
                 part[CROSS] = base[CROSS, rows] - torch.linalg.vecdot(self.weights[rows], shifted)
             part[TOTAL] = shifted.exp_().sum(-1)
@@ -126,6 +125,7 @@ class HeadLoss:
         base = self.parts.new_zeros(NUM_STATISTICS, len(self.teacher))
         base[BASE_PEAK], base[BASE_TOKEN] = best(self.teacher)
         if self.kind == "ce":
+            base[BASE_TOTAL] = base[BASE_PEAK] * 0  # NaN of a peak that is not finite
             return base
         left_out = None if self.floor is None else self.teacher < self.floor[:, None]
         shifted = _shift(self.teacher, base[BASE_PEAK], self.temperature)

@@ -15,9 +15,12 @@ LossKind = Literal["kl", "tv", "ce"]
 
 PEAK, TOKEN, TOTAL, BASE_PEAK, BASE_TOKEN, BASE_TOTAL, CROSS = range(7)
 """Statistics of a slice. The student's largest logit; its column, the first of equals; the sum of the weights
-exp((s - PEAK) / T). The same of the teacher, whose total is of the tokens that its support keeps (0 for `ce`). CROSS is
-for `kl` the sum of the teacher's weights times ((t - BASE_PEAK) - (s - PEAK)) / T, for `ce` the target's logit, or 0
-where another slice has the target."""
+exp((s - PEAK) / T). The same of the teacher, whose total is of the tokens that its support keeps; for `ce` it is 0, or
+NaN where one of the teacher's logits is NaN or infinity. CROSS is for `kl` the sum of the teacher's weights times
+((t - BASE_PEAK) - (s - PEAK)) / T, for `ce` the target's logit, or 0 where another slice has the target.
+
+A logit of NaN or infinity makes one of these numbers one, whatever the kind, and the row's loss with it. A logit of
+minus infinity is a probability of 0."""
 NUM_STATISTICS = 7
 
 
@@ -51,15 +54,20 @@ def number_tokens(whole: Tensor, first: int) -> Tensor:
 def row_losses(whole: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
     """[S], of `kl` and `ce`; `tv` has its losses from `HeadLoss.overlap`."""
     if kind == "ce":
-        return whole[PEAK] + whole[TOTAL].log() - whole[CROSS]
+        return whole[PEAK] + whole[TOTAL].log() - whole[CROSS] + whole[BASE_TOTAL]
     assert kind == "kl", kind
     divergence = whole[CROSS] / whole[BASE_TOTAL] + (whole[TOTAL] / whole[BASE_TOTAL]).log()
     return divergence * temperature**2
 
 
 def matches(whole: Tensor) -> Tensor:
-    """[S] bool: the student's best token is the teacher's."""
-    return whole[TOKEN] == whole[BASE_TOKEN]
+    """[S] bool: the student's best token is the teacher's. Logits that are not finite have no best token."""
+    return (whole[TOKEN] == whole[BASE_TOKEN]) & is_finite(whole)
+
+
+def is_finite(whole: Tensor) -> Tensor:
+    """[S] bool: the logits of student and teacher give probabilities."""
+    return whole.isfinite().all(0)
 
 
 def draft_tokens(whole: Tensor) -> Tensor:

@@ -85,8 +85,9 @@ def _statistics_kernel(
     t = _load(teacher, row, teacher_stride, column, inside)
     base_peak = tl.max(t, axis=0)
     base_token = _first(t, base_peak, column)
-    base_total = 0.0
-    if KIND != "ce":
+    if KIND == "ce":
+        base_total = tl.sum(tl.where(t < float("inf"), 0.0, float("nan")), axis=0)
+    else:
         weight = tl.exp2((t - base_peak) * scale)
         if TOP_K:
             weight = tl.where(t >= tl.load(floor + row).to(tl.float32), weight, 0.0)
