@@ -1,7 +1,12 @@
 """Errors that a user sees. Each is one line: what is wrong, with which thing, and what to do."""
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
+
+_SHOWN = 60
+"""Characters of a value in a message."""
 
 
 class MtpkitError(Exception):
@@ -35,6 +40,15 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
     count = min(most, max(1, sum(length <= width for length in lengths)))
     more = f" and {len(texts) - count} more" if len(texts) > count else ""
     return separator.join(texts[:count]) + more
+
+
+def shown(value: Any) -> str:
+    """A value in a message, on one line: its repr, or its type where that is long."""
+    try:
+        text = reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a huge number"
+    return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__name__}"
 
 
 def raise_problems(what: str, found: Sequence[str]) -> None:

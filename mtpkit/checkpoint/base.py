@@ -57,6 +57,9 @@ class _Lacking:
     def read(self, name: str) -> Tensor:
         return self._base.read(name)
 
+    def require_finite(self) -> None:
+        self._base.require_finite()
+
 
 def _read(directory: Path) -> Metadata:
     MegatronReader(directory)  # says so if it is damaged

@@ -10,7 +10,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from mtpkit.checkpoint.atomic import check_destination, staged_directory
 from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.families.table import MappedTensors
-from mtpkit.checkpoint.hf import INDEX, MAX_SHARD_BYTES, HFReader, copy_companions, write_hf
+from mtpkit.checkpoint.hf import INDEX, MAX_SHARD_BYTES, copy_companions, write_hf
 from mtpkit.checkpoint.layout import (
     OWN_CONFIG,
     RELEASE,
@@ -18,13 +18,13 @@ from mtpkit.checkpoint.layout import (
     Layout,
     detect_layout,
     find_companions,
-    find_torch_dist,
     load_config,
     load_hf_config,
+    open_weights,
 )
 from mtpkit.checkpoint.load import ModelTensors
-from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader, write_megatron
-from mtpkit.checkpoint.tensors import TensorSource
+from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, write_megatron
+from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 
@@ -41,8 +41,7 @@ def import_checkpoint(source: Path | str, destination: Path | str, force: bool =
     """
     source, destination = _check_paths(source, destination, "hf", force)
     config = load_config(source)
-    family = get_family(config.family)
-    weights = family.table(config).to_megatron(HFReader(source, family.canonical_hf_name), source)
+    weights = open_weights(source)
     with staged_directory(destination) as staging:
         (staging / RELEASE).mkdir()
         write_megatron(staging / RELEASE, weights, CHECKPOINT_VERSION)
@@ -57,8 +56,7 @@ def export_checkpoint(
 ) -> None:
     """Convert a Megatron directory, saved at any parallelism, to a Hugging Face one; raises as `import_checkpoint`."""
     source, destination = _check_paths(source, destination, "megatron", force)
-    reader = MegatronReader(find_torch_dist(source))
-    hf_config, weights = _hf_view(reader, load_config(source), load_hf_config(source), source)
+    hf_config, weights = _hf_view(open_weights(source), load_config(source), load_hf_config(source), source)
     with staged_directory(destination) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
         copy_companions(find_companions(source), staging)
@@ -74,7 +72,9 @@ def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: in
         StorageError: writing failed; what was there still is.
     """
     directory = Path(directory)
-    hf_config, weights = _hf_view(ModelTensors(model), model.mtpkit_config, None, directory)
+    hf_config, weights = _hf_view(
+        CheckedTensors(ModelTensors(model), f"the model for {directory}"), model.mtpkit_config, None, directory
+    )
     with staged_directory(directory) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
         for file in directory.iterdir() if directory.exists() else ():

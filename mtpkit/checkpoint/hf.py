@@ -1,6 +1,7 @@
 """Hugging Face checkpoints: safetensors shards read and written one tensor at a time."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.atomic import copy_file
 from mtpkit.checkpoint.tensors import TensorInfo, TensorSource
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,12 +23,8 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
 }
-"""Dtypes that are read and written; quantised weights are not among them."""
+"""Dtypes that are read and written; integers and quantised weights are not among them."""
 
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 OWN_FILES = {"config.json", "mtpkit.json", "metadata.json", "latest_checkpointed_iteration.txt", "best.json", INDEX}
@@ -37,28 +34,33 @@ class HFReader:
     """A directory of safetensors under canonical names; `canonical` maps the names on disk to those.
 
     Raises:
-        UserError: a shard is missing, damaged or cut off, or does not hold what the index says.
+        UserError: a shard is missing, damaged or cut off, does not hold what the index says, or holds what is no float.
     """
 
     def __init__(self, directory: Path, canonical: Callable[[str], str] = str) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Any, str]] = {}
+        self._odd: list[str] = []
         for path, promised in _shards(directory).items():
             shard = _open_shard(path)
             names = set(shard.keys())
             if promised is not None and names != promised:
-                odd = ", ".join(sorted(names ^ promised))
+                odd = listed(sorted(names ^ promised))
                 raise UserError(f"{path} and {INDEX} disagree about: {odd}; download both again")
             for name in sorted(names):
                 self._add(path, shard, name, canonical(name))
+        if self._odd:
+            raise UserError(f"{directory}: {listed(self._odd)}; convert the weights to bf16 or fp32 first")
 
     def _add(self, path: Path, shard: Any, name: str, canonical: str) -> None:
-        header = shard.get_slice(name)
-        if header.get_dtype() not in DTYPES:
-            raise UserError(f"{path}: {name} has dtype {header.get_dtype()}; convert the weights to bf16 or fp32 first")
         if canonical in self.tensors:
             raise UserError(f"{path}: {name} is stored twice, under two prefixes or in two shards")
-        self.tensors[canonical] = TensorInfo(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+        header = shard.get_slice(name)
+        dtype = DTYPES.get(header.get_dtype())
+        if dtype is None:
+            self._odd.append(f"{name} has dtype {header.get_dtype()}")
+            return
+        self.tensors[canonical] = TensorInfo(tuple(header.get_shape()), dtype)
         self._places[canonical] = (shard, name)
 
     def read(self, name: str) -> Tensor:
@@ -70,16 +72,35 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
     """Shard files, each with the names that the index promises in it (None without an index)."""
     index = directory / INDEX
     if index.exists():
-        places: dict[str, str] = read_json(index).get("weight_map", {})
         shards: dict[Path, set[str] | None] = {}
-        for name, file in places.items():
+        for name, file in _weight_map(index).items():
             shards.setdefault(directory / file, set()).add(name)  # type: ignore[union-attr]
     else:
         shards = {directory / SINGLE: None}
-    missing = [path.name for path in shards if not path.exists()]
+    missing = [path.name for path in shards if not os.path.isfile(path)]
     if missing or not shards:
-        raise UserError(f"{directory}: missing {', '.join(missing) or 'weights'}; download the checkpoint again")
+        raise UserError(f"{directory}: missing {listed(missing) or 'weights'}; download the checkpoint again")
     return shards
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file, as an index has it.
+
+    Raises:
+        UserError: it has something else, or a file that is not in the index's directory.
+    """
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise UserError(f"{index}: weight_map {shown(places)} is not an object of file names; download it again")
+    odd = [f"{name}: {shown(file)}" for name, file in places.items() if not _is_file_name(file)]
+    if odd:
+        raise UserError(f"{index}: weight_map must name files of {index.parent}, not {listed(odd)}; download it again")
+    return places
+
+
+def _is_file_name(value: Any) -> bool:
+    """Whether it names a file without a directory."""
+    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\\", "\0"} & set(value)
 
 
 def _open_shard(path: Path) -> Any:
@@ -92,7 +113,11 @@ def _open_shard(path: Path) -> Any:
 def write_hf(
     directory: Path, config: dict[str, Any], source: TensorSource, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write `config.json` and safetensors shards into an existing directory, holding one tensor at a time."""
+    """Write `config.json` and safetensors shards into an existing directory, holding one tensor at a time.
+
+    Raises:
+        UserError: weights are not finite; what was written is to be thrown away.
+    """
     shards = _plan_shards(source.tensors, max_shard_bytes)
     total = sum(info.nbytes for info in source.tensors.values())
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -100,6 +125,7 @@ def write_hf(
     with tqdm(total=total, unit="B", unit_scale=True, desc="writing safetensors", disable=None) as bar:
         for file, names in zip(files, shards, strict=True):
             _write_shard(directory / file, names, source, bar)
+    source.require_finite()
     if len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

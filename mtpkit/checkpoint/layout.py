@@ -12,7 +12,7 @@ from mtpkit.checkpoint.families import config_from_hf, get_family
 from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, as_token_ids
 from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.checkpoint.megatron_config import config_from_megatron
-from mtpkit.checkpoint.tensors import TensorSource
+from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.files import read_json
@@ -148,7 +148,8 @@ def open_weights(directory: Path | str) -> TensorSource:
     """
     directory = Path(directory)
     if detect_layout(directory) == "megatron":
-        return MegatronReader(find_torch_dist(directory))
+        return CheckedTensors(MegatronReader(find_torch_dist(directory)), directory)
     config = load_config(directory)
     family = get_family(config.family)
-    return family.table(config).to_megatron(HFReader(directory, family.canonical_hf_name), directory)
+    weights = CheckedTensors(HFReader(directory, family.canonical_hf_name), directory)
+    return family.table(config).to_megatron(weights, directory)

@@ -58,26 +58,28 @@ def load_model_weights(
         allow_missing_heads: leave the model's `mtp.*` as they are unless the checkpoint has exactly these heads.
 
     Raises:
-        UserError: lists every missing, unexpected and differently shaped tensor, before any parameter is changed.
+        UserError: tensors are missing, unexpected, of another shape or no floats: found before a parameter is changed;
+            or they are not finite, which is known when all are read. The message names them.
     """
     source = open_weights(directory)
     targets = _targets(model)
     expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
-    found = {name: info.shape for name, info in source.tensors.items()}
-    if allow_missing_heads and _heads(found) != _heads(expected):
+    found = source.tensors
+    if allow_missing_heads and {n: t.shape for n, t in _heads(found).items()} != _heads(expected):
         expected = {name: expected[name] for name in expected.keys() - _heads(expected).keys()}
         found = {name: found[name] for name in found.keys() - _heads(found).keys()}
     whole = model.pg_collection.pp.size() == 1 and model.config.expert_model_parallel_size == 1
-    require_same_names(str(directory), found, expected, extra_ok=not (strict and whole))
+    require_same_names(directory, found, expected, extra_ok=not (strict and whole))
     for name in source.tensors:  # in the checkpoint's order, so that a tensor that splits into several is read once
         if name in expected:
             value = source.read(name)
             for shard in targets[name]:
                 shard.data.copy_(value[_local_slice(shard)])
+    source.require_finite()
 
 
-def _heads(shapes: dict[str, Shape]) -> dict[str, Shape]:
-    return {name: shape for name, shape in shapes.items() if name.startswith("mtp.")}
+def _heads[T](tensors: dict[str, T]) -> dict[str, T]:
+    return {name: value for name, value in tensors.items() if name.startswith("mtp.")}
 
 
 class ModelTensors:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
-from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource
+from mtpkit.checkpoint.tensors import TensorInfo, TensorSource
 from mtpkit.errors import UserError
 
 # torch says so whenever it runs without a process group, which is how this module means it.
@@ -103,10 +103,13 @@ class MegatronReader:
         self._fetch(create_read_items_for_chunk_list(key, entry, [chunk]), _Target(target))
         return target if row is None else target[0]
 
-    def disk_shapes(self) -> dict[str, Shape | None]:
-        """Shape of every tensor as stored, training state included; None for objects."""
+    def disk_tensors(self) -> dict[str, TensorInfo | None]:
+        """Every tensor as stored, training state included; None for objects."""
         entries = self._metadata.state_dict_metadata.items()
-        return {key: tuple(e.size) if isinstance(e, TensorStorageMetadata) else None for key, e in entries}
+        return {
+            key: TensorInfo(tuple(e.size), e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
+            for key, e in entries
+        }
 
     def read_common_state(self) -> dict[str, Any]:
         """What the checkpoint keeps besides tensors, such as Megatron-LM's `args`; empty when it keeps nothing."""
@@ -163,12 +166,16 @@ def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[
     """Write a `torch_dist` checkpoint as megatron-core would at tensor parallelism 1, holding one tensor at a time.
 
     `source` is under Megatron's names. The directory exists and is empty.
+
+    Raises:
+        UserError: weights are not finite; what was written is to be thrown away.
     """
     total = sum(info.nbytes for info in source.tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="writing torch_dist", disable=None) as bar:
         planner = _StreamingPlanner(source, common_state, bar)
         writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)  # one tensor after the other
         dcp.state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    source.require_finite()
     metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(metadata))
 

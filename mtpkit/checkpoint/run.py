@@ -35,7 +35,7 @@ from mtpkit.checkpoint.layout import (
     latest_iteration,
 )
 from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
-from mtpkit.checkpoint.tensors import Shape, require_same_names
+from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.platform import on_first_rank
@@ -45,6 +45,9 @@ logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 # Its writers are threads of one process. A queue between processes would start one more, which lives on where this one
 # is killed.
 filesystem_async._results_queue = queue.Queue()
+
+DIVERGED = "the training diverged: lower the learning rate, and go on from an earlier checkpoint"
+"""What helps where weights that are to be saved are not finite."""
 
 
 def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:
@@ -77,10 +80,11 @@ def save_checkpoint(
 
     Raises:
         StorageError: writing failed, for instance on a full disk; the previous latest iteration still is.
-        UserError: the base cannot be read.
+        UserError: the base cannot be read, or what is to be saved is not finite; the previous iteration still is.
     """
     directory = Path(directory)
     target = directory / iteration_name(iteration)
+    _require_finite(f"{target} is not written", sharded_state_dict, DIVERGED)
     staging = directory / f".{target.name}.writing"
     with storage_errors(target):
         try:
@@ -150,23 +154,39 @@ def load_checkpoint(
         The same nesting with plain tensors, and the common state beside it.
 
     Raises:
-        UserError: lists every missing, unexpected and differently shaped tensor; or a file is damaged.
+        UserError: tensors are missing, unexpected, of another shape or not finite; or a file is damaged.
     """
     path = find_torch_dist(directory)
-    stored = MegatronReader(path).disk_shapes()
+    stored = MegatronReader(path).disk_tensors()
     asked = _without_absent_extra_states(sharded_state_dict, stored)
     flat = list(nested_values(load_preprocess(asked)[0]))
     shapes = _over_all_ranks({t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)})
     objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
     if objects.keys() - stored.keys():
         raise UserError(f"{path}: missing {', '.join(sorted(objects.keys() - stored.keys()))}")
-    tensors = {key: shape for key, shape in stored.items() if shape is not None}
-    require_same_names(str(path), tensors, shapes, extra_ok=partial)
+    tensors = {key: info for key, info in stored.items() if info is not None}
+    require_same_names(path, tensors, shapes, extra_ok=partial)
     try:
-        return dist_checkpointing.load(asked, str(path))
+        state = dist_checkpointing.load(asked, str(path))
     except (OSError, RuntimeError, EOFError, CheckpointException) as error:
         reason = next((line for line in reversed(str(error).splitlines()) if line), type(error).__name__)
         raise UserError(f"{path} is damaged or cut off ({reason})") from error
+    _require_finite(path, asked)
+    return state
+
+
+def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, Any], advice: str = ANOTHER_COPY) -> None:
+    """Refuse a state that holds NaN or infinity on any rank. Collective.
+
+    Raises:
+        UserError: names the tensors, on every rank.
+    """
+    shards = nested_values(load_preprocess(dict(sharded_state_dict))[0])
+    held = [shard for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None]
+    names: dict[str, Shape] = {
+        shard.key: () for shard in held if shard.data.dtype in FLOATS and not is_finite(shard.data)
+    }
+    refuse_not_finite(where, sorted(_over_all_ranks(names)), advice)
 
 
 def _without_absent_extra_states(sharded_state_dict: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,21 @@
 """Named tensors that are read one at a time, whatever file or mapping they come from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 
 Shape = tuple[int, ...]
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of weights: every tensor of a model is of one of them."""
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+"""Beyond it a weight is infinite in bf16, which models run in."""
 
 
 class TensorInfo(NamedTuple):
@@ -22,8 +29,8 @@ class TensorInfo(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class TensorSource(Protocol):
-    """A checkpoint, or a view of one under other names."""
+class Tensors(Protocol):
+    """Named tensors, whatever their values are."""
 
     tensors: dict[str, TensorInfo]
 
@@ -36,28 +43,90 @@ class TensorSource(Protocol):
         ...
 
 
-def require_same_names(
-    where: str, found: Mapping[str, Shape], expected: Mapping[str, Shape], extra_ok: bool = False
-) -> None:
-    """Check that a checkpoint holds exactly the tensors that its config calls for.
+class TensorSource(Tensors, Protocol):
+    """A checkpoint, or a view of one under other names, that looks at the values of what is read."""
+
+    def require_finite(self) -> None:
+        """Check the values of all tensors that were read so far.
+
+        Raises:
+            UserError: some hold NaN or infinity, see `is_finite`; names them.
+        """
+        ...
+
+
+class CheckedTensors:
+    """Tensors whose values are looked at when they are read.
+
+    Args:
+        where: file or directory of the weights, or what they are, for the message.
+    """
+
+    def __init__(self, source: Tensors, where: Path | str) -> None:
+        self._source, self._where = source, where
+        self.tensors = source.tensors
+        self._not_finite: list[str] = []
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._source.read(name)
+        if not is_finite(tensor):
+            self._not_finite.append(name)
+        return tensor
+
+    def require_finite(self) -> None:
+        refuse_not_finite(self._where, self._not_finite)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN, infinite, or beyond what bf16 holds.
+
+    One pass without a copy; waits for the device that the tensor is on.
+    """
+    if not tensor.numel():
+        return True
+    low, high = (bound.item() for bound in tensor.aminmax())
+    return low >= -_LARGEST and high <= _LARGEST
+
+
+ANOTHER_COPY = "download them again, or take those of an earlier step"
+"""What helps where weights that were read are not finite."""
+
+
+def refuse_not_finite(where: Path | str, names: Sequence[str], advice: str = ANOTHER_COPY) -> None:
+    """Refuse tensors of which `is_finite` is false.
 
     Raises:
-        UserError: lists every missing, unexpected and differently shaped tensor at once.
+        UserError: `names` has any; lists them.
+    """
+    if names:
+        raise UserError(f"{where}: NaN or infinity (beyond {_LARGEST:.1e}) in {listed(names)}; {advice}")
+
+
+def require_same_names(
+    where: Path | str, found: Mapping[str, TensorInfo], expected: Mapping[str, Shape], extra_ok: bool = False
+) -> None:
+    """Check that a checkpoint holds exactly the tensors that its config calls for, as floating-point numbers.
+
+    Raises:
+        UserError: lists the missing, unexpected, differently shaped and differently stored tensors at once.
     """
     missing = sorted(expected.keys() - found.keys())
     unexpected = [] if extra_ok else sorted(found.keys() - expected.keys())
-    misshapen = sorted(
-        f"{name} {list(found[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name]) != tuple(shape)
-    )
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} missing: {', '.join(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} unexpected: {', '.join(unexpected)}")
-    if misshapen:
-        problems.append(f"{len(misshapen)} of another shape: {', '.join(misshapen)}")
+    both = sorted(expected.keys() & found.keys())
+    misshapen = [
+        f"{name} {list(found[name].shape)} instead of {list(expected[name])}"
+        for name in both
+        if tuple(found[name].shape) != tuple(expected[name])
+    ]
+    stored = [f"{name} {found[name].dtype}".replace("torch.", "") for name in both if found[name].dtype not in FLOATS]
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": misshapen,
+        "not stored as fp64, fp32, fp16 or bf16": stored,
+    }
+    width = 240 // (sum(map(bool, kinds.values())) or 1)
+    problems = [f"{len(names)} {kind}: {listed(names, width=width)}" for kind, names in kinds.items() if names]
     if problems:
         raise UserError(f"{where}: tensors do not fit the model config; " + "; ".join(problems))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.layout import open_weights
-from mtpkit.checkpoint.tensors import bits_equal
+from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.errors import UserError
 
 
@@ -22,10 +22,13 @@ class Comparison:
     """With how they differ."""
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
+    """Tensors of both that hold NaN or infinity in either, whether they are equal or not."""
 
     @property
     def identical(self) -> bool:
-        return not (self.different or self.only_first or self.only_second)
+        """Whether nothing differs and every value is a number."""
+        return not (self.different or self.only_first or self.only_second or self.not_finite)
 
 
 def compare_weights(first: Path | str, second: Path | str) -> Comparison:
@@ -39,7 +42,10 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
         only_first=sorted(a.tensors.keys() - b.tensors.keys()), only_second=sorted(b.tensors.keys() - a.tensors.keys())
     )
     for name in tqdm([n for n in a.tensors if n in b.tensors], desc="comparing", disable=None):
-        difference = _difference(a.read(name), b.read(name))
+        one, other = a.read(name), b.read(name)
+        difference = _difference(one, other)
+        if not (is_finite(one) and (not difference or is_finite(other))):
+            result.not_finite.append(name)
         if difference:
             result.different.append(f"{name} ({difference})")
         else:

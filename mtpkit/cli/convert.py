@@ -51,7 +51,7 @@ def verify(
     logits: Annotated[bool, typer.Option("--logits", help="Compare what both compute in fp32, too.")] = False,
     tolerance: Annotated[float, typer.Option(min=0, help="Largest relative difference of logits.")] = 1e-5,
 ) -> None:
-    """Compare two checkpoints bitwise; exit code 1 if they differ."""
+    """Compare two checkpoints bitwise; exit code 1 if they differ, or hold NaN or infinity."""
     from mtpkit.checkpoint.verify import compare_logits, compare_weights
 
     result = compare_weights(first, second)
@@ -60,6 +60,7 @@ def verify(
         ("differ", result.different),
         (f"only in {first}", result.only_first),
         (f"only in {second}", result.only_second),
+        ("hold NaN or infinity", result.not_finite),
     ):
         if names:
             print(f"{len(names)} {title}: {', '.join(names)}")

@@ -1,6 +1,5 @@
 """Rules for what users set, as tables by name: every value that breaks its rule is named in one error."""
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -10,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtpkit.errors import shown
+
 Test = Callable[[Any], bool]
 
 _LARGEST = torch.finfo(torch.float32).max
 """Beyond it a number is infinite to the device."""
-_SHOWN = 60
-"""Characters of a value in a message."""
 
 
 def is_whole(value: Any) -> bool:
@@ -52,12 +51,6 @@ def is_list(value: Any) -> bool:
 def is_list_of(test: Test) -> Test:
     """Whether it is a list of what passes `test`."""
     return lambda value: is_list(value) and all(map(test, value))
-
-
-def shown(value: Any) -> str:
-    """A value in a message, on one line: its repr, or its type where that is long."""
-    text = reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else repr(value)
-    return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__name__}"
 
 
 def plain(value: Any) -> Any:

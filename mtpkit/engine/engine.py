@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.checks import is_whole, shown
+from mtpkit.engine.checks import is_whole
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.drafter import Drafter
 from mtpkit.engine.graphs import DecodeGraphs
@@ -26,7 +26,7 @@ from mtpkit.engine.slots import Slots
 from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Batch, Plan, StepOutput, Verdict
 from mtpkit.engine.verifier import verify
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, UserError, shown
 
 _SEED_BITS = 63
 _LONG_NUMBER = 18

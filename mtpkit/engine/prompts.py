@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mtpkit.engine.checks import is_list, is_whole, shown
+from mtpkit.engine.checks import is_list, is_whole
 from mtpkit.engine.params import SamplingParams
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
 

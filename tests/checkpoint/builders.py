@@ -6,6 +6,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtpkit.checkpoint.layout import load_config, open_weights
+from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, write_megatron
+from mtpkit.checkpoint.tensors import TensorInfo
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 SIZES = dict(
@@ -84,3 +88,27 @@ def edit(directory: Path, change) -> None:
 def edit_config(directory: Path, **changes) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+class Unchecked:
+    """Tensors as they are, for checkpoints that mtpkit itself would not write."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.values = tensors
+        self.tensors = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.values[name]
+
+    def require_finite(self) -> None:
+        """Nothing is checked."""
+
+
+def write_megatron_copy(source: Path, directory: Path, change) -> None:
+    """The Megatron twin of a model directory, with its tensors, under Megatron's names, changed by `change(dict)`."""
+    weights = open_weights(source)
+    tensors = {name: weights.read(name).clone() for name in weights.tensors}
+    change(tensors)
+    directory.mkdir()
+    write_megatron(directory, Unchecked(tensors), CHECKPOINT_VERSION)
+    (directory / "mtpkit.json").write_text(json.dumps(load_config(source).to_dict()))

@@ -104,12 +104,12 @@ class Table:
         Raises:
             UserError: the checkpoint's tensors are not exactly the table's; lists them all.
         """
-        require_same_names(str(where), {n: t.shape for n, t in source.tensors.items()}, self.hf_shapes())
+        require_same_names(where, source.tensors, self.hf_shapes())
         return MappedTensors(source, [_Step(tuple(e.hf), e.megatron, e.transform.to_megatron) for e in self.entries])
 
     def to_hf(self, source: TensorSource, where: Path) -> "MappedTensors":
         """View a Megatron checkpoint under Hugging Face names. Raises as `to_megatron` does."""
-        require_same_names(str(where), {n: t.shape for n, t in source.tensors.items()}, self.megatron_shapes())
+        require_same_names(where, source.tensors, self.megatron_shapes())
         return MappedTensors(source, [_Step(e.megatron, tuple(e.hf), e.transform.to_hf) for e in self.entries])
 
 
@@ -153,3 +153,6 @@ class MappedTensors:
             inputs = [self._source.read(n) for n in step.inputs]
             current = self._current = (step, dict(zip(step.outputs, step.convert(inputs), strict=True)))
         return current[1][name]
+
+    def require_finite(self) -> None:
+        self._source.require_finite()
