@@ -1,5 +1,6 @@
 """What the depths after the first read in training: the head's own states, or the base's in some places."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +24,8 @@ class HiddenMix:
     kind: MixKind = "sample"
     """`sample`: each position reads h_{i+k} with probability `share`, else g^k_i. `blend`: every position reads
     share * h_{i+k} + (1 - share) * g^k_i."""
-    generator: torch.Generator | None = None
-    """Of the draws, on the device of the states; None: torch's own."""
+    generators: Sequence[torch.Generator] = ()
+    """Of the draws of each of the b sequences, on the device of the states; none: torch's own draws for all."""
     part: tuple[int, int] = (0, 1)
     """Which part of the sequence the states are, of how many equal ones: each reads its own part of the same draws."""
 
@@ -33,5 +34,10 @@ class HiddenMix:
         if self.kind == "blend":
             return own.lerp(base, self.share)
         number, parts = self.part
-        draws = torch.rand(len(own) * parts, own.shape[1], 1, generator=self.generator, device=own.device)
-        return torch.where(draws.chunk(parts)[number] < self.share, base, own)
+        length, rows = len(own) * parts, own.shape[1]
+        if self.generators:
+            assert len(self.generators) == rows, "one a sequence"
+            draws = torch.stack([torch.rand(length, generator=g, device=own.device) for g in self.generators], 1)
+        else:
+            draws = torch.rand(length, rows, device=own.device)
+        return torch.where(draws.chunk(parts)[number][..., None] < self.share, base, own)

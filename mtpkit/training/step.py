@@ -53,12 +53,13 @@ def train_step(
     weights = to_device(config.depth_weights(), torch.float32, tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
-    mix = _hidden_mix(model, config, step, group)
     attention, options = config.heads.attention, loss_options(config)
     optimizer.begin()  # the last step's update, beside the base
+    first = dist.get_rank(group) * sum(len(batch.token_ids) for batch in batches)  # as `PackedLoader` shares them out
     # A stage without heads has its part in the stream, and no batches.
     for (batch, hidden), selection in zip(stream_base(model, batches), selections, strict=False):
         optimizer.finish()
+        mix = _hidden_mix(model, config, step, range(first, first := first + len(batch.token_ids)))
         losses, batch_sums = run_depths(
             model, batch, num_depths, attention, options, mix, hidden, config.heads.recompute, selection
         )
@@ -72,18 +73,21 @@ def train_step(
     return sums.all_reduce(group), norm
 
 
-def _hidden_mix(
-    model: HybridModel, config: TrainConfig, step: int, group: dist.ProcessGroup | None
-) -> HiddenMix | None:
-    """What draws for one step and data-parallel rank, by nothing but seed, step and rank: runs resume exactly."""
+def _hidden_mix(model: HybridModel, config: TrainConfig, step: int, sequences: range) -> HiddenMix | None:
+    """What draws for a micro-batch, which holds these sequences of the step's global batch.
+
+    Each sequence's draws follow from seed, step and its number: a run resumes exactly, and ranks and micro-batches
+    change nothing.
+    """
     loss = config.loss
     if not loss.hidden_mix:
         return None
-    seed = np.random.SeedSequence([config.seed, step, dist.get_rank(group)]).generate_state(1, np.uint64)
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(int(seed[0]))
+    device = next(model.parameters()).device
+    seeds = [np.random.SeedSequence([config.seed, step, n]).generate_state(1, np.uint64) for n in sequences]
+    generators = [torch.Generator(device).manual_seed(int(seed[0])) for seed in seeds]
     tensor = model.pg_collection.tp
     part = (tensor.rank(), tensor.size()) if model.config.sequence_parallel else (0, 1)
-    return HiddenMix(loss.hidden_mix, loss.hidden_mix_kind, generator, part)
+    return HiddenMix(loss.hidden_mix, loss.hidden_mix_kind, generators, part)
 
 
 @torch.no_grad()

@@ -49,6 +49,9 @@ CASES = {
         WHOLE,
         ["heads.attention=per_depth", "loss.kind=kl", "loss.top_k=5"],
     ),
+    "mixed": Case(
+        dict(pattern="M-", mtp_pattern="*-"), PACKED, ["heads.attention=serving", "loss.kind=kl", "loss.hidden_mix=0.5"]
+    ),
 }
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from mtpkit.data import PackedBatch
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
 from mtpkit.model.mtp import shift_states
@@ -18,6 +19,7 @@ from mtpkit.training.optimizer import HeadOptimizer
 from tests.ranks import run_ranks
 from tests.training.toy import CONFIG, cut, toy_batch, toy_model
 
+BATCH = toy_batch([[20]])
 NEEDED = ["model=base", "output=run", "data.train=[a.txt]", "heads.attention=serving"]
 
 
@@ -36,25 +38,27 @@ def test_parts_of_a_sequence_read_their_part_of_the_draws():
     own, base = torch.randn(50, 4, 3), torch.randn(50, 4, 3)
 
     def mixed(own, base, part):
-        return HiddenMix(0.5, generator=torch.Generator().manual_seed(7), part=part)(own, base)
+        generators = [torch.Generator().manual_seed(7 + row) for row in range(4)]
+        return HiddenMix(0.5, generators=generators, part=part)(own, base)
 
     whole = mixed(own, base, (0, 1))
     parts = [mixed(*parts, (number, 2)) for number, parts in enumerate(zip(own.chunk(2), base.chunk(2), strict=True))]
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_draws_follow_from_seed_step_and_rank(monkeypatch):
-    """So that a run resumes exactly, and ranks do not draw alike."""
-    model, own, base = toy_model(), torch.randn(50, 4, 3), torch.randn(50, 4, 3)
+def test_draws_follow_from_seed_step_and_sequence():
+    """So that a run resumes exactly, however its sequences are spread, and no two of them draw alike."""
+    model, own, base = toy_model(), torch.randn(50, 1, 3), torch.randn(50, 1, 3)
 
-    def mixed(seed, number, rank):
-        monkeypatch.setattr(step.dist, "get_rank", lambda group: rank)
+    def mixed(seed, number, *sequences):
         settings = load_config(None, [*NEEDED, "loss.hidden_mix=0.5", f"seed={seed}"])
         torch.rand(3)  # whatever else was drawn
-        return step._hidden_mix(model, settings, number, None)(own, base)
+        states = (part.expand(-1, len(sequences), -1) for part in (own, base))
+        return step._hidden_mix(model, settings, number, range(sequences[0], sequences[-1] + 1))(*states)
 
     draws = [mixed(*place) for place in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
     assert torch.equal(mixed(0, 1, 0), draws[2])
+    assert torch.equal(mixed(0, 0, 0, 1), torch.cat(draws[:2], 1))
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
 
 
@@ -118,12 +122,12 @@ def test_a_document_among_others_is_trained_as_alone(attention):
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
 
 
-def gradients(*overrides):
+def gradients(*overrides, batches=(BATCH,)):
     model = toy_model()
     optimizer = HeadOptimizer(freeze_base(model).values(), OptimizerConfig())
     found = []
     optimizer.step = lambda lr: found.extend(grad.clone() for grad in optimizer.buffers[0].grads) or 0.0
-    step.train_step(model, [toy_batch([[20]])], optimizer, load_config(None, [*NEEDED, *overrides]), 0.0)
+    step.train_step(model, batches, optimizer, load_config(None, [*NEEDED, *overrides]), 0.0)
     return torch.cat([grad.flatten() for grad in found])
 
 
@@ -139,6 +143,19 @@ def test_the_settings_reach_the_depths():
     )
     assert all(torch.equal(*pair) for pair in (plain, sampled, blended, cut_off))
     assert len({tuple(pair[0].tolist()) for pair in (plain, sampled, blended, cut_off)}) == 4
+
+
+def test_micro_batches_draw_what_their_sequences_draw_together():
+    batch = toy_batch([[20], [7, 13], [20], [20]])
+    halves = [PackedBatch(*(part[rows] for part in fields(batch))) for rows in (slice(0, 2), slice(2, 4))]
+    for overrides in (["loss.hidden_mix=0.5"], ["loss.hidden_mix=0.5", "heads.recompute=true"]):
+        whole = gradients(*overrides, batches=[batch])
+        torch.testing.assert_close(gradients(*overrides, batches=halves), whole, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(gradients("loss.hidden_mix=0.5", batches=halves[::-1]), whole, rtol=1e-2)
+
+
+def fields(batch):
+    return batch.token_ids, batch.loss_mask, batch.documents, batch.positions
 
 
 def test_evaluation_reads_what_decoding_does():

@@ -41,6 +41,7 @@ FOUR_PAIRS = [
     ("tensor_expert", "experts"),
     ("pipeline_expert", "experts_whole"),
     ("tensor_data", "mamba"),
+    ("tensor_data", "mixed"),
 ]
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # atomic additions and other tiles on a GPU
 
@@ -191,7 +192,7 @@ def test_an_optimizer_that_is_not_distributed_has_the_same_gradients(two, alone,
     assert_equal_gradients(assembled(two, "undistributed"), alone["experts"], TOLERANCE[where])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name for name in CASES if name != "mixed"])  # draws are by place in the sequence
 def test_a_document_between_others_has_the_gradients_it_has_alone(case, where):
     """Not of processes, but of the same sums: what packing adds is nothing."""
     batch = toy_batch([[7, 10, 7]])

@@ -350,11 +350,16 @@ def train_rank(rank, overrides):
 def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimizer):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    settings = [*settings, f"optimizer.kind={optimizer}", "heads.init=base"]
+    settings = [*settings, f"optimizer.kind={optimizer}", "heads.init=base", "loss.hidden_mix=0.5", "save_interval=3"]
     alone = run(settings, "eval_interval=3")
-    together = tmp_path / "together"
+    together, resumed = tmp_path / "together", tmp_path / "resumed"
     run_ranks(train_rank, [*settings, f"output={together}", "eval_interval=3"], device=device)
     assert list(losses(together).values()) == pytest.approx(list(losses(alone).values()), rel=1e-5)
+    shutil.copytree(together, resumed, symlinks=True)
+    shutil.rmtree(resumed / "iter_0000006")
+    (resumed / "latest_checkpointed_iteration.txt").write_text("3")
+    run(settings, f"output={resumed}")
+    assert list(losses(resumed).values()) == pytest.approx(list(losses(alone).values()), rel=1e-5)
     for step, line in metrics(alone, "eval").items():
         other = metrics(together, "eval")[step]
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)
