@@ -60,8 +60,9 @@ class HeadsConfig:
     fit_tokens: int = 65536
     """Tokens of the training data by which `init: base` fits the projection of a head's inputs, see `fit`; 0: it starts
     as the sum of embedding and hidden state."""
-    pattern: str = "*-"
-    """Layers of one depth of fresh heads, in the letters of `ModelConfig.pattern`."""
+    pattern: str = "auto"
+    """Layers of one depth of new heads: M Mamba2, * attention, - MLP, E mixture of experts. `auto`: as the model's own
+    heads, else by what the base has: `*-`, or `*E` where it has experts and no MLPs."""
     repeated: bool = True
     """Fresh heads share one block over all depths, rather than one a depth."""
     attention: HeadAttention = "auto"

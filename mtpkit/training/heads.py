@@ -17,8 +17,8 @@ from torch import nn
 
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
-from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError
+from mtpkit.config import LAYER_KINDS, LAYER_SIZES, ModelConfig
+from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
 from mtpkit.model.fp8 import use_fp8_base
@@ -40,20 +40,18 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     new = heads.init in ("fresh", "base") or (heads.init == "auto" and not base.mtp_num_depths)
     if not new and not base.mtp_num_depths:
         raise UserError(f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=fresh")
-    absent = sorted(set(heads.pattern) - set(base.pattern))
-    if heads.init == "base" and absent:
-        raise UserError(
-            f"heads.init=base copies layers of {config.model}, but its pattern {base.pattern!r} has no "
-            f"{', '.join(map(repr, absent))}; set heads.init=fresh or another heads.pattern"
-        )
+    pattern = default_pattern(base) if heads.pattern == "auto" else heads.pattern
     if new:
+        _check_pattern(config, base, pattern)
         model = base.replace(
-            mtp_pattern=heads.pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
+            mtp_pattern=pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
         )
         if base.mtp_num_depths and not _same_layers(base, model):
+            number = "" if base.mtp_use_repeated_layer else f" and heads.num_depths={base.mtp_num_depths}"
             raise UserError(
                 f"{config.model} has heads of pattern {base.mtp_pattern!r} ({base.num_mtp_layers} physical), which "
-                f"heads.init={heads.init} can start anew but not change; set heads.pattern and heads.repeated to match"
+                f"heads.init={heads.init} can start anew but not change; set heads.pattern=auto, "
+                f"heads.repeated={str(base.mtp_use_repeated_layer).lower()}{number}"
             )
     elif base.mtp_use_repeated_layer:
         model = base.replace(mtp_num_depths=heads.num_depths)
@@ -65,7 +63,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
         model = base
     attention = resolve_attention(heads.attention, model)
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
-    settled = dataclasses.replace(heads, init=init, attention=attention)
+    settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
     backend = cast(Any, resolve_backend(config.backend))
     exact = config.dtype == "float32" and config.matmul_precision == "highest"
     if backend == "te" and exact and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
@@ -74,6 +72,44 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             "NVIDIA_TF32_OVERRIDE=0 in the environment"
         )
     return dataclasses.replace(config, heads=settled, backend=backend), model
+
+
+def default_pattern(base: ModelConfig) -> str:
+    """Layers of a depth of new heads: those of the base's own heads, else one that mixes tokens and one that does not.
+
+    Both are of a kind that the base has, attention rather than Mamba2 and MLPs rather than experts. Example: `*-` for
+    `M*-`, `*E` for `ME*E`, `M-` for `M-`, `*` for `M*`.
+    """
+    kinds = (next((letter for letter in pair if letter in base.pattern), "") for pair in ("*M", "-E"))
+    return base.mtp_pattern or "".join(kinds)
+
+
+def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None:
+    """Refuse layers of new heads that cannot be made.
+
+    Raises:
+        UserError: it says what `heads.pattern` or `heads.init` may be instead.
+    """
+    copies = config.heads.init == "base"
+    absent = sorted(set(pattern) - set(base.pattern))
+    sizeless = [kind for kind in absent if any(getattr(base, field) <= 0 for field in LAYER_SIZES.get(kind, ()))]
+    if unknown := sorted(set(pattern) - LAYER_KINDS.keys()):
+        known = ", ".join(f"{letter} ({name})" for letter, name in LAYER_KINDS.items())
+        problem = f"has {listed(map(repr, unknown))}, but layers are {known}"
+    elif copies and absent:
+        problem = f"has {_named(absent)}, but heads.init=base copies layers of {config.model}, which has none"
+    elif sizeless:
+        problem = f"has {_named(sizeless)}, of which {config.model} gives no sizes"
+    elif not pattern:
+        problem = "is empty"
+    else:
+        return
+    fits = not copies or set(default_pattern(base)) <= set(base.pattern)
+    raise UserError(f"heads.pattern={pattern} {problem}; set {'heads.pattern=auto' if fits else 'heads.init=fresh'}")
+
+
+def _named(letters: Sequence[str]) -> str:
+    return listed(f"{letter!r} ({LAYER_KINDS[letter]})" for letter in letters)
 
 
 def _same_layers(a: ModelConfig, b: ModelConfig) -> bool:

@@ -1,14 +1,39 @@
 """How new heads start."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from mtpkit.checkpoint import save_model
 from mtpkit.errors import UserError
 from mtpkit.training import heads as heads_module
 from mtpkit.training.config import DataConfig, HeadsConfig, ParallelConfig, TrainConfig
 from mtpkit.training.heads import build_with_heads, resolve
+from tests.training.toy import toy_model
+
+SIZES = {
+    "-": {"ffn_hidden_size": 0},
+    "E": {"num_moe_experts": 0, "moe_ffn_hidden_size": 0},
+    "*": {"num_attention_heads": 0},
+}
+"""What the config of a base without such layers does not have."""
+
+
+@pytest.fixture
+def make_base(tmp_path):
+    """A base of a pattern, whose config has no sizes of other layers."""
+
+    def make(pattern, **changes):
+        changes = {"mtp_pattern": "", "mtp_num_depths": 0, "num_moe_experts": 4, "moe_ffn_hidden_size": 16} | changes
+        absent = {field: size for letter in SIZES if letter not in pattern for field, size in SIZES[letter].items()}
+        path = tmp_path / "base"
+        if not path.exists():
+            save_model(toy_model(pattern=pattern, **(changes | absent)), path)
+        return path
+
+    return make
 
 
 def settle(toy_base, **heads):
@@ -65,5 +90,47 @@ def test_new_heads_leave_the_base_as_it_is(toy_base):
 
 
 def test_a_kind_that_the_base_lacks_is_refused(toy_base):
-    with pytest.raises(UserError, match=r"no 'E'; set heads\.init=fresh"):
+    with pytest.raises(UserError, match=r"has 'E' \(mixture of experts\), but .*; set heads\.pattern=auto$"):
         settle(toy_base, init="base", pattern="*E")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "default"),
+    [("M*-", "*-"), ("ME*EME", "*E"), ("M*-E", "*-"), ("M-", "M-"), ("M*", "*"), ("MM", "M"), ("--", "-"), ("E", "E")],
+)
+def test_new_heads_follow_the_base(make_base, pattern, default):
+    """Each can be built, and be copied from the base."""
+    for init in ("auto", "base"):
+        config, model_config = settle(make_base(pattern), init=init)
+        assert config.heads.pattern == model_config.mtp_pattern == default
+        build_with_heads(config, model_config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("init", ["fresh", "base"])
+@pytest.mark.parametrize(
+    ("pattern", "heads"),
+    [("ME*EME", "*-"), ("ME*EME", "-"), ("MM-", "*E"), ("M*", "*-"), ("M*-", "Q"), ("M*-", "")],
+)
+def test_the_advice_about_a_pattern_leads_to_heads(make_base, init, pattern, heads):
+    """Messages name the settings' keys, and following them works."""
+    base = make_base(pattern)
+    with pytest.raises(UserError) as error:
+        settle(base, init=init, pattern=heads)
+    said = str(error.value)
+    assert said.startswith(("heads.pattern=", "heads.init=")) and "hidden_size" not in said and len(said) < 400
+    build_with_heads(*settle(base, **{"init": init, **advised(said)}), torch.device("cpu"))
+
+
+def advised(message):
+    """Settings of the heads that a message says to set, the others being as they are by default."""
+    found = dict(re.findall(r"heads\.(\w+)=(\w+)", message.rpartition("set ")[2]))
+    return {key: {"true": True, "false": False, "3": 3}.get(value, value) for key, value in found.items()}
+
+
+@pytest.mark.parametrize("own", [{"mtp_pattern": "-*"}, {"mtp_pattern": "-", "mtp_use_repeated_layer": False}])
+def test_heads_that_are_there_may_start_anew(make_base, own):
+    base = make_base("M*-", mtp_num_depths=3, **own)
+    assert settle(base)[0].heads.init == "checkpoint"
+    with pytest.raises(UserError, match=r"can start anew but not change; set heads\.pattern=auto") as error:
+        settle(base, init="fresh", pattern="*", num_depths=2)
+    assert settle(base, init="fresh", **advised(str(error.value)))[1].mtp_pattern == own["mtp_pattern"]

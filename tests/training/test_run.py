@@ -25,6 +25,7 @@ from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.training import batches, load_config, loop, train
 from mtpkit.training.loop import Trainer
 from tests.ranks import run_ranks
+from tests.training.toy import toy_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,6 +259,20 @@ def test_training_goes_on_from_the_checkpoints_own_heads(settings, tmp_path):
     assert metrics(second, "eval")[0]["loss"] < 2 * metrics(first, "eval")[6]["loss"]
     fresh = run(settings, f"model={first}", f"output={tmp_path / 'fresh'}", "heads.init=fresh")
     assert losses(fresh) == losses(first)
+
+
+@pytest.mark.parametrize("init", ["auto", "base"])
+def test_a_mixture_without_mlps_is_trained_by_default(settings, tmp_path, tokenizer_dir, init):
+    """The pattern of the shape nemotron-3-nano in small, whose config gives no size of an MLP."""
+    experts = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16)
+    sizes = dict(pattern="ME*EME", ffn_hidden_size=0, mtp_pattern="", mtp_num_depths=0, vocab_size=300)
+    save_model(toy_model(**sizes, **experts), tmp_path / "base")
+    shutil.copytree(tokenizer_dir, tmp_path / "base", dirs_exist_ok=True)
+    output = run(settings, f"model={tmp_path / 'base'}", f"heads.init={init}", "save_interval=3")
+    assert load_model_config(output).mtp_pattern == load_config(output / "config.yaml").heads.pattern == "*E"
+    assert losses(output)[6] < losses(output)[1]
+    run(settings, f"model={tmp_path / 'base'}", f"heads.init={init}", "steps=7")
+    assert max(losses(output)) == 7
 
 
 def test_distinct_heads(settings):
