@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from mtpkit.errors import UserError, raise_problems
+from mtpkit.errors import UserError, listed, raise_problems, shown
 
 LAYER_KINDS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 """Letters of a layer pattern that can be built."""
@@ -14,8 +15,40 @@ LAYER_KINDS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of exp
 CACHING_KINDS = "M*"
 """Those of layers that keep something of earlier tokens: a state, or keys and values."""
 
-SIZES = ("vocab_size", "hidden_size", "max_position_embeddings")
-"""Fields that must be positive in every model."""
+RANGES: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "max_position_embeddings": (1, 2**30),
+    "mtp_num_depths": (0, 64),
+    "num_attention_heads": (0, 2**16),
+    "num_query_groups": (0, 2**16),
+    "kv_channels": (0, 2**16),
+    "rotary_base": (1, 1e15),
+    "rotary_percent": (1e-6, 1),
+    "ffn_hidden_size": (0, 2**24),
+    "mamba_num_heads": (0, 2**16),
+    "mamba_head_dim": (0, 2**16),
+    "mamba_state_dim": (0, 2**16),
+    "mamba_num_groups": (0, 2**16),
+    "mamba_conv_kernel": (0, 2**10),
+    "mamba_chunk_size": (0, 2**12),
+    "num_moe_experts": (0, 2**14),
+    "moe_router_topk": (0, 2**14),
+    "moe_ffn_hidden_size": (0, 2**24),
+    "moe_shared_expert_intermediate_size": (0, 2**24),
+    "moe_latent_size": (0, 2**20),
+    "moe_router_topk_scaling_factor": (1e-6, 1e6),
+    "moe_router_num_groups": (0, 2**14),
+    "moe_router_group_topk": (0, 2**14),
+    "layernorm_epsilon": (1e-20, 1),
+    "init_std": (0, 1e3),
+}
+"""Least and largest value of each number: far beyond all models that exist, so that nonsense ends before it is built.
+Token ids lie in the vocabulary."""
+
+MOST_LAYERS = {"pattern": 2048, "mtp_pattern": 64}
+MOST_EXPERTS = 2**17
+"""Of all layers together."""
 
 LAYER_SIZES = {
     "M": (
@@ -60,7 +93,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return type(value) in (int, float) and value == value  # NaN equals nothing
 
 
 VALUES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -157,31 +190,53 @@ class ModelConfig:
             value = getattr(self, field.name)
             expected, fits = VALUES.get(field.type, ("", None))
             if fits and not fits(value):
-                yield f"{field.name} {value!r} is not {expected}"
+                yield f"{field.name} {shown(value)} is not {expected}"
             elif get_origin(field.type) is Literal and value not in get_args(field.type):
-                yield f"{field.name} {value!r} is unknown; known: {', '.join(get_args(field.type))}"
+                yield f"{field.name} {shown(value)} is unknown; known: {', '.join(get_args(field.type))}"
+
+    def _out_of_range(self) -> Iterator[str]:
+        """Yield one clause for every value that no model has, whatever the others are."""
+        for field, most in MOST_LAYERS.items():
+            letters = getattr(self, field)
+            unknown = sorted(set(letters) - set(LAYER_KINDS))
+            if unknown:
+                known = ", ".join(f"{letter} ({name})" for letter, name in LAYER_KINDS.items())
+                yield f"{field} has unknown layer letter(s) {listed(map(repr, unknown), width=60)}; known: {known}"
+            if len(letters) > most:
+                yield f"{field} has {len(letters)} layers, more than {most}"
+        if not self.pattern:
+            yield "pattern is empty"
+        for field, (low, high) in RANGES.items():
+            value = getattr(self, field)
+            if not low <= value <= high:
+                yield f"{field} {shown(value)} is not in {low:.10g} to {high:.10g}"
+        low, high = self.mamba_dt_limit
+        if not 0 <= low < high or low > 1e6:
+            yield f"mamba_dt_limit {shown(self.mamba_dt_limit)} must be 0 <= low < high, with low at most 1e6"
+        ids = {"bos_token_id": (self.bos_token_id,), "eos_token_ids": self.eos_token_ids}
+        for field, tokens in (ids | {"pad_token_id": (self.pad_token_id,)}).items():
+            outside = [shown(token) for token in tokens if token is not None and not 0 <= token < self.vocab_size]
+            if outside:
+                yield f"{field} {listed(outside, width=60)} is not in the vocabulary of {shown(self.vocab_size)} tokens"
 
     def _problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be built."""
-        for field in ("pattern", "mtp_pattern"):
-            unknown = sorted(set(getattr(self, field)) - set(LAYER_KINDS))
-            if unknown:
-                known = ", ".join(f"{letter} ({name})" for letter, name in LAYER_KINDS.items())
-                yield f"{field} has unknown layer letter(s) {', '.join(map(repr, unknown))}; known: {known}"
-        if not self.pattern:
-            yield "pattern is empty"
-        if self.mtp_num_depths < 0:
-            yield f"mtp_num_depths {self.mtp_num_depths} is negative"
-        elif bool(self.mtp_pattern) != bool(self.mtp_num_depths):
-            yield f"mtp_pattern {self.mtp_pattern!r} and mtp_num_depths {self.mtp_num_depths} must be set together"
+        out_of_range = list(self._out_of_range())
+        yield from out_of_range
+        if bool(self.mtp_pattern) != bool(self.mtp_num_depths):
+            given = f"mtp_pattern {shown(self.mtp_pattern)} and mtp_num_depths {shown(self.mtp_num_depths)}"
+            yield f"{given} must be set together"
         if not self.mtp_depths_known and not (self.mtp_num_depths == 1 and self.mtp_use_repeated_layer):
             yield "mtp_depths_known false is for one repeated head with mtp_num_depths 1"
         letters = [letter for letter in LAYER_KINDS if letter in self.pattern + self.mtp_pattern]
-        required = [*SIZES, *(field for letter in letters for field in LAYER_SIZES[letter])]
-        missing = [field for field in required if getattr(self, field) <= 0]
+        missing = [field for letter in letters for field in LAYER_SIZES[letter] if getattr(self, field) <= 0]
         if missing:
             yield f"must be positive: {', '.join(missing)}"
+        if missing or out_of_range:
             return
+        experts = self.num_moe_experts * (self.pattern + self.mtp_pattern * self.num_mtp_layers).count("E")
+        if experts > MOST_EXPERTS:
+            yield f"num_moe_experts {self.num_moe_experts} in all layers are {experts}, more than {MOST_EXPERTS}"
         for letter, whole, part in MULTIPLES:
             if letter in letters and getattr(self, whole) % getattr(self, part):
                 yield f"{whole} {getattr(self, whole)} is not a multiple of {part} {getattr(self, part)}"
@@ -223,22 +278,43 @@ class ModelConfig:
         return values
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+    def from_dict(cls, values: dict[str, Any], where: object = "model config") -> "ModelConfig":
         """Build from `to_dict`'s values.
 
+        Args:
+            where: file of the values, for messages.
+
         Raises:
-            UserError: unknown or missing keys, all of them named.
+            UserError: unknown or missing keys, or wrong values, all of them named.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - set(fields))
         required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
         missing = sorted(required - set(values))
         if unknown or missing:
-            raise UserError(f"model config: unknown keys {unknown}, missing keys {missing}")
-        values = dict(values)
-        if "mamba_dt_limit" in values:
-            low, high = values["mamba_dt_limit"]
-            values["mamba_dt_limit"] = (low, math.inf if high is None else high)
-        if "eos_token_ids" in values:
-            values["eos_token_ids"] = tuple(values["eos_token_ids"])
-        return cls(**values)
+            raise UserError(
+                f"{where}: unknown keys: {listed(unknown, width=120) or 'none'}; "
+                f"missing keys: {listed(missing, width=120) or 'none'}"
+            )
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        if len(lists.get("mamba_dt_limit", ())) == 2:
+            low, high = lists["mamba_dt_limit"]
+            lists["mamba_dt_limit"] = (low, math.inf if high is None else high)
+        return config_of_file(where, {}, values | lists)
+
+
+def config_of_file(where: object, keys: Mapping[str, str], fields: Mapping[str, Any]) -> ModelConfig:
+    """Build a config from what a file says, with messages that name the file and its own keys.
+
+    Args:
+        where: the file.
+        keys: field of `ModelConfig` -> key of the file, where they differ.
+
+    Raises:
+        UserError: as `ModelConfig`.
+    """
+    try:
+        return ModelConfig(**fields)
+    except UserError as error:
+        problems = str(error).removeprefix("model config: ")
+        raise UserError(f"{where}: " + re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), problems)) from None

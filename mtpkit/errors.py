@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__name__}"
 
 
-def raise_problems(what: str, found: Sequence[str]) -> None:
+def raise_problems(what: object, found: Sequence[str]) -> None:
     """One error for all problems of an object.
 
     Raises:

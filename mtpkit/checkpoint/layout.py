@@ -4,6 +4,7 @@ A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_che
 `iter_0000123/` or `release/`, or a folder with `checkpoint/` in it. Config and tokenizer lie in or beside it.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,8 @@ from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.checkpoint.megatron_config import config_from_megatron
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError
-from mtpkit.files import read_json
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import read_json, read_text
 
 Layout = Literal["hf", "megatron"]
 
@@ -82,9 +83,9 @@ def latest_iteration(directory: Path | str) -> int | None:
         UserError: the tracker file holds something else.
     """
     tracker = Path(directory) / TRACKER
-    text = tracker.read_text().strip() if tracker.exists() else RELEASE
-    if text != RELEASE and not text.isdecimal():
-        raise UserError(f"{tracker} holds {text!r}; write the number of an existing iteration into it")
+    text = read_text(tracker).strip() if tracker.exists() else RELEASE
+    if text != RELEASE and not re.fullmatch("[0-9]{1,18}", text):
+        raise UserError(f"{tracker} holds {shown(text)}; write the number of an existing iteration into it")
     return None if text == RELEASE else int(text)
 
 
@@ -104,10 +105,17 @@ def find_companions(directory: Path | str) -> Path:
 
 
 def end_token_ids(directory: Path | str) -> frozenset[int]:
-    """What the generation settings in a directory call the end of a sequence; none where there are no settings."""
+    """What the generation settings in a directory call the end of a sequence; none where there are no settings.
+
+    Raises:
+        UserError: the settings cannot be read, or have something else than token ids there.
+    """
     settings = Path(directory) / "generation_config.json"
     found = as_token_ids(read_json(settings).get("eos_token_id")) if settings.exists() else ()
-    return frozenset(token for token in found if isinstance(token, int))
+    odd = [shown(token) for token in found if type(token) is not int or not 0 <= token < 2**31]
+    if odd:
+        raise UserError(f"{settings}: eos_token_id {listed(odd, width=120)} is not a token id")
+    return frozenset(found)
 
 
 def load_config(directory: Path | str) -> ModelConfig:
@@ -118,17 +126,23 @@ def load_config(directory: Path | str) -> ModelConfig:
     """
     directory = Path(directory)
     if detect_layout(directory) == "hf":
-        return config_from_hf(read_json(directory / "config.json"))
+        return config_from_hf(read_json(directory / "config.json"), directory / "config.json")
     for place in _beside(directory):
-        if (place / OWN_CONFIG).exists():
-            return ModelConfig.from_dict(read_json(place / OWN_CONFIG))
-        if (place / "config.json").exists():
-            values = read_json(place / "config.json")
-            return config_from_megatron(values["config"]) if "config" in values else config_from_hf(values)
-    args = MegatronReader(find_torch_dist(directory)).read_common_state().get("args")
+        own, other = place / OWN_CONFIG, place / "config.json"
+        if own.exists():
+            config = ModelConfig.from_dict(read_json(own), own)
+            get_family(config.family, own)
+            return config
+        if other.exists():
+            values = read_json(other)
+            if "config" in values:
+                return config_from_megatron(values["config"], other)
+            return config_from_hf(values, other)
+    checkpoint = find_torch_dist(directory)
+    args = MegatronReader(checkpoint).read_common_state().get("args")
     if args is None:
         raise UserError(f"{directory}: no config; looked for {OWN_CONFIG} and config.json there, and for args inside")
-    return config_from_megatron(vars(args))
+    return config_from_megatron(getattr(args, "__dict__", args), f"args in {checkpoint}")
 
 
 def load_hf_config(directory: Path | str) -> dict[str, Any] | None:

@@ -91,8 +91,8 @@ def test_mtpkits_own_keys_are_checked(hf_dir, own, says):
         ({"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern .* is not a text of layer letters"),
         ({"hybrid_override_pattern": None, "layers_block_type": "mamba"}, "layers_block_type 'mamba' is not a list"),
         ({"hybrid_override_pattern": None, "layers_block_type": [["mamba"]]}, "has unknown layers"),
-        ({"layer_norm_epsilon": "small"}, "layernorm_epsilon 'small' is not a number"),
-        ({"eos_token_id": "</s>"}, "eos_token_ids"),
+        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon 'small' is not a number"),
+        ({"eos_token_id": "</s>"}, "eos_token_id .* whole numbers"),
     ],
 )
 def test_values_of_another_type_are_named(hf_dir, changes, says):

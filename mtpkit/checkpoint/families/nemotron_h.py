@@ -1,12 +1,14 @@
 """Nemotron-H and Nemotron 3: config keys, as published and as transformers 5 saves them."""
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mtpkit.checkpoint.families.nemotron_h_names import canonical_hf_name, table
 from mtpkit.checkpoint.hf import as_token_ids
-from mtpkit.config import LAYER_KINDS, ModelConfig
-from mtpkit.errors import UserError, raise_problems
+from mtpkit.config import LAYER_KINDS, ModelConfig, config_of_file
+from mtpkit.errors import UserError, listed, raise_problems, shown
 
 __all__ = ["canonical_hf_name", "config_from_hf", "config_to_hf", "table"]
 
@@ -85,7 +87,7 @@ OPTIONAL_KEYS = {
     "pad_token_id": None,
     "conv_kernel": 4,
     "chunk_size": 128,
-    "moe_latent_size": None,
+    "moe_latent_size": 0,
     "routed_scaling_factor": 1.0,
     "n_group": 1,
     "topk_group": 1,
@@ -101,41 +103,38 @@ def _keys(letters: str) -> dict[str, str]:
     return keys
 
 
-def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
+def config_from_hf(hf: dict[str, Any], where: Path | str = "config.json") -> ModelConfig:
     """Read a `config.json`, with the published keys or those that transformers 5 saves.
 
     `num_nextn_predict_layers` counts physical layers. How many depths a repeated head was trained for is kept under
     the key `mtpkit`; without it one physical layer counts as a repeated head of unknown depths, several as distinct
-    heads.
+    heads. A key whose value is null counts as absent.
+
+    Args:
+        where: the file, for messages.
 
     Raises:
-        UserError: names every missing key, unknown layer and setting that cannot be represented.
+        UserError: names every missing key, unknown layer, and setting that is wrong or cannot be represented.
     """
-    pattern = _read_pattern(hf, "hybrid_override_pattern", "layers_block_type")
-    physical = hf.get("num_nextn_predict_layers") or 0
-    own = hf.get("mtpkit") or {}
-    if type(physical) is not int:
-        raise UserError(f"config.json: num_nextn_predict_layers {physical!r} is not a whole number")
-    if not isinstance(own, dict):
-        raise UserError(f"config.json: mtpkit {own!r} is not an object")
-    mtp_pattern = _read_pattern(hf, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if physical else ""
-    hf = {"head_dim": hf.get("attention_head_dim")} | hf  # the name in the first Nemotron-H releases
+    hf = {key: value for key, value in hf.items() if value is not None}
+    raise_problems(where, list(_wrong_types(hf)))
+    physical, own = hf.get("num_nextn_predict_layers", 0), hf.get("mtpkit", {})
+    pattern = _read_pattern(hf, where, "hybrid_override_pattern", "layers_block_type")
+    mtp_pattern = _read_pattern(hf, where, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if physical else ""
+    if "attention_head_dim" in hf:  # the name in the first Nemotron-H releases
+        hf = {"head_dim": hf["attention_head_dim"]} | hf
     keys = _keys(pattern + mtp_pattern)
-    problems = [f"missing key {key}" for key in keys if key not in OPTIONAL_KEYS and hf.get(key) is None]
+    problems = [f"missing key {key}" for key in keys if key not in OPTIONAL_KEYS and key not in hf]
     problems += _unsupported(hf, pattern, pattern + mtp_pattern)
     dt_limit = _read_dt_limit(hf)
     if dt_limit is None:
-        problems.append(f"time_step_limit {hf['time_step_limit']!r} is not a list of two numbers, 0 <= low < high")
-    depths, repeated = _read_depths(own, physical)
+        problems.append(f"time_step_limit {shown(hf['time_step_limit'])} is not a list of two numbers, 0 <= low < high")
+    depths, repeated = _read_depths(own, where, physical)
     if physical and physical != (1 if repeated else depths):
-        problems.append(f"num_nextn_predict_layers {physical} contradicts mtpkit {hf['mtpkit']}")
-    raise_problems("config.json", problems)
-    values: dict[str, Any] = {
-        name: hf[key] if hf.get(key) is not None else OPTIONAL_KEYS.get(key) for key, name in keys.items()
-    }
-    if "E" in pattern + mtp_pattern:
-        values["moe_latent_size"] = values["moe_latent_size"] or 0
-    return ModelConfig(
+        problems.append(f"num_nextn_predict_layers {shown(physical)} contradicts mtpkit {shown(own)}")
+    raise_problems(where, problems)
+    fields: dict[str, Any] = {name: hf.get(key, OPTIONAL_KEYS.get(key)) for key, name in keys.items()}
+    fields |= dict(
         family="nemotron_h",
         pattern=pattern,
         mtp_pattern=mtp_pattern,
@@ -144,28 +143,54 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         mtp_use_repeated_layer=repeated,
         mamba_dt_limit=dt_limit or DT_LIMIT,
         eos_token_ids=as_token_ids(hf.get("eos_token_id")),
-        **values,
     )
+    own_keys = dict(pattern="hybrid_override_pattern", mtp_pattern="mtp_hybrid_override_pattern")
+    own_keys |= dict(mtp_num_depths="mtpkit.mtp_num_depths", eos_token_ids="eos_token_id")
+    return config_of_file(where, own_keys | {name: key for key, name in keys.items()}, fields)
 
 
-def _read_pattern(hf: dict[str, Any], letters_key: str, blocks_key: str) -> str:
+WHOLE_KEYS = (
+    "num_nextn_predict_layers",
+    "num_hidden_layers",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+)
+"""Keys that are counted with before a `ModelConfig` checks its fields."""
+
+
+def _wrong_types(hf: dict[str, Any]) -> Iterator[str]:
+    """Yield one clause for every value of another type, of those that `ModelConfig` does not see as they are."""
+    for key in WHOLE_KEYS:
+        if type(hf.get(key, 0)) is not int or hf.get(key, 0) < 0:
+            yield f"{key} {shown(hf[key])} is not a whole number from 0"
+    if type(hf.get("norm_topk_prob", True)) is not bool:
+        yield f"norm_topk_prob {shown(hf['norm_topk_prob'])} is not true or false"
+    if not isinstance(hf.get("mtpkit", {}), dict):
+        yield f"mtpkit {shown(hf['mtpkit'])} is not an object"
+
+
+def _read_pattern(hf: dict[str, Any], where: Path | str, letters_key: str, blocks_key: str) -> str:
     """A layer pattern as letters, from whichever of its two keys is there."""
-    if hf.get(letters_key):
+    if letters_key in hf:
         pattern = hf[letters_key]
         if not isinstance(pattern, str):
-            raise UserError(f"config.json: {letters_key} {pattern!r} is not a text of layer letters")
+            raise UserError(f"{where}: {letters_key} {shown(pattern)} is not a text of layer letters")
         unknown = sorted(set(pattern) - set(LAYER_KINDS))
         if unknown:
-            raise UserError(f"config.json: {letters_key} has unknown layer letter(s) {unknown}; known: M * - E")
+            odd = listed(map(repr, unknown), width=60)
+            raise UserError(f"{where}: {letters_key} has unknown layer letter(s) {odd}; known: M * - E")
         return pattern
     blocks = hf.get(blocks_key)
-    if not blocks:
-        raise UserError(f"config.json: missing key {letters_key} (or {blocks_key})")
+    if blocks is None:
+        raise UserError(f"{where}: missing key {letters_key} (or {blocks_key})")
     if not isinstance(blocks, list):
-        raise UserError(f"config.json: {blocks_key} {blocks!r} is not a list of layers")
-    unknown = sorted({str(block) for block in blocks} - set(BLOCK_TYPES))
+        raise UserError(f"{where}: {blocks_key} {shown(blocks)} is not a list of layers")
+    unknown = [shown(block) for block in blocks if not isinstance(block, str) or block not in BLOCK_TYPES]
     if unknown:
-        raise UserError(f"config.json: {blocks_key} has unknown layers {unknown}; known: {', '.join(BLOCK_TYPES)}")
+        odd = listed(dict.fromkeys(unknown), width=120)
+        raise UserError(f"{where}: {blocks_key} has unknown layers {odd}; known: {', '.join(BLOCK_TYPES)}")
     return "".join(BLOCK_TYPES[block] for block in blocks)
 
 
@@ -190,7 +215,7 @@ def _read_dt_limit(hf: dict[str, Any]) -> tuple[float, float] | None:
         return None
 
 
-def _read_depths(own: dict[str, Any], physical: int) -> tuple[int | None, bool]:
+def _read_depths(own: dict[str, Any], where: Path | str, physical: int) -> tuple[int | None, bool]:
     """(depths the heads were trained for, None where nothing says so; whether they share one layer).
 
     Args:
@@ -201,30 +226,30 @@ def _read_depths(own: dict[str, Any], physical: int) -> tuple[int | None, bool]:
     unknown = sorted(own.keys() - {"mtp_num_depths", "mtp_use_repeated_layer"})
     problems = [f"mtpkit.{key} is unknown" for key in unknown]
     if type(repeated) is not bool:
-        problems.append(f"mtpkit.mtp_use_repeated_layer {repeated!r} is not true or false")
+        problems.append(f"mtpkit.mtp_use_repeated_layer {shown(repeated)} is not true or false")
     if type(depths) is not int and "mtp_num_depths" in own:
-        problems.append(f"mtpkit.mtp_num_depths {depths!r} is not a whole number")
-    raise_problems("config.json", problems)
+        problems.append(f"mtpkit.mtp_num_depths {shown(depths)} is not a whole number")
+    raise_problems(where, problems)
     return (depths, repeated) if physical else (0, True)
 
 
 def _unsupported(hf: dict[str, Any], pattern: str, letters: str) -> list[str]:
     """Clauses for settings that would change what the model computes and that it cannot represent."""
     problems = [
-        f"{key} {hf[key]!r} is not supported, only {value!r}"
+        f"{key} {shown(hf[key])} is not supported, only {value!r}"
         for key, value in FIXED.items()
-        if hf.get(key, value) not in (value, None)
+        if key in hf and (type(hf[key]), hf[key]) != (type(value), value)
     ]
     if hf.get("num_hidden_layers", len(pattern)) != len(pattern):
-        problems.append(f"num_hidden_layers {hf['num_hidden_layers']} but the pattern has {len(pattern)} layers")
+        problems.append(f"num_hidden_layers {shown(hf['num_hidden_layers'])} but the pattern has {len(pattern)} layers")
     if "E" not in letters:
         return problems
-    topk = hf.get("num_experts_per_tok") or 0
+    topk = hf.get("num_experts_per_tok", 0)
     if hf.get("n_shared_experts", 1) != 1:
-        problems.append(f"n_shared_experts {hf['n_shared_experts']} is not supported, only 1")
-    if bool(hf.get("norm_topk_prob", True)) != (topk > 1):
+        problems.append(f"n_shared_experts {shown(hf['n_shared_experts'])} is not supported, only 1")
+    if hf.get("norm_topk_prob", True) != (topk > 1):
         problems.append("norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron")
-    if (hf.get("n_group") or 1) > 1 and topk != 2 * (hf.get("topk_group") or 1):
+    if hf.get("n_group", 1) > 1 and topk != 2 * hf.get("topk_group", 1):
         # Transformers ranks a group by its two best experts, Megatron by its topk / topk_group best.
         problems.append("n_group above 1 needs num_experts_per_tok equal to twice topk_group")
     return problems
