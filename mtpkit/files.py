@@ -1,10 +1,31 @@
 """Small text and JSON files that a user gives, read with one-line errors that name the file."""
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, shown
+
+
+def require_file(path: Path | str) -> Path:
+    """The path of a file that can be opened at once; a shell's `<(...)` and /dev/stdin count as files.
+
+    Raises:
+        UserError: nothing is there, or something else: a directory, a link to itself, a pipe that may have no writer.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # the latter: a zero byte in the path
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{path} cannot be read: it is a directory, not a file")
+    real = Path(os.path.realpath(path))  # what a shell opens has no name of its own there
+    if stat.S_ISSOCK(mode) or (stat.S_ISFIFO(mode) and real.exists()):
+        raise UserError(f"{path} cannot be read: it is a pipe, not a file")
+    return path
 
 
 def read_text(path: Path | str) -> str:
@@ -14,10 +35,10 @@ def read_text(path: Path | str) -> str:
         UserError: the file cannot be read, or is not UTF-8.
     """
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return require_file(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
 
 
@@ -25,14 +46,23 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """The value of a JSON text; `where` names its file and line in the error.
 
     Raises:
-        UserError: it is not JSON, is nested too deeply, or has a number of too many digits.
+        UserError: it is not JSON, is nested too deeply, has a number of too many digits, or a key twice.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_distinct)
     except RecursionError:
         raise UserError(f"{where} cannot be read as JSON: it is nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{where} cannot be read as JSON: {error}") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of whose entries none hides another."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key {shown(twice)} is there twice")
+    return values
 
 
 def read_json(path: Path | str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Files that a user gives: what is wrong with them is one line that names them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from mtpkit.files import parse_json, read_json, read_text
         ('{"a": 1}'.encode("utf-16"), "is not UTF-8"),
         (b'{"a": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
         (b"", "cannot be read as JSON"),
+        (b'{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' is there twice"),
     ],
     ids=lambda value: repr(value)[:24],
 )
@@ -34,10 +36,25 @@ def test_unreadable_json_is_named(tmp_path: Path, content: bytes, message: str) 
 def test_missing_files_and_directories_are_named(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    for path in (tmp_path / "none", tmp_path, loop):
+    for path in (tmp_path / "none", tmp_path, loop, tmp_path / "a\0b"):
         with pytest.raises(UserError, match="cannot be read") as raised:
             read_text(path)
         assert str(path) in str(raised.value)
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """It may have no writer. What a shell gives for `<(...)` has one."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(UserError, match=f"{name} cannot be read: it is a pipe"):
+            read_text(tmp_path / name)
+    reader, writer = os.pipe()
+    os.write(writer, b"text")
+    os.close(writer)
+    assert read_text(f"/dev/fd/{reader}") == "text"
+    os.close(reader)
 
 
 def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
