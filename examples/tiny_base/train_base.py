@@ -109,13 +109,13 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, required=True, help="directory that holds the tokenizer and gets the weights"
     )
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--log-every", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     device = default_device()

@@ -24,6 +24,7 @@ SETTINGS = [
     "data.micro_batch_size=4",
     "data.global_batch_size=4",
     "heads.num_depths=3",
+    "heads.fit_tokens=8192",
     "optimizer.lr=3e-3",
     "optimizer.warmup_steps=5",
 ]
