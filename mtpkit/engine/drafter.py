@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpkit.config import ModelConfig
 from mtpkit.engine import sampler
 from mtpkit.engine.batch import kv_slots
-from mtpkit.engine.step import Batch, Drafts, Verdict
+from mtpkit.engine.step import Batch, Drafts, Verdict, fed
 from mtpkit.errors import UserError
 from mtpkit.kernels import sampling as ops
 from mtpkit.kernels.linear import linear
@@ -134,7 +134,8 @@ class _MtpDrafter:
         self._draft_weight = None if draft_token_ids is None else draft_output_weight(model, draft_token_ids)
 
     def _choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Draft `depth` of each row from `state` [S, h]: [S] tokens and, when drawn, [S, V] their distributions."""
+        """Draft `depth` of each row from `state` [S, h]: [S] tokens or `NO_TOKEN` and, when drawn, [S, V] their
+        distributions."""
         if not self.sample:
             return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
         if self._draft_weight is None:
@@ -178,7 +179,7 @@ class RepeatedDrafter(_MtpDrafter):
             inputs = self._continue_at(batch, verdict) if depths > 1 else batch.inputs
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + depth - 1)
-                state = mtp_forward(self.model, depth, state, chosen[-1][0][None], inputs)
+                state = mtp_forward(self.model, depth, state, fed(chosen[-1][0])[None], inputs)
                 chosen.append(self._choose(state[:, 0], depth, batch, newest))
                 inputs = self._advance(inputs)
         return self._drafts(chosen, batch)
@@ -224,15 +225,15 @@ def _ring_length(caches: Mapping[str, LayerCache]) -> int:
 
 
 def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
-    """[T] the token after each of the step's: t_{j+1} for position j.
+    """[T] the token after each of the step's, `fed`: t_{j+1} for position j.
 
     Example, K = 2: a decode row fed [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before a
     known R gives [Q, R].
     """
     if batch.plan.num_decode_rows:
-        return verdict.token_ids.flatten()
+        return fed(verdict.token_ids).flatten()
     shifted = batch.token_ids.roll(-1)
-    shifted[batch.inputs.query_start[1:] - 1] = verdict.token_ids[:, 0]
+    shifted[batch.inputs.query_start[1:] - 1] = fed(verdict.token_ids[:, 0])
     return shifted
 
 
@@ -277,7 +278,7 @@ class DistinctDrafter(_MtpDrafter):
             state = mtp_forward(self.model, depth, state, window.token_ids(depth)[None], window.inputs)
             if count:
                 chosen.append(self._choose(state[flat, 0], depth, batch, newest))
-                window.future[:count, depth] = chosen[-1][0]
+                window.future[:count, depth] = fed(chosen[-1][0])
         return self._drafts(chosen[: batch.plan.num_speculative_tokens], batch)
 
 
@@ -316,7 +317,7 @@ class _Window:
         self.future = torch.cat([known, known[:, :1]], dim=1)
         """[R, 1 + K] tokens after p: the chosen one, then the drafts as they come, or a prompt's known tokens."""
         count = batch.plan.num_sampling_rows
-        self.future[:count, 0] = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]
+        self.future[:count, 0] = fed(verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0])
         self.inputs = self._step_input(batch, before, host_before, block_size)
 
     def _step_input(self, batch: Batch, before: Tensor, host_before: list[int], block_size: int) -> StepInput:

@@ -24,7 +24,7 @@ from mtpkit.engine.sampler import GREEDY
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.states import CacheLayout
-from mtpkit.engine.step import Batch, Plan, StepOutput, Verdict
+from mtpkit.engine.step import Batch, Plan, RowResult, StepOutput, Verdict, pack_results
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
 
@@ -55,11 +55,11 @@ class _Results:
             self._values.copy_(values, non_blocking=True)
             self._arrived.record()
 
-    def wait(self) -> list[list[int]]:
-        """The values, once they are there."""
+    def wait(self) -> list[RowResult]:
+        """What each row that samples gave, once it is there."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._values.tolist()
+        return [RowResult.unpack(row, self.plan.num_speculative_tokens) for row in self._values.tolist()]
 
 
 class Engine:
@@ -137,24 +137,29 @@ class Engine:
         params: SamplingParams,
         request_id: str | None = None,
         prompt: str | None = None,
+        place: str | None = None,
     ) -> Request:
         """A request that can be served, not yet queued.
+
+        Args:
+            place: what messages call it, for instance where it lies in a list or in a file.
 
         Raises:
             UserError: as `add_request`.
         """
         name = self._name(request_id)
+        where = place or f"request {name}"
         if not isinstance(params, SamplingParams):
-            raise UserError(f"request {name}: params is {shown(params)}, give SamplingParams(...)")
+            raise UserError(f"{where}: params is {shown(params)}, give SamplingParams(...)")
         arrival, self._num_requests = self._num_requests, self._num_requests + 1
         foreign = [token for token in prompt_token_ids if not is_whole(token) or not 0 <= token < self.vocab_size]
         if foreign:
-            raise UserError(f"request {name}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
+            raise UserError(f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
         unknown = [token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size]
         if unknown:
             _logger.warning("stop_token_ids %s stop nothing: the vocabulary has %d", unknown[:5], self.vocab_size)
         if params.stop_strings and self.tokenizer is None:
-            raise UserError(f"request {name}: stop strings need a tokenizer, use stop_token_ids or give one")
+            raise UserError(f"{where}: stop strings need a tokenizer, use stop_token_ids or give one")
         depths = [0] * self.config.num_speculative_tokens
         request = Request(
             request_id=name,
@@ -165,6 +170,7 @@ class Engine:
             stats=RequestStats(0, 0, depths, list(depths), state_bytes=self.layout.slot_bytes),
             prompt=prompt,
             detokenizer=self.tokenizer and Detokenizer(self.tokenizer, list(prompt_token_ids), params.stop_strings),
+            place=place,
         )
         self.scheduler.validate(request)
         return request
@@ -254,23 +260,27 @@ class Engine:
         return _Results(plan, self._execute(self.builder.build(plan)))
 
     def _execute(self, batch: Batch) -> Tensor:
-        """The device's part of a step: [S, 2 + K] int64, accepted drafts and the token ids of the verdict."""
+        """The device's part of a step: `pack_results`."""
         out = self.runner.run(batch)
         verdict = self.verifier(out.logits, batch)
         drafts = self.drafter.draft(out.hidden, batch, verdict)
         self.slots.store(batch, verdict, drafts)
-        return torch.cat([verdict.accepted[:, None], verdict.token_ids], 1)[: batch.plan.num_sampling_rows]
+        return pack_results(verdict, drafts)
 
     def _take_up(self, keep: int) -> list[Request]:
         """Commit the results of all but the latest `keep` steps, the oldest first."""
         changed = []
         while len(self._under_way) > keep:
             for results in self._under_way.popleft():
-                values = results.wait()
+                rows = results.wait()
                 if results.plan.num_decode_rows:
-                    accepted = [row[0] for row in values]
-                    self.speculation.observe(accepted, [row.fresh_drafts for row in results.plan.rows])
-                changed += self.scheduler.commit(results.plan, values)
+                    counted = [
+                        (result.accepted, row.fresh_drafts)
+                        for row, result in zip(results.plan.rows, rows, strict=True)
+                        if result.believed and row.request.error is None
+                    ]
+                    self.speculation.observe([accepted for accepted, _ in counted], [fresh for _, fresh in counted])
+                changed += self.scheduler.commit(results.plan, rows)
         return changed
 
     def abort(self, request_id: str) -> None:

@@ -8,19 +8,29 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
+"""A text, token ids, or a dict with `prompt` (either) or `prompt_token_ids`, and a `name` for messages if it has one."""
 
 
-def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt as a list of one.
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]:
+    """Each prompt with what messages call it: its own name, or its place in the list.
 
     Raises:
-        UserError: neither a prompt nor a list.
+        UserError: neither a prompt nor a list, or a name that is no text.
     """
     if isinstance(prompts, str | dict):
-        return [prompts]
+        return [_named("the prompt", prompts)]
     if not isinstance(prompts, Sequence) or not is_list(prompts):
         raise UserError(f"prompts are a {type(prompts).__name__}: give texts, or lists of token ids")
-    return [prompts] if prompts and is_whole(prompts[0]) else list(prompts)  # type: ignore[list-item, arg-type]
+    if prompts and is_whole(prompts[0]):
+        return [("the prompt", prompts)]  # type: ignore[list-item]
+    return [_named(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]  # type: ignore[arg-type]
+
+
+def _named(place: str, prompt: Prompt) -> tuple[str, Prompt]:
+    name = prompt.get("name") if isinstance(prompt, dict) else None
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"{place}: name is {shown(name)}, must be a text: what messages are to call the prompt")
+    return name or place, prompt
 
 
 def list_params(
@@ -45,8 +55,8 @@ def list_params(
     return list(sampling_params)
 
 
-def encode(prompt: Prompt, tokenizer: Any) -> tuple[str | None, Sequence[int]]:
-    """Text, if there is one, and token ids of a prompt.
+def encode(prompt: Prompt, tokenizer: Any, name: str) -> tuple[str | None, Sequence[int]]:
+    """Text, if there is one, and token ids of a prompt that messages call `name`.
 
     Raises:
         UserError: none of the forms of a prompt, or a text that cannot be encoded.
@@ -54,24 +64,24 @@ def encode(prompt: Prompt, tokenizer: Any) -> tuple[str | None, Sequence[int]]:
     if isinstance(prompt, dict):
         known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not known:
-            raise UserError(f"prompt {shown(prompt)} has neither 'prompt' nor 'prompt_token_ids'")
-        return encode(prompt[known[0]], tokenizer)
+            raise UserError(f"{name} is {shown(prompt)}, which has neither 'prompt' nor 'prompt_token_ids'")
+        return encode(prompt[known[0]], tokenizer, name)
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise UserError("a text prompt needs a tokenizer: give one, or prompt_token_ids")
-        _check_unicode(prompt)
+            raise UserError(f"{name} is a text, which needs a tokenizer: give one, or prompt_token_ids")
+        _check_unicode(prompt, name)
         return prompt, tokenizer.encode(prompt)
     if not isinstance(prompt, Sequence) or not is_list(prompt) or not all(map(is_whole, prompt)):
-        raise UserError(f"a prompt is a {type(prompt).__name__}: give a text, or token ids as a list of integers")
+        raise UserError(f"{name} is a {type(prompt).__name__}: give a text, or token ids as a list of integers")
     return None, prompt  # type: ignore[return-value]
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(text: str, name: str) -> None:
     """Refuse what Python's strings can hold and no file can: half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"a prompt is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!a}; "
+            f"{name} is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!a}; "
             "decode its bytes with errors='replace'"
         ) from error

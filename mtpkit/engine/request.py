@@ -1,13 +1,15 @@
 """A request, what a user gets back of it, and the statistics of one and of all."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.params import SamplingParams
+from mtpkit.errors import MtpkitError, listed
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass
@@ -119,6 +121,8 @@ class Request:
     stats: RequestStats
     prompt: str | None = None
     detokenizer: Detokenizer | None = None
+    place: str | None = None
+    """Where the user has it: in the list that was given, or in a file."""
 
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
@@ -132,9 +136,20 @@ class Request:
     """Of int64, which numpy reads as it is: tables of many thousand tokens go to the device in every step."""
     slot: int | None = None
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    """Why it ended with the reason "error"."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    def fail(self, why: str) -> None:
+        """End with an error, which names the request."""
+        self.finish_reason, self.error = "error", f"{self.name}: {why}"
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"request {self.request_id}" if self.place is None else f"{self.place} (request {self.request_id})"
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -170,7 +185,10 @@ class CompletionOutput:
     text: str
     """Without stop strings, stop tokens and special tokens; empty without a tokenizer."""
     finish_reason: FinishReason | None
+    """"stop", "length", or "error": `error` says why it could not go on; the tokens before that stand."""
     index: int = 0
+    error: str | None = None
+    """One line that names the request."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +206,7 @@ class RequestOutput:
     def of(cls, request: Request) -> "RequestOutput":
         """A copy of what a user may see of `request`. Its statistics are shared until it is finished."""
         text = request.detokenizer.visible_text(request.finished) if request.detokenizer else ""
-        completion = CompletionOutput(request.output_token_ids, text, request.finish_reason)
+        completion = CompletionOutput(request.output_token_ids, text, request.finish_reason, error=request.error)
         return cls(
             request.request_id,
             request.prompt,
@@ -197,3 +215,22 @@ class RequestOutput:
             request.stats,
             request.finished,
         )
+
+    @property
+    def error(self) -> str | None:
+        """Why it ended with the reason "error", in one line that names the request."""
+        return self.outputs[0].error
+
+
+class RequestError(MtpkitError):
+    """Requests ended with an error where all had to go through."""
+
+
+def require_whole(outputs: Iterable[RequestOutput]) -> None:
+    """Refuse outputs that ended with an error, for whoever measures or keeps them.
+
+    Raises:
+        RequestError: with the first of them, and how many more there are.
+    """
+    if errors := [output.error for output in outputs if output.error is not None]:
+        raise RequestError(listed(errors, most=1) + (" requests" if len(errors) > 1 else ""))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.params import EngineConfig
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
-from mtpkit.engine.step import Plan, Row
+from mtpkit.engine.step import Plan, Row, RowResult
 from mtpkit.errors import MtpkitError, UserError
 
 
@@ -62,7 +62,7 @@ class Scheduler:
             UserError: with the request's numbers and the limit they exceed.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        name = f"request {request.request_id}"
+        name = request.place or request.name
         if request.request_id in self._live_ids:
             raise UserError(f"{name}: another of this id is not finished, give it an id of its own, or none")
         if not prompt:
@@ -209,32 +209,52 @@ class Scheduler:
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.config.block_size)
 
-    def commit(self, plan: Plan, results: list[list[int]]) -> list[Request]:
+    def commit(self, plan: Plan, results: Sequence[RowResult]) -> list[Request]:
         """Take up what a plan gave: advance, emit, rewind, release, finish.
 
+        A request whose logits are not to be believed keeps the tokens before them and ends with an error, unless these
+        end it. Of the step in which the base's are not, no draft is counted.
+
         Args:
-            results: for each row that samples, how many drafts were accepted, then the 1 + K token ids of
-                `Verdict.token_ids`.
+            results: of each row that samples.
 
         Returns:
-            The requests that emitted tokens. Rows whose request ended meanwhile are passed over.
+            The requests that emitted tokens or ended. Rows whose request ended meanwhile are passed over.
         """
-        emitted = []
-        for index, (row, (accepted, *token_ids)) in enumerate(zip(plan.rows, results, strict=False)):
+        changed = []
+        for index, (row, result) in enumerate(zip(plan.rows, results, strict=False)):
             request, decodes = row.request, index < plan.num_decode_rows
             if request.slot is None or not row.emits:
                 continue
             request.in_flight -= 1
             if decodes:
-                request.num_computed += accepted + 1
-            count = self._emit(request, token_ids[: accepted + 1])
-            if decodes:
-                request.stats.record(accepted, count, row.fresh_drafts)
-                self.acceptance.record(accepted, count, row.fresh_drafts)
+                request.num_computed += result.accepted + 1
+            count = self._emit(request, result.token_ids)
+            if decodes and result.believed:
+                request.stats.record(result.accepted, count, row.fresh_drafts)
+                self.acceptance.record(result.accepted, count, row.fresh_drafts)
             self.num_generated += count
+            if not request.finished:
+                self._fail_unless_believed(request, result)
             self._settle(request)
-            emitted.append(request)
-        return emitted
+            changed.append(request)
+        return changed
+
+    @staticmethod
+    def _fail_unless_believed(request: Request, result: RowResult) -> None:
+        """End a request that has taken up all tokens of a step, where that step's logits were not all finite."""
+        output = f"after {request.num_output} output tokens"
+        if not result.believed:
+            request.fail(
+                f"the logits for position {len(request.token_ids)}, {output}, are NaN or infinite: weights or "
+                "activations of the base are not finite; check the checkpoint, or try dtype float32"
+            )
+        elif result.bad_draft is not None:
+            request.fail(
+                f"draft {result.bad_draft} for position {len(request.token_ids) + result.bad_draft - 1}, {output}, has "
+                "logits that are NaN or infinite: weights or activations of the MTP heads are not finite; check the "
+                "heads, or decode without them (K = 0)"
+            )
 
     def _emit(self, request: Request, token_ids: list[int]) -> int:
         """Append tokens until one ends the request; how many were appended."""

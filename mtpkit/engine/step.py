@@ -1,16 +1,21 @@
 """The values that the five calls of a step hand on. All are frozen; only a plan is kept until its
 results are there.
 
+Logits that are not to be believed give `NO_TOKEN` in the verdict or among the drafts. It travels to the host with the
+tokens, and the scheduler ends the request there; until then its rows go on from token 0 (`fed`).
+
 Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), N logits: 1 + K a decode row, one a
 chunk that samples; K drafts, V vocabulary, h hidden size.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import SamplingTensors
+from mtpkit.kernels import NO_TOKEN
 from mtpkit.model.inputs import StepInput
 
 
@@ -105,7 +110,8 @@ class Verdict:
     """[R] int64, accepted drafts; 0 for prefill rows."""
     token_ids: Tensor
     """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. A chunk that does not sample has the known
-    token after it in its first column, so that column `accepted` is the next token of every row."""
+    token after it in its first column, so that column `accepted` is the next token of every row. `NO_TOKEN` in one of
+    the first 1 + `accepted` columns: what the base says there is not to be believed."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,42 @@ class Drafts:
     """What the next step verifies."""
 
     token_ids: Tensor
-    """[S, K] int64."""
+    """[S, K] int64; `NO_TOKEN` where what the heads say is not to be believed."""
     probs: Tensor | None = None
     """[S, K, V] when the drafts were drawn from a distribution."""
+
+
+def fed(token_ids: Tensor) -> Tensor:
+    """Tokens that can be embedded: `NO_TOKEN` becomes token 0."""
+    return token_ids.clamp_min(0)
+
+
+def pack_results(verdict: Verdict, drafts: Drafts) -> Tensor:
+    """What the host is to know of a step, [S, 2 + 2K] int64, see `RowResult`."""
+    count = len(drafts.token_ids)
+    return torch.cat([verdict.accepted[:count, None], verdict.token_ids[:count], drafts.token_ids], 1)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What a step gave of a row that samples, as the host knows it."""
+
+    accepted: int
+    """Drafts."""
+    token_ids: list[int]
+    """What the verdict adds to the request: 1 + `accepted` tokens, or those before the first that is `NO_TOKEN`."""
+    bad_draft: int | None
+    """The first depth, from 1, at which the heads' logits are not to be believed."""
+
+    @classmethod
+    def unpack(cls, values: list[int], depths: int) -> "RowResult":
+        """A row of `pack_results` with K = `depths`."""
+        accepted, token_ids, drafts = values[0], values[1 : 2 + values[0]], values[2 + depths :]
+        if NO_TOKEN in token_ids:
+            token_ids = token_ids[: token_ids.index(NO_TOKEN)]
+        return cls(accepted, token_ids, drafts.index(NO_TOKEN) + 1 if NO_TOKEN in drafts else None)
+
+    @property
+    def believed(self) -> bool:
+        """Whether the base's logits are finite wherever the verdict used them."""
+        return len(self.token_ids) == 1 + self.accepted

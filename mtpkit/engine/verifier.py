@@ -8,6 +8,7 @@ from torch import Tensor
 from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Verdict
 from mtpkit.errors import UserError
+from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.acceptance import accept_matching, accept_rejection
 from mtpkit.kernels.sampling import uniform
 
@@ -16,7 +17,8 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
     """Verify the drafts of decode rows, or choose the first token of the chunks that end a prompt.
 
     The output is distributed as the base's own. With drafts that are the heads' best tokens (`draft_probs` None) it is,
-    for a given seed, also the same for every K. Tensor code throughout: nothing waits for the device.
+    for a given seed, also the same for every K. Where a row's logits are not to be believed it stops with `NO_TOKEN`;
+    those after the position at which a row stops do not matter. Tensor code throughout: nothing waits for the device.
 
     Args:
         logits: [N, V], see `Batch.logit_indices`.
@@ -29,7 +31,8 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
 
 
 def own_tokens(logits: Tensor, batch: Batch) -> Tensor:
-    """[N] int64, what the base itself takes at each of the batch's logits [N, V]: its best token, or a draw."""
+    """[N] int64, what the base itself takes at each of the batch's logits [N, V]: its best token, a draw, or
+    `NO_TOKEN`."""
     logits = sampler.penalise(logits, batch.sampling, batch.logit_rows, batch.drafts)
     return sampler.sample(logits, batch.sampling, batch.logit_rows, _logit_positions(batch))
 
@@ -95,5 +98,6 @@ class SyntheticAcceptance:
         numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM).view(rows, depths)
         accepted = (numbers < self.rates[:depths]).long().cumprod(-1).sum(-1)
         place, last = torch.arange(1 + depths, device=own.device), accepted[:, None]
-        token_ids = torch.where(place < last, torch.cat([batch.drafts, own[:, -1:]], 1), own)
+        drafted = (place < last) & (own != NO_TOKEN)
+        token_ids = torch.where(drafted, torch.cat([batch.drafts, own[:, -1:]], 1), own)
         return Verdict(accepted, token_ids * (place <= last))

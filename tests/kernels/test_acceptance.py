@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from mtpkit.kernels import sampling
+from mtpkit.kernels import NO_TOKEN, sampling
 from mtpkit.kernels.acceptance import reference
 
 # NumPy's, under the interpreter.
@@ -24,6 +24,10 @@ def run(twin, name, *tensors):
         ([5, 7, 9], [5, 7, 9, 4], 3, [5, 7, 9, 4]),
         ([5, 7, 9], [1, 7, 9, 4], 0, [1, 0, 0, 0]),
         ([], [4], 0, [4]),
+        ([5, 7, 9], [5, NO_TOKEN, 9, 4], 1, [5, NO_TOKEN, 0, 0]),
+        ([5, 7, 9], [5, 7, 2, NO_TOKEN], 2, [5, 7, 2, 0]),
+        ([5], [5, NO_TOKEN], 1, [5, NO_TOKEN]),
+        ([], [NO_TOKEN], 0, [NO_TOKEN]),
     ],
 )
 def test_matching_accepts_the_longest_equal_prefix(twin, drafts, choices, accepted, token_ids):
@@ -143,7 +147,22 @@ def test_a_draft_without_a_residual_is_replaced_from_the_target(twin):
         assert accepted.tolist() == [0] and token_ids.tolist() == [[token, 0]]
 
 
-def test_rows_that_pad_a_batch_give_a_token_of_the_vocabulary(twin):
+@pytest.mark.parametrize("vocab_size", [50, 5000])
+def test_rejection_has_no_token_where_the_target_is_not_to_be_believed(twin, vocab_size):
+    """It stops there, and at no row before or after that; what comes after the stop does not matter."""
+    drafts = torch.tensor([[1, 2]]).expand(5, -1)
+    p = torch.eye(vocab_size)[[1, 2, 3]].repeat(5, 1, 1)
+    p[1, 0], p[2, 1], p[3, 2] = torch.nan, torch.nan, torch.nan
+    p[4, 0], p[4, 1] = torch.eye(vocab_size)[7], torch.nan
+    q = torch.eye(vocab_size)[[1, 2]].repeat(5, 1, 1)
+    numbers = torch.rand(5, 2).double(), torch.rand(5, 3).double()
+    accepted, token_ids = run(twin, "accept_rejection", drafts, q, p, *numbers)
+    assert accepted.tolist() == [2, 0, 1, 2, 0]
+    none = NO_TOKEN
+    assert token_ids.tolist() == [[1, 2, 3], [none, 0, 0], [1, none, 0], [1, 2, none], [7, 0, 0]]
+
+
+def test_rows_that_pad_a_batch_give_a_token_of_the_vocabulary_or_none(twin):
     if twin.name == "reference":
         pytest.skip("batches are padded for CUDA graphs")
     drafts = torch.tensor([[1, 2], [-1, 2**40], [1, 2]])
@@ -154,4 +173,4 @@ def test_rows_that_pad_a_batch_give_a_token_of_the_vocabulary(twin):
         twin, "accept_rejection", drafts, q, p, torch.rand(3, 2).double(), torch.rand(3, 3).double()
     )
     assert accepted.tolist() == [2, 0, 0] and token_ids[:2].tolist() == [[1, 2, 3], [1, 0, 0]]
-    assert 0 <= token_ids[2, 0] < 50 and token_ids[2, 1:].tolist() == [0, 0]
+    assert token_ids[2].tolist() == [NO_TOKEN, 0, 0]

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from mtpkit.kernels import NO_TOKEN
+
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's loops
 
 LOGIT_SHAPES = [(1, 1), (3, 17), (2, 4099), (5, 9000)]
@@ -47,11 +49,21 @@ def test_first_of_ties(twin, places, programs, monkeypatch):
 
 
 def test_argmax_of_equal_and_masked_logits(twin):
-    logits = torch.full((4, 5000), -math.inf)
-    logits[1, 4999] = -1e30
-    logits[2] = 0
-    logits[3, 17] = math.inf
-    assert twin("draft_head").argmax(logits.to(twin.device)).tolist() == [0, 4999, 0, 17]
+    logits = torch.full((3, 5000), -math.inf)
+    logits[0, 4999] = -1e30
+    logits[1] = 0
+    logits[2] = -3e38
+    assert twin("draft_head").argmax(logits.to(twin.device)).tolist() == [4999, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary, place", [(1, 0), (17, 16), (9000, 0), (9000, 5000), (9000, 8999)])
+def test_no_token_of_logits_that_are_not_to_be_believed(twin, vocabulary, place, dtype):
+    """One NaN or +inf anywhere, or -inf everywhere."""
+    logits = torch.randn(5, vocabulary).to(dtype)
+    logits[1, place], logits[2, place], logits[3] = math.nan, math.inf, -math.inf
+    want = [int(logits[0].argmax()), NO_TOKEN, NO_TOKEN, NO_TOKEN, int(logits[4].argmax())]
+    assert twin("draft_head").argmax(logits.to(twin.device)).tolist() == want
 
 
 def test_parts_of_many_rows(twin):
@@ -104,15 +116,27 @@ def test_strided_hidden_states(twin):
 
 
 @pytest.mark.parametrize("rows", [5, 70])
-def test_a_row_of_nan_gives_some_token(twin, rows):
-    """A row that pads a batch: its token is gathered from the embedding, and the others do not notice it."""
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_row_of_nan_has_no_token(twin, rows, mapped):
+    """And the others do not notice it."""
     hidden, weight = heads(rows, 130, 40)
-    want = (hidden @ weight.t()).argmax(-1)
-    hidden[2], want[2] = math.nan, -1
-    have = twin("draft_head").linear_argmax(hidden.to(twin.device), weight.to(twin.device)).cpu()
-    assert 0 <= have[2] < 130
-    have[2] = -1
-    assert have.tolist() == want.tolist()
+    token_ids = torch.arange(130) + 7 if mapped else torch.arange(130)
+    want = token_ids[(hidden @ weight.t()).argmax(-1)]
+    hidden[2, 3], want[2] = math.nan, NO_TOKEN
+    hidden[4], want[4] = math.inf, NO_TOKEN
+    arguments = (hidden, weight, token_ids) if mapped else (hidden, weight)
+    assert twin("draft_head").linear_argmax(*(t.to(twin.device) for t in arguments)).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_leaves_no_token(twin, rows, value):
+    """In the last row of the weight, which fills no tile."""
+    hidden, weight = heads(rows, 130, 40)
+    hidden.abs_()
+    weight[129, 39] = value
+    have = twin("draft_head").linear_argmax(hidden.to(twin.device), weight.to(twin.device))
+    assert have.tolist() == [NO_TOKEN] * rows
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33, 64])

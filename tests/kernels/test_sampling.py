@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from mtpkit.kernels import sampling
+from mtpkit.kernels import NO_TOKEN, sampling
 from mtpkit.kernels.sampling import cut
 
 # NumPy's, under the interpreter.
@@ -219,8 +219,8 @@ def test_rows_apart_in_memory(twin):
         assert torch.equal(op.sample(view.exp(), uniforms), op.sample(plain.exp(), uniforms))
 
 
-def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary(twin, monkeypatch):
-    """They may hold NaN; the rows beside them notice nothing."""
+def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary_or_none(twin, monkeypatch):
+    """They may hold NaN, and temperatures that are; the rows beside them notice nothing."""
     if twin.name == "reference":
         pytest.skip("batches are padded for CUDA graphs")
     monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))
@@ -234,11 +234,43 @@ def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary(twin, monkeypatch)
             twin, "sample_logits", rows[:2], temperature[:2], *(f if f is None else f[:2] for f in filters), uniforms
         )
         tokens = run(twin, "sample_logits", poisoned, temperature, *filters, uniforms)
-        assert torch.equal(tokens[:2], clean) and (tokens >= 0).all() and (tokens < 200).all()
+        assert torch.equal(tokens[:2], clean) and (tokens[[2, 4]] == NO_TOKEN).all() and -1 <= tokens[3] < 200
     probs = run(twin, "probabilities", poisoned, temperature)
     assert torch.equal(probs[:2], run(twin, "probabilities", rows, temperature)[:2])
-    tokens = run(twin, "sample", torch.full((2, 200), torch.nan), uniforms[:2])
-    assert (tokens >= 0).all() and (tokens < 200).all()
+
+
+@pytest.mark.parametrize("vocab_size, place", [(200, 0), (200, 199), (5000, 4500)])
+@pytest.mark.parametrize("filters", [(None, None, None), (20, 0.9, 0.05), (150, 0.99, 0.0)])
+def test_no_token_is_taken_from_what_is_not_to_be_believed(twin, monkeypatch, vocab_size, place, filters):
+    """One NaN or +inf anywhere, or -inf everywhere; of the filters and temperatures none hides or feigns it."""
+    if twin.name == "interpreter" and vocab_size == 5000 and filters[0] == 150:
+        pytest.skip("takes too long")
+    monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))
+    x = logits(8, vocab_size)
+    x[1, place], x[2, place], x[3], x[4, place] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    x[5, place], x[6] = 3e38, -3e38
+    x[7, :] = -torch.inf
+    x[7, place] = 1.0
+    wrong = [False, True, True, True, False, False, False, False]
+    top_k, top_p, min_p = (None if f is None else torch.full((8,), f) for f in filters)
+    for heat in (0.0, 1e-5, 1.0, 1e30):
+        arguments = (x, torch.full((8,), heat), top_k, top_p, min_p)
+        tokens = run(twin, "sample_logits", *arguments, numbers(8))
+        assert (tokens == NO_TOKEN).tolist() == wrong and ((tokens >= NO_TOKEN) & (tokens < vocab_size)).all()
+        assert tokens[7] == place
+        probs = run(twin, "probabilities", *arguments)
+        assert probs.isnan().any(-1).tolist() == probs.isnan().all(-1).tolist() == wrong
+        assert (run(twin, "sample", probs, numbers(8)) == NO_TOKEN).tolist() == wrong
+
+
+def test_penalties_neither_hide_nor_feign_what_is_not_to_be_believed(twin):
+    x = torch.tensor([[2.0, -2.0, 0.0, 3e38], [torch.nan, 1, 1, 1], [torch.inf, 1, 1, 1], [-torch.inf, 1, 1, 1]])
+    seen, counts = torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), 9)
+    for repetition in (0.0, 1e-45, 1e-30, 1e30, torch.inf):
+        penalties = (torch.full((4,), value) for value in (repetition, 2.0, -2.0))
+        got = run(twin, "apply_penalties", x, seen, counts, *penalties)
+        assert torch.equal(got.isfinite(), x.isfinite())
+        assert got[1, 0].isnan() and got[2, 0] == torch.inf and got[3, 0] == -torch.inf
 
 
 def test_penalties_follow_their_definitions(twin):

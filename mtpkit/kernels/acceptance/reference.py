@@ -17,7 +17,8 @@ def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple
     differs from d is distributed as the normalised (p - q)+. The tokens are then also those that decoding without
     drafts draws from the same uniforms.
 
-    Example: drafts [5, 7, 9], choices [5, 7, 2, 4] -> accepted 2, token ids [5, 7, 2, 0].
+    Example: drafts [5, 7, 9], choices [5, 7, 2, 4] -> accepted 2, token ids [5, 7, 2, 0]. `NO_TOKEN` equals no draft:
+    with choices [5, NO_TOKEN, 2, 4] the row stops there, accepted 1, token ids [5, NO_TOKEN, 0, 0].
 
     Args:
         draft_token_ids: [R, K] int64.
@@ -46,7 +47,8 @@ def accept_rejection(
     Args:
         draft_token_ids: [R, K] int64.
         draft_probs: [R, K, V], q at each draft.
-        target_probs: [R, 1 + K, V], p at each draft and after the last.
+        target_probs: [R, 1 + K, V], p at each draft and after the last. A row that stops where p is NaN has `NO_TOKEN`
+            there.
         accept_uniforms: [R, K] float64, the u of each draft.
         sample_uniforms: [R, 1 + K] float64, for the replacing or the last draw.
 

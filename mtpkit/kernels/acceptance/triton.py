@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Which drafts are accepted, in Triton. Of the probabilities only the drafts' own and the row at the stop are read.
 
-Rows that pad a batch may hold anything: what they draw is a token of the vocabulary, what they accept at most K.
+Rows that pad a batch may hold anything: what they draw is a token of the vocabulary or `NO_TOKEN`, what they accept at
+most K.
 """
 
 import torch
@@ -9,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.device import with_rows
 from mtpkit.kernels.sampling.draw import chunk_size, first_above, pick_chunk
 
 MATCHING_ROWS = 32
 """Rows that a program of `accept_matching` takes."""
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["drafts", "choices"])
@@ -150,6 +153,7 @@ def _rejection_kernel(
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     p, residual = _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size)
     token = chunk * CHUNK + first_above(tl.where(any_residual, residual, p), threshold, CHUNK)
+    token = tl.where(tl.sum(p_sums, 0) > 0, token, _NO_TOKEN)
     depth = tl.arange(0, WIDTH)
     out = tl.where(depth < stop, draft, tl.where(depth == stop, token, 0))
     tl.store(accepted + row, stop.to(tl.int64))

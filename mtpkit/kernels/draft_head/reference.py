@@ -1,12 +1,17 @@
 """The best token: of logits, and of a head's hidden states."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels import NO_TOKEN
+
 
 def argmax(logits: Tensor) -> Tensor:
-    """[M] int64, the first of the largest of logits [M, V]; in a row with NaN, any index below V."""
-    return logits.argmax(-1)
+    """[M] int64, the first of the largest of logits [M, V]; `NO_TOKEN` in a row that is not to be believed: with NaN or
+    +inf, or of nothing but -inf."""
+    best, index = logits.max(-1)
+    return torch.where(best.abs() < torch.inf, index, NO_TOKEN)
 
 
 def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -22,7 +27,11 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
         token_ids: [V] int64, the token of each row of `weight`; None: the row's index.
 
     Returns:
-        [M] int64. A row of `hidden` with NaN has some token of the vocabulary.
+        [M] int64; `NO_TOKEN` as `argmax` has it.
     """
-    best = argmax(F.linear(hidden, weight))
-    return best if token_ids is None else token_ids[best]
+    return to_token_ids(argmax(F.linear(hidden, weight)), token_ids)
+
+
+def to_token_ids(best: Tensor, token_ids: Tensor | None) -> Tensor:
+    """The tokens of `best` [M], rows of a weight or `NO_TOKEN`."""
+    return best if token_ids is None else torch.where(best < 0, best, token_ids[best])

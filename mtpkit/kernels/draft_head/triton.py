@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """The best token in Triton. Each program finds the best of one part of the vocabulary, a second kernel the best part.
 
-Rows that pad a batch may hold NaN; whatever they hold, the index is one of the vocabulary, so that it may be gathered.
+NaN counts as +inf here, so that the largest logit tells without another pass whether all can be believed.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.device import MULTIPROCESSORS, SMALLEST_DOT, with_rows
+from mtpkit.kernels.draft_head.reference import to_token_ids
 
 BLOCK = 4096
 """Logits that a program of `argmax` reads at a time."""
@@ -22,6 +24,7 @@ STREAM_ROWS = 64
 """Up to so many rows of hidden states the weight is streamed once and no logits are written."""
 CHUNK_ROWS = 1024
 """Rows whose logits are held at a time where there are more."""
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 class Tile(NamedTuple):
@@ -50,7 +53,8 @@ def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constex
     for offset in range(start, tl.minimum(start + span, width), BLOCK):
         column = offset + lane
         value = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
-        better = value > best  # never true of NaN
+        value = tl.where(value == value, value, float("inf"))
+        better = value > best
         best = tl.where(better, value, best)
         index = tl.where(better, column, index)
     top = tl.max(best, axis=0)
@@ -96,8 +100,8 @@ def _linear_part_kernel(
         logits = tl.dot(w, x, logits, input_precision=PRECISION)
         weights += BLOCK_K
         states += BLOCK_K
-    valid = (token < vocabulary)[:, None] & (logits == logits)  # no NaN
-    logits = tl.where(valid, logits, float("-inf"))
+    logits = tl.where(logits == logits, logits, float("inf"))
+    logits = tl.where((token < vocabulary)[:, None], logits, float("-inf"))
     top = tl.max(logits, axis=0)
     index = tl.min(tl.where(logits == top[None, :], token[:, None], 2147483647), axis=0)
     place = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -111,10 +115,11 @@ def _best_part_kernel(values, indices, token_ids, out, parts, MAPPED: tl.constex
     part = tl.arange(0, BLOCK)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
     index = tl.load(indices + row * parts + part, mask=part < parts, other=2147483647)
-    best = tl.min(tl.where(value == tl.max(value, axis=0), index, 2147483647), axis=0).to(tl.int64)
+    top = tl.max(value, axis=0)
+    best = tl.min(tl.where(value == top, index, 2147483647), axis=0).to(tl.int64)
     if MAPPED:
         best = tl.load(token_ids + best).to(tl.int64)
-    tl.store(out + row, best)
+    tl.store(out + row, tl.where(tl.abs(top) < float("inf"), best, _NO_TOKEN))
 
 
 def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -123,7 +128,8 @@ def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, 
 
 
 def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Tensor:
-    """[M] the index of the largest of values [M, parts], smallest among equals, as a token."""
+    """[M] the index of the largest of values [M, parts], smallest among equals, as a token; `NO_TOKEN` where that value
+    is not finite."""
     rows, parts = values.shape
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     block = triton.next_power_of_2(parts)
@@ -160,7 +166,7 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
         return stream(hidden, weight, token_ids)
     best = [argmax(F.linear(rows, weight)) for rows in hidden.split(CHUNK_ROWS)]
     flat = torch.cat(best) if len(best) > 1 else best[0]
-    return flat if token_ids is None else token_ids[flat]
+    return to_token_ids(flat, token_ids)
 
 
 def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from mtpkit.kernels.sampling.draw import first_above
 from mtpkit.kernels.sampling.search import search, settle, weight_from
-from mtpkit.kernels.sampling.weights import bisect, key_of, row_statistics, scale_of, value_of, weight_of
+from mtpkit.kernels.sampling.weights import bisect, has_token, key_of, row_statistics, scale_of, value_of, weight_of
 
 GROUP = tl.constexpr(32)
 """Neighbouring tokens of which the largest logit is kept."""
@@ -191,7 +191,8 @@ def cut_kernel(
 ):
     """The cut of each row, cut_t and cut_last [N], and the weight of what stays, cut_weight [N].
 
-    With DRAW also the token of each row that is cut by its groups; -1 of other rows. Rows of temperature 0 have no cut.
+    With DRAW also the token of each row that is cut by its groups; -1 of other rows. Rows of temperature 0 have no cut,
+    nor have rows that no token can be taken from.
     """
     place = tl.program_id(0).to(tl.int64)
     if DRAW:
@@ -201,6 +202,8 @@ def cut_kernel(
         return
     scale = scale_of(heat)
     m, parts = row_statistics(maxima, sums, place, scale, num_chunks, CHUNKS)
+    if not has_token(m):
+        return
     kept = tl.sum(parts, 0)
     last = tl.zeros([], tl.int32) + vocab_size
     k, p, t = _filters(top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K, TOP_P, MIN_P)

@@ -8,6 +8,9 @@ falls into and then the token inside it, so that all but one chunk is read once.
 import triton
 import triton.language as tl
 
+from mtpkit.kernels import NO_TOKEN
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 CHUNK = 4096
 """Tokens of a row that a program takes; a vocabulary of 131072 is 32 programs a row."""
 
@@ -61,11 +64,12 @@ def draw_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """tokens [N] int64 drawn from weights [N, V] with their sums [N, num_chunks]."""
+    """tokens [N] int64 drawn from weights [N, V] with their sums [N, num_chunks]; NO_TOKEN without a positive sum."""
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, CHUNKS)
     parts = tl.load(sums + row * num_chunks + each, mask=each < num_chunks, other=0.0)
     chunk, threshold = pick_chunk(parts, tl.load(uniforms + row * uniform_stride), CHUNKS)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     w = tl.load(weights + row * row_stride + index, mask=index < vocab_size, other=0.0)
-    tl.store(tokens + row, (chunk * CHUNK + first_above(w.to(tl.float64), threshold, CHUNK)).to(tl.int64))
+    token = chunk * CHUNK + first_above(w.to(tl.float64), threshold, CHUNK)
+    tl.store(tokens + row, tl.where(tl.sum(parts, 0) > 0, token, _NO_TOKEN).to(tl.int64))

@@ -6,6 +6,11 @@ Shape legend: N rows, V vocabulary.
 import torch
 from torch import Tensor
 
+from mtpkit.kernels import NO_TOKEN
+from mtpkit.kernels.draft_head.reference import argmax
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""What penalties are kept between, and what they make of logits: a finite logit stays finite."""
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -65,12 +70,14 @@ def apply_penalties(
         repetition, frequency, presence: [N] float; 1, 0 and 0 leave a row as it is.
 
     Returns:
-        [N, V] float32.
+        [N, V] float32. Logits that are finite stay so whatever the penalties, the others stay as they are: what they
+        tell of the model is not lost.
     """
     logits, counts = logits.float(), output_counts.float()
-    factor = torch.where(prompt_mask | (counts > 0), repetition[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    factor = torch.where(prompt_mask | (counts > 0), repetition[:, None].clamp(SMALLEST, LARGEST), 1.0)
+    penalised = torch.where(logits > 0, logits / factor, logits * factor)
+    penalised = penalised - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    return torch.where(logits.isfinite(), penalised.clamp(-LARGEST, LARGEST), logits)
 
 
 def probabilities(
@@ -90,17 +97,21 @@ def probabilities(
         min_p: [N] float in [0, 1] (0: off), or None.
 
     Returns:
-        [N, V] float32.
+        [N, V] float32; NaN in a row that is not to be believed: with NaN or +inf, or of nothing but -inf.
     """
     greedy = temperature == 0
-    scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    best = argmax(logits)
+    believed = (best != NO_TOKEN)[:, None]
+    # Beside the largest, so that nothing overflows however small the temperature is.
+    scaled = logits.float() - logits.float().amax(-1, keepdim=True)
+    scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
     if min_p is not None:
         distribution = scaled.softmax(-1)
         scaled = scaled.masked_fill(distribution < min_p[:, None] * distribution.amax(-1, keepdim=True), -torch.inf)
     if top_k is not None or top_p is not None:
         scaled = _keep_top(scaled, top_k, top_p)
-    certain = torch.zeros_like(scaled).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy[:, None], certain, scaled.softmax(-1))
+    certain = torch.zeros_like(scaled).scatter_(-1, best.clamp_min(0)[:, None], 1.0)
+    return torch.where(believed, torch.where(greedy[:, None], certain, scaled.softmax(-1)), torch.nan)
 
 
 def _keep_top(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
@@ -120,15 +131,16 @@ def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one token a row by inverting its cumulative distribution.
 
     Args:
-        weights: [N, V], non-negative with a positive sum; need not be normalised.
+        weights: [N, V], non-negative; need not be normalised.
         uniforms: [N] float64 from `uniform`.
 
     Returns:
-        [N] int64; a token of weight 0 is never drawn.
+        [N] int64; a token of weight 0 is never drawn. `NO_TOKEN` in a row whose sum is not positive, as with NaN.
     """
     cumulative = weights.double().cumsum(-1)
     threshold = uniforms[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return torch.where(cumulative[:, -1] > 0, tokens, NO_TOKEN)
 
 
 def sample_logits(
@@ -146,6 +158,7 @@ def sample_logits(
         uniforms: [N] float64 from `uniform`.
 
     Returns:
-        [N] int64, what `sample` draws but where rounding of the sums moves a boundary over the number.
+        [N] int64, what `sample` draws but where rounding of the sums moves a boundary over the number; `NO_TOKEN` as
+        `argmax` has it.
     """
     return sample(probabilities(logits, temperature, top_k, top_p, min_p), uniforms)

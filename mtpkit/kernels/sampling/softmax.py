@@ -7,8 +7,11 @@ All take programs of one chunk of a row, but the last, which takes a row. Rows o
 import triton
 import triton.language as tl
 
+from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.sampling.draw import first_above, pick_chunk
-from mtpkit.kernels.sampling.weights import row_statistics, scale_of, weight_of
+from mtpkit.kernels.sampling.weights import has_token, row_statistics, scale_of, weight_of
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
@@ -28,13 +31,15 @@ def statistics_kernel(
 ):
     """Each chunk's largest logit, the sum of its weights beside that, and where the row wants it its best token.
 
-    With HEADS also the largest logit of each group.
+    With HEADS also the largest logit of each group. NaN counts as +inf, so that a row's largest logit tells whether
+    all can be believed, without another pass.
     """
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     place = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, CHUNK // GROUP)
     index = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
     head = tl.max(x, 1)
     m = tl.max(head, 0)
     if HEADS:
@@ -55,7 +60,8 @@ def _best_token(maxima, best, row, vocab_size, num_chunks, CHUNKS: tl.constexpr)
     inside = chunk < num_chunks
     each = tl.load(maxima + row * num_chunks + chunk, mask=inside, other=float("-inf"))
     index = tl.load(best + row * num_chunks + chunk, mask=inside, other=0)
-    return tl.min(tl.where(inside & (each == tl.max(each, 0)), index, vocab_size - 1), 0)
+    m = tl.max(each, 0)
+    return tl.where(has_token(m), tl.min(tl.where(inside & (each == m), index, vocab_size - 1), 0), _NO_TOKEN)
 
 
 @triton.jit
@@ -82,7 +88,7 @@ def probabilities_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """probs [N, V] of the tokens that stay."""
+    """probs [N, V] of the tokens that stay; NaN in rows without a token."""
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = index < vocab_size
@@ -90,7 +96,8 @@ def probabilities_kernel(
     heat = tl.load(temperature + row).to(tl.float32)
     if heat == 0:
         token = _best_token(maxima, best, row, vocab_size, num_chunks, CHUNKS)
-        tl.store(out, tl.where(index == token, 1.0, 0.0), mask=inside)
+        p = tl.where(index == token, 1.0, 0.0)
+        tl.store(out, tl.where(token == _NO_TOKEN, float("nan"), p), mask=inside)
     else:
         scale = scale_of(heat)
         m, parts = row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS)
@@ -101,7 +108,7 @@ def probabilities_kernel(
         else:
             w = weight_of(x, m, scale)
             total = tl.sum(parts, 0)
-        tl.store(out, w * (1 / total), mask=inside)
+        tl.store(out, tl.where(has_token(m), w * (1 / total), float("nan")), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
@@ -129,6 +136,8 @@ def kept_sums_kernel(
         return
     scale = scale_of(heat)
     m, parts = row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS)
+    if not has_token(m):  # and no cut
+        return
     if tl.load(cut_t + row) == float("-inf"):  # all stay
         kept = tl.sum(tl.where(tl.arange(0, CHUNKS) == chunk, parts, 0.0), 0).to(tl.float64)
     else:
@@ -158,7 +167,7 @@ def draw_logits_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """tokens [N] int64 of the rows that have none yet."""
+    """tokens [N] int64 of the rows that have none yet; NO_TOKEN of those that none can be taken from."""
     row = tl.program_id(0).to(tl.int64)
     if CUT and tl.load(tokens + row) >= 0:
         return
@@ -168,6 +177,9 @@ def draw_logits_kernel(
         return
     scale = scale_of(heat)
     m, parts = row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS)
+    if not has_token(m):
+        tl.store(tokens + row, _NO_TOKEN)
+        return
     each = tl.arange(0, CHUNKS)
     if CUT:
         weights = tl.load(kept_sums + row * num_chunks + each, mask=each < num_chunks, other=0.0)

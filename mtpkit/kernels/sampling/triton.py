@@ -5,8 +5,8 @@ A row of logits is read once for its statistics, and once more where probabiliti
 groups of tokens are read besides as a rule; a flat one takes several passes for each of top-k and top-p (`_cut_row` in
 `cut`), and a draw from it one more.
 
-All functions can be captured in a CUDA graph. Rows that pad a batch may hold NaN; a token is one of the vocabulary
-whatever they hold.
+All functions can be captured in a CUDA graph. Rows that pad a batch may hold anything; a token is one of the vocabulary
+or `NO_TOKEN`, whatever they hold.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import MULTIPROCESSORS, with_rows
-from mtpkit.kernels.sampling import cut, draw, softmax
+from mtpkit.kernels.sampling import cut, draw, reference, softmax
 
 BLOCK = 1024
 """Numbers that a program of the elementwise kernels makes."""
+_SMALLEST, _LARGEST = tl.constexpr(reference.SMALLEST), tl.constexpr(reference.LARGEST)
 
 
 @triton.jit(do_not_specialize=["count", "stream"], do_not_specialize_on_alignment=["seeds", "positions"])
@@ -69,9 +70,10 @@ def _penalties_kernel(
     if (factor != 1) | (a_count != 0) | (a_token != 0):
         count = tl.load(output_counts + row * counts_stride + index, mask=inside, other=0).to(tl.float32)
         prompt = tl.load(prompt_mask + row * mask_stride + index, mask=inside, other=0) != 0
-        factors = tl.where(prompt | (count > 0), factor, 1.0)
-        x = tl.where(x > 0, tl.div_rn(x, factors), x * factors)
-        x = x - a_count * count - tl.where(count > 0, a_token, 0.0)
+        factors = tl.where(prompt | (count > 0), tl.minimum(tl.maximum(factor, _SMALLEST), _LARGEST), 1.0)
+        y = tl.where(x > 0, tl.div_rn(x, factors), x * factors)
+        y = y - a_count * count - tl.where(count > 0, a_token, 0.0)
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST), x)
     tl.store(out + row * vocab_size + index, x, mask=inside)
 
 

@@ -20,6 +20,12 @@ def scale_of(temperature):
 
 
 @triton.jit
+def has_token(m):
+    """Whether a token can be taken from a row whose largest logit is m; NaN counts as +inf."""
+    return tl.abs(m) < float("inf")
+
+
+@triton.jit
 def row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS: tl.constexpr):
     """The row's largest logit m, and each chunk's sum of weights [CHUNKS].
 
