@@ -33,6 +33,7 @@ from mtpkit.bench.prompts import read_prompts
 from mtpkit.checkpoint import load_model
 from mtpkit.cli import run as run_command
 from mtpkit.data import Columns, load_tokenizer
+from mtpkit.engine import require_whole
 from mtpkit.platform import default_device
 from mtpkit.training import served_acceptance
 from mtpkit.training.evaluation import evaluate_directory
@@ -142,7 +143,7 @@ def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]],
     llm = LLM(model, k, max_num_seqs=len(prompts), max_model_len=PROMPT + ANSWER + 2 * k)
     greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     longer = SamplingParams(temperature=0, max_tokens=ANSWER + k - 1, ignore_eos=True)
-    llm.generate(prompts, greedy)
+    require_whole(llm.generate(prompts, greedy))
     engine = llm.stats()
     counted, conditional = engine.acceptance_length, engine.conditional_acceptance
     answers = [output.outputs[0].token_ids for output in llm.generate(prompts, longer)]

@@ -15,7 +15,7 @@ from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.roofline import Roofline, expected_length
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.trace import Trace, trace_kernels
-from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
@@ -213,7 +213,9 @@ class Contender:
         synchronize(self.device)
 
     def _step(self) -> None:
-        for output in self.llm.engine.step():
+        outputs = self.llm.engine.step()
+        require_whole(outputs)
+        for output in outputs:
             self.outputs[output.request_id] = output.outputs[0].token_ids
             self.lengths[output.request_id].append(len(output.outputs[0].token_ids))
 

@@ -14,7 +14,7 @@ from mtpkit.bench.prompts import too_many_tokens
 from mtpkit.bench.result import Result, significant
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import random_prompts
-from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.errors import raise_problems
 
 _CHECKED = 2
@@ -125,14 +125,20 @@ def measure_prefill(model: Any, config: PrefillConfig, name: str = "model") -> R
 
 
 def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
-    """Seconds to the last first token, and the first tokens."""
+    """Seconds to the last first token, and the first tokens.
+
+    Raises:
+        RequestError: the logits of a prompt are NaN or infinite.
+    """
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     device = next(llm.model.parameters()).device
     synchronize(device)
     began = time.perf_counter()
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
     synchronize(device)
-    return time.perf_counter() - began, [output.outputs[0].token_ids[0] for output in outputs]
+    seconds = time.perf_counter() - began
+    require_whole(outputs)
+    return seconds, [output.outputs[0].token_ids[0] for output in outputs]
 
 
 def _check(model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:

@@ -1,10 +1,10 @@
 """Prompts from a file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from mtpkit.errors import UserError
+from mtpkit.files import parse_json
 
 Prompt = str | list[int]
 MOST_RANDOM_TOKENS = 2**28
@@ -22,7 +22,14 @@ def too_many_tokens(prompt_len: int, batch_size: int, repeats: int) -> list[str]
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Texts or token ids, one a line; lines of whitespace are skipped.
+    """Texts or token ids, one a line, see `read_named_prompts`."""
+    named = read_named_prompts(path, limit)
+    return [prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"] for prompt in named]
+
+
+def read_named_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """Prompts of a file, one a line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as their `name`
+    file and line, which messages call them by. Lines of whitespace are skipped.
 
     A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers); any other file is
     plain text.
@@ -46,19 +53,16 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     if limit is not None and limit < len(numbered):
         numbered = [numbered[index * len(numbered) // limit] for index in range(limit)]
     if path.suffix != ".jsonl":
-        return [line for _, line in numbered]
-    return [_parse(line, f"{path}:{number}") for number, line in numbered]
+        return [{"prompt": line, "name": f"{path}:{number}"} for number, line in numbered]
+    return [{**_parse(line, f"{path}:{number}"), "name": f"{path}:{number}"} for number, line in numbered]
 
 
-def _parse(line: str, where: str) -> Prompt:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from error
+def _parse(line: str, where: str) -> dict[str, Any]:
+    record: Any = parse_json(line, where)
     record = record if isinstance(record, dict) else {}
     text, token_ids = record.get("prompt"), record.get("prompt_token_ids")
     if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):
-        return token_ids
+        return {"prompt_token_ids": token_ids}
     if isinstance(text, str):
-        return text
+        return {"prompt": text}
     raise UserError(f'{where} must be an object with "prompt", a text, or "prompt_token_ids", a list of integers')

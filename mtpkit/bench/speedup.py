@@ -11,10 +11,10 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from mtpkit.bench.machine import commit, describe_device
-from mtpkit.bench.prompts import Prompt
 from mtpkit.bench.report import Report, Row
-from mtpkit.engine import LLM, SamplingParams
-from mtpkit.errors import UserError, raise_problems
+from mtpkit.engine import LLM, SamplingParams, require_whole
+from mtpkit.engine.prompts import Prompt, encode, list_prompts
+from mtpkit.errors import raise_problems
 
 _logger = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 8
@@ -75,10 +75,11 @@ def measure_speedup(
 
     Args:
         model: directory of either layout, or a model from `mtpkit.model.build_model`.
-        prompts: texts or token ids.
+        prompts: as `LLM.generate` takes them.
 
     Raises:
         UserError: the model lacks the heads, or a prompt cannot be served.
+        RequestError: the logits of a prompt became NaN or infinite.
     """
     first = LLM(
         model,
@@ -88,9 +89,12 @@ def measure_speedup(
         max_model_len=config.max_model_len,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
-    token_ids = [_encode(prompt, first.tokenizer) for prompt in prompts]
+    encoded = [
+        {"prompt_token_ids": encode(prompt, first.tokenizer, name)[1], "name": name}
+        for name, prompt in list_prompts(prompts)
+    ]
     config = _at_most(config, len(prompts))
-    contenders = [_Contender(first, token_ids, config, size, k) for size in config.batch_sizes for k in config.ks]
+    contenders = [_Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in config.ks]
     _run_all(contenders, config)
     baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
     weight = next(first.model.parameters())
@@ -131,24 +135,18 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
             progress.update()
 
 
-def _encode(prompt: Prompt, tokenizer: Any) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if tokenizer is None:
-        raise UserError("text prompts need a tokenizer beside the model: put one there, or give prompt_token_ids")
-    return tokenizer.encode(prompt)
-
-
 class _Contender:
     """One batch size and K: its engine, and what its runs gave."""
 
-    def __init__(self, first: LLM, prompts: list[list[int]], config: SpeedupConfig, batch_size: int, k: int) -> None:
+    def __init__(
+        self, first: LLM, prompts: list[dict[str, Any]], config: SpeedupConfig, batch_size: int, k: int
+    ) -> None:
         seed, sampling = config.sampling.seed or 0, config.sampling
         self.batch_size, self.k = batch_size, k
         self.prompts = prompts
         self.sampling = [replace(sampling, seed=seed + index) for index in range(len(prompts))]
         # All engines live side by side, so each has caches for what it will see and no more.
-        longest = max(map(len, prompts)) + sampling.max_tokens
+        longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + sampling.max_tokens
         self.llm = LLM(
             first.model,
             num_speculative_tokens=k,
@@ -174,14 +172,14 @@ class _Contender:
         A batch shrinks while its last requests end, and each size may need a CUDA graph of its own.
         """
         for prompt, sampling in zip(self.prompts, self.sampling, strict=True):
-            self.llm.engine.make_request(prompt, sampling)
+            self.llm.engine.make_request(prompt["prompt_token_ids"], sampling, place=prompt["name"])
         brief = [replace(one, max_tokens=min(one.max_tokens, _WARM_UP_TOKENS)) for one in self.sampling]
         self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size])
         # One token comes with the prompt, the other from a decode step. Prompts of a token are computed in one step.
         endless = replace(self.sampling[0], ignore_eos=True, stop=None, stop_token_ids=None)
         pair = replace(endless, max_tokens=min(endless.max_tokens, 2))
         for size in range(self.batch_size, 0, -1):
-            self.llm.generate([prompt[:1] for prompt in self.prompts[:size]], [pair] * size)
+            self.llm.generate([prompt["prompt_token_ids"][:1] for prompt in self.prompts[:size]], [pair] * size)
         self.llm.reset_stats()
 
     def run(self, start: int, end: int) -> None:
@@ -192,6 +190,7 @@ class _Contender:
         began = time.perf_counter()
         outputs = self.llm.generate(self.prompts[start:end], self.sampling[start:end])
         self.seconds[-1] += time.perf_counter() - began
+        require_whole(outputs)
         self.outputs[-1] += [output.outputs[0].token_ids for output in outputs]
 
     def row(self, baseline: "_Contender") -> Row:

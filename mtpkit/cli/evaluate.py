@@ -57,7 +57,7 @@ def evaluate(
     Tokens/s are generated tokens over the wall time of a whole run, prefill included. The last line printed is one JSON
     object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding.
     """
-    from mtpkit.bench import SpeedupConfig, measure_speedup, read_prompts
+    from mtpkit.bench import SpeedupConfig, measure_speedup, read_named_prompts
     from mtpkit.checkpoint import load_config
     from mtpkit.engine import SamplingParams
 
@@ -87,7 +87,7 @@ def evaluate(
         draft_vocab=None if draft_vocab is None else str(draft_vocab),
         enforce_eager=enforce_eager,
     )
-    listed = read_prompts(prompts, num_prompts)
+    listed = read_named_prompts(prompts, num_prompts)
     report = measure_speedup(model, listed, config, dtype)
     report.save(out)
     print(f"the report is in {out}", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtpkit.cli import options
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
     from mtpkit.engine import EngineStats, RequestOutput
@@ -46,7 +46,10 @@ def generate(
     draft_vocab: options.DraftVocab = None,
     enforce_eager: options.EnforceEager = False,
 ) -> None:
-    """Continue prompts and stream what comes to stdout; statistics go to stderr."""
+    """Continue prompts and stream what comes to stdout; statistics go to stderr.
+
+    Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed.
+    """
     from mtpkit.engine import LLM, SamplingParams
 
     params = SamplingParams(
@@ -84,24 +87,26 @@ def generate(
     for output in stream:
         printer.update(output)
     print(_summary(drafts, llm.stats()), file=sys.stderr)
+    if printer.failed:
+        raise MtpkitError(f"{printer.failed} of {len(prompts)} prompts ended with an error, named above")
 
 
-def _prompts(prompt: str | None, prompt_file: Path | None) -> list[Any]:
-    """From the one place that was named.
+def _prompts(prompt: str | None, prompt_file: Path | None) -> list[dict[str, Any]]:
+    """From the one place that was named, with names for messages.
 
     Raises:
         UserError: two places, or nothing to read.
     """
-    from mtpkit.bench import read_prompts
+    from mtpkit.bench import read_named_prompts
 
     if prompt is not None and prompt_file is not None:
         raise UserError("a prompt and --prompt-file were both given: leave one out")
     if prompt_file is not None:
-        return list(read_prompts(prompt_file))
+        return read_named_prompts(prompt_file)
     text = sys.stdin.read() if prompt is None else prompt
     if not text:
         raise UserError("the prompt is empty: give a text, --prompt-file, or text on stdin")
-    return [text]
+    return [{"prompt": text, "name": "the prompt" if prompt is not None else "the prompt on stdin"}]
 
 
 class _InOrder:
@@ -112,6 +117,8 @@ class _InOrder:
         self._as_json = as_json
         self._current = 0
         self._shown = 0
+        self.failed = 0
+        """Prompts printed that ended with an error."""
 
     def update(self, output: "RequestOutput") -> None:
         """Take up the newest state of a request and print what can be printed."""
@@ -125,6 +132,9 @@ class _InOrder:
             if not current.finished:
                 return
             print(json.dumps(_record(current)) if self._as_json else "", flush=True)
+            if current.error is not None:
+                print(current.error, file=sys.stderr)
+                self.failed += 1
             self._current, self._shown = self._current + 1, 0
 
 
@@ -135,6 +145,7 @@ def _record(output: "RequestOutput") -> dict[str, Any]:
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        **({"error": completion.error} if completion.error else {}),
         "steps": stats.steps,
         "acceptance_length": stats.acceptance_length,
         "conditional_acceptance": stats.conditional_acceptance,

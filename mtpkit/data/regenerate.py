@@ -19,7 +19,7 @@ import numpy as np
 
 from mtpkit.data.documents import LISTED, describe
 from mtpkit.data.prompts import Prompt
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +198,7 @@ def regenerate(
 
     Raises:
         UserError: no prompt can be served.
+        MtpkitError: the engine could not answer a prompt to its end. The answers so far are kept.
     """
     from tqdm import tqdm
 
@@ -218,12 +219,18 @@ def regenerate(
                     progress.update()
             if not open_requests:
                 break
-            for output in engine.step(finished_only=True):
+            outputs = engine.step(finished_only=True)
+            whole = [output for output in outputs if output.outputs[0].finish_reason != "error"]
+            for output in whole:
                 answer = _answer(int(output.request_id), prompts, output, tokenizer)
                 journal.add(answer)
                 open_requests -= 1
                 tokens += len(answer.completion_token_ids)
                 progress.update()
+            for output in outputs:
+                if output not in whole:
+                    name, why = prompts[int(output.request_id)].name, output.outputs[0].error
+                    raise MtpkitError(f"{name}: {why}; the {len(journal.done)} answers so far are kept")
             elapsed = progress.format_dict["elapsed"]
             progress.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "", refresh=False)
     answered = len(journal.done)

@@ -3,6 +3,16 @@
 from mtpkit.engine.engine import Engine
 from mtpkit.engine.llm import LLM
 from mtpkit.engine.params import EngineConfig, SamplingParams
-from mtpkit.engine.request import CompletionOutput, EngineStats, RequestOutput
+from mtpkit.engine.request import CompletionOutput, EngineStats, RequestError, RequestOutput, require_whole
 
-__all__ = ["LLM", "CompletionOutput", "Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "require_whole",
+]

@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +137,8 @@ class LLM:
             eos_token_ids,
             verifier,
         )
+        self._turn, self._making = _Turn(), threading.Lock()
+        self._device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
         # A step must not wait while the collector looks through all of a model's modules. What an earlier engine froze
         # is looked at once more: it may be garbage by now.
         gc.unfreeze()
@@ -151,18 +155,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Decode all prompts to their end.
+        """Decode all prompts to their end. Calls from several threads run one after the other.
 
         Args:
-            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of such.
+            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of such. A dict
+                may have a `name` that messages call the prompt by.
             sampling_params: one for all, or one each.
             use_tqdm: show progress.
 
         Returns:
-            One finished output a prompt, in their order.
+            One finished output a prompt, in their order. One whose logits became NaN or infinite has the finish reason
+            "error", and `error` says where; see `require_whole`.
 
         Raises:
-            UserError: a prompt that cannot be served, or a stream that is still open; nothing is run then.
+            UserError: a prompt that cannot be served, or a stream of this thread that is still open; nothing is run
+                then.
         """
         requests = self._requests(prompts, sampling_params)
         finished = {}
@@ -182,10 +189,12 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield an output whenever a request has new tokens; its tokens and text are all so far.
 
-        What could still become a stop string is held back. Closing the iterator drops the unfinished requests.
+        What could still become a stop string is held back. Closing the iterator drops the unfinished requests. From its
+        first output until its end or its closing, calls of other threads wait.
 
         Raises:
-            UserError: a prompt that cannot be served, raised by the call itself; another stream that is still open.
+            UserError: a prompt that cannot be served, raised by the call itself; another stream of this thread that is
+                still open.
         """
         return self._run(self._requests(prompts, sampling_params))
 
@@ -202,20 +211,23 @@ class LLM:
         self.engine.reset_stats()
 
     def _run(self, requests: list[Request], finished_only: bool = False) -> Iterator[RequestOutput]:
-        if self.engine.has_unfinished:
-            raise UserError("an earlier stream is still open: read it to its end or close it first")
         unfinished = {request.request_id for request in requests}
-        try:
-            for request in requests:
-                self.engine.scheduler.add(request)
-            while unfinished:
-                for output in self.engine.step(finished_only):
-                    if output.finished:
-                        unfinished.discard(output.request_id)
-                    yield output
-        finally:
-            for request_id in unfinished:
-                self.engine.abort(request_id)
+        with self._turn.taken():
+            if self.engine.has_unfinished:
+                raise UserError("requests that llm.engine was given itself are not finished: step it to their end")
+            try:
+                for request in requests:
+                    self.engine.scheduler.add(request)
+                while unfinished:
+                    with self._device:  # of a thread's own
+                        outputs = self.engine.step(finished_only)
+                    for output in outputs:
+                        if output.finished:
+                            unfinished.discard(output.request_id)
+                        yield output
+            finally:
+                for request_id in unfinished:
+                    self.engine.abort(request_id)
 
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -223,8 +235,33 @@ class LLM:
         """All prompts as requests that can be served."""
         listed = list_prompts(prompts)
         params = list_params(sampling_params, len(listed))
-        encoded = [encode(prompt, self.tokenizer) for prompt in listed]
-        return [
-            self.engine.make_request(token_ids, one, prompt=text)
-            for (text, token_ids), one in zip(encoded, params, strict=True)
-        ]
+        with self._making:  # requests are numbered, and tokenizers serve one thread at a time
+            encoded = [encode(prompt, self.tokenizer, name) for name, prompt in listed]
+            return [
+                self.engine.make_request(token_ids, one, prompt=text, place=name)
+                for (name, _), (text, token_ids), one in zip(listed, encoded, params, strict=True)
+            ]
+
+
+class _Turn:
+    """Lets one call run at a time. Others wait, but for those of the same thread, which would wait for themselves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the turn and hold it.
+
+        Raises:
+            UserError: this thread holds it.
+        """
+        if self._thread == threading.get_ident():
+            raise UserError("an earlier stream of this thread is still open: read it to its end or close it first")
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None

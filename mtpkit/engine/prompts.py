@@ -8,7 +8,7 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
-"""A text, token ids, or a dict with `prompt` (either) or `prompt_token_ids`, and a `name` for messages if it has one."""
+"""A text, token ids, or a dict with `prompt` (either) or `prompt_token_ids`; its `name` is for messages."""
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]:
@@ -68,7 +68,9 @@ def encode(prompt: Prompt, tokenizer: Any, name: str) -> tuple[str | None, Seque
         return encode(prompt[known[0]], tokenizer, name)
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise UserError(f"{name} is a text, which needs a tokenizer: give one, or prompt_token_ids")
+            raise UserError(
+                f"{name} is a text, which needs a tokenizer: put one beside the model, or give prompt_token_ids"
+            )
         _check_unicode(prompt, name)
         return prompt, tokenizer.encode(prompt)
     if not isinstance(prompt, Sequence) or not is_list(prompt) or not all(map(is_whole, prompt)):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.params import SamplingParams
-from mtpkit.errors import MtpkitError, listed
+from mtpkit.errors import MtpkitError
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -233,4 +233,5 @@ def require_whole(outputs: Iterable[RequestOutput]) -> None:
         RequestError: with the first of them, and how many more there are.
     """
     if errors := [output.error for output in outputs if output.error is not None]:
-        raise RequestError(listed(errors, most=1) + (" requests" if len(errors) > 1 else ""))
+        more = f"; likewise {len(errors) - 1} more requests" if len(errors) > 1 else ""
+        raise RequestError(f"{errors[0]}{more}")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mtpkit.bench import read_prompts
+from mtpkit.bench import read_named_prompts, read_prompts
 from mtpkit.errors import UserError
 
 
@@ -53,7 +53,9 @@ def test_a_line_ends_with_a_line_feed_alone(write, end):
     [
         ("", "prompts.jsonl holds no prompts; write one a line"),
         ("\n \n", "prompts.jsonl holds no prompts"),
-        ('{"prompt": "a"}\n{"prompt"\n', "prompts.jsonl:2 is not JSON"),
+        ('{"prompt": "a"}\n{"prompt"\n', "prompts.jsonl:2 cannot be read as JSON"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, "prompts.jsonl:2 cannot be read as JSON: it is nested too deeply"),
+        ('{"prompt": ' + "1" * 5000 + "}", "prompts.jsonl:1 cannot be read as JSON"),
         ('{"text": "a"}\n', 'prompts.jsonl:1 must be an object with "prompt"'),
         ('"a"\n', "prompts.jsonl:1 must be an object"),
         ('{"prompt_token_ids": [1, "2"]}\n', "prompts.jsonl:1 must be an object"),
@@ -73,3 +75,15 @@ def test_unreadable_files(tmp_path):
     (tmp_path / "binary").write_bytes(b"ab\xff")
     with pytest.raises(UserError, match="binary is not UTF-8 text: invalid start byte at byte 2"):
         read_prompts(tmp_path / "binary")
+
+
+def test_prompts_are_named_by_file_and_line(write):
+    path = write('\n{"prompt": ""}\n\n{"prompt_token_ids": [1, 2]}\n')
+    assert read_named_prompts(path) == [
+        {"prompt": "", "name": f"{path}:2"},
+        {"prompt_token_ids": [1, 2], "name": f"{path}:4"},
+    ]
+    assert read_prompts(path) == ["", [1, 2]]
+    text = write("a\n\nb\n", "prompts.txt")
+    assert read_named_prompts(text, limit=1) == [{"prompt": "a", "name": f"{text}:1"}]
+    assert read_named_prompts(text)[1]["name"] == f"{text}:3"

@@ -78,7 +78,7 @@ class FakeLLM:
         self.k, self.batch_size, self.seen = num_speculative_tokens, max_num_seqs, 0
         self.model, self.tokenizer = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)])), tokenizer
         config = SimpleNamespace(max_model_len=100)
-        self.engine = SimpleNamespace(config=config, make_request=lambda prompt, params: None)
+        self.engine = SimpleNamespace(config=config, make_request=lambda prompt, params, place: None)
         assert max_model_len is None or max_model_len == 4 + 12  # the longest prompt and its output
 
     def generate(self, prompts, params):
@@ -87,7 +87,7 @@ class FakeLLM:
         FakeLLM.clock += len(prompts) / (1 + self.k) * (self.slow if repeat else 1)
         self.seen += len(prompts) if params[0].max_tokens == 12 else 0
         wrong = [index < self.wrong.get(self.k, 0) for index in range(len(prompts))]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[bad] * 12)]) for bad in wrong]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[bad] * 12)], error=None) for bad in wrong]
 
     def reset_stats(self):
         pass
@@ -148,5 +148,5 @@ def test_settings_that_cannot_be_measured_are_all_named():
 
 
 def test_text_prompts_need_a_tokenizer():
-    with pytest.raises(UserError, match="text prompts need a tokenizer"):
-        measure_speedup(tiny_model(), ["text"], SpeedupConfig(sampling=GREEDY))
+    with pytest.raises(UserError, match=r"prompts\[1\] is a text, which needs a tokenizer: put one beside the model"):
+        measure_speedup(tiny_model(), [[1], "text"], SpeedupConfig(sampling=GREEDY))

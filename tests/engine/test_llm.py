@@ -72,7 +72,7 @@ def test_a_second_stream_waits_for_the_first_and_an_unread_one_holds_nothing():
     unread = llm.stream([[1]], greedy())
     first = llm.stream([[2]], greedy())
     next(first)
-    with pytest.raises(UserError, match="still open"):
+    with pytest.raises(UserError, match="an earlier stream of this thread is still open"):
         llm.generate([[3]], greedy())
     assert list(first)[-1].finished
     assert llm.generate([[3]], greedy())[0].finished and list(unread)[-1].finished

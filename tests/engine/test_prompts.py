@@ -23,19 +23,22 @@ class Numbers:
 @pytest.mark.parametrize(
     "prompts, params, message",
     [
-        ([[1], []], greedy(), "prompt is empty"),
-        ([[1], [1] * 125], greedy(), "exceed max_model_len 128"),
+        ([[1], []], greedy(), r"^prompts\[1\]: the prompt is empty"),
+        ([1] * 125, greedy(), "^the prompt: 125 prompt tokens"),
+        ([[1], [1] * 125], greedy(), r"^prompts\[1\]: 125 prompt tokens .* exceed max_model_len 128"),
+        ([[1], {"prompt_token_ids": [61], "name": "a.txt:7"}], greedy(), r"^a.txt:7: tokens \[61\] are outside"),
+        ([[1], {"prompt": [1], "name": 7}], greedy(), r"^prompts\[1\]: name is 7, must be a text"),
         (5, greedy(), "prompts are a int: give texts, or lists of token ids"),
-        ([1.5, 2.0], greedy(), "a prompt is a float: give a text, or token ids"),
-        ([True, 1], greedy(), "a prompt is a bool: give a text, or token ids"),
+        ([1.5, 2.0], greedy(), r"prompts\[0\] is a float: give a text, or token ids"),
+        ([True, 1], greedy(), r"prompts\[0\] is a bool: give a text, or token ids"),
         (torch.tensor([1, 2]), greedy(), "prompts are a Tensor: give texts, or lists of token ids"),
-        ([[1, "a"]], greedy(), "a prompt is a list: give a text, or token ids as a list of integers"),
-        ([[1, True]], greedy(), "a prompt is a list: give a text, or token ids as a list of integers"),
+        ([[1, "a"]], greedy(), r"prompts\[0\] is a list: give a text, or token ids as a list of integers"),
+        ([[1], [1, True]], greedy(), r"prompts\[1\] is a list: give a text, or token ids as a list of integers"),
         (b"\x01\x02", greedy(), "prompts are a bytes: give texts, or lists of token ids"),
-        ([[1], b"\x01\x02"], greedy(), "a prompt is a bytes: give a text, or token ids"),
-        ({"prompt": b"\x01\x02"}, greedy(), "a prompt is a bytes: give a text, or token ids"),
-        ([{}], greedy(), "neither 'prompt' nor 'prompt_token_ids'"),
-        ([[61]], greedy(), r"tokens \[61\] are outside the vocabulary of 61"),
+        ([[1], b"\x01\x02"], greedy(), r"prompts\[1\] is a bytes: give a text, or token ids"),
+        ({"prompt": b"\x01\x02"}, greedy(), "the prompt is a bytes: give a text, or token ids"),
+        ([{}], greedy(), r"prompts\[0\] is {}, which has neither 'prompt' nor 'prompt_token_ids'"),
+        ([[1], [61]], greedy(), r"^prompts\[1\]: tokens \[61\] are outside the vocabulary of 61"),
         ([[1]], [greedy(), greedy()], "1 prompts but 2 sampling parameters"),
         ([[1]], [], "1 prompts but 0 sampling parameters"),
         ([[1]], {"max_tokens": 3}, r"sampling_params is {'max_tokens': 3}: give SamplingParams\(...\), or a list"),
@@ -55,8 +58,8 @@ def test_bad_prompts_run_nothing(tokenizer, prompts, params, message):
 @pytest.mark.parametrize(
     "prompts, params, message",
     [
-        (["text"], greedy(), "a text prompt needs a tokenizer: give one, or prompt_token_ids"),
-        ([[1]], SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        (["text"], greedy(), r"prompts\[0\] is a text, which needs a tokenizer: put one beside the model"),
+        ([[1]], SamplingParams(stop="x"), r"prompts\[0\]: stop strings need a tokenizer"),
     ],
 )
 def test_what_needs_a_tokenizer(prompts, params, message):
