@@ -15,6 +15,12 @@ LAYER_KINDS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of exp
 CACHING_KINDS = "M*"
 """Those of layers that keep something of earlier tokens: a state, or keys and values."""
 
+LARGEST_COUNT = 2**31 - 1
+"""Of settings that count something."""
+
+MOST_DRAFTS = 1000
+"""Of a step, whatever the heads."""
+
 RANGES: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),

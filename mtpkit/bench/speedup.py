@@ -13,8 +13,10 @@ from tqdm import tqdm
 from mtpkit.bench.machine import commit, describe_device
 from mtpkit.bench.report import Report, Row
 from mtpkit.engine import LLM, SamplingParams, require_whole
+from mtpkit.engine.checks import problems
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
-from mtpkit.errors import raise_problems
+from mtpkit.engine.settings import LLM_RULES
+from mtpkit.errors import listed, raise_problems
 
 _logger = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 8
@@ -55,8 +57,9 @@ class SpeedupConfig:
             (bool(self.batch_sizes), "no batch size is given"),
             (self.repeats >= 1, f"repeats is {self.repeats}, must be at least 1"),
         ]
-        problems = [problem for good, problem in checks if not good]
-        raise_problems("speedup", problems)
+        found = [problem for good, problem in checks if not good]
+        rules = {name: LLM_RULES[name] for name in vars(self) if name in LLM_RULES}
+        raise_problems("speedup", found + problems(rules, vars(self)))
         object.__setattr__(self, "ks", tuple(sorted({0, *self.ks})))
         object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
 
@@ -113,7 +116,7 @@ def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
     larger = [size for size in config.batch_sizes if size > prompts]
     if not larger:
         return config
-    _logger.warning("%d prompts cannot fill a batch of %s: measured at %d", prompts, larger, prompts)
+    _logger.warning("there are %d prompts, too few for a batch of %s: measured at %d", prompts, listed(larger), prompts)
     return replace(config, batch_sizes=tuple(min(size, prompts) for size in config.batch_sizes))
 
 

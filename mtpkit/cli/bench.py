@@ -7,6 +7,7 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.options import ListCommand
+from mtpkit.config import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from mtpkit.bench.decode import DecodeRow
@@ -35,7 +36,7 @@ Dtype = Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights,
 StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of recurrent state.")]
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens of a prefill step.")]
 DraftVocabSize = Annotated[int | None, typer.Option(min=1, help="Draft among the first so many tokens.")]
-Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
+Seed = Annotated[int, typer.Option(min=0, max=options.LARGEST_SEED, help="Of the random prompts.")]
 Out = Annotated[
     Path | None,
     typer.Option(callback=options.writable_directory, help="Directory for the result as .json and .md."),
@@ -135,7 +136,7 @@ def prefill(
     batch_size: Annotated[int, typer.Option(help="Prompts.")] = 64,
     prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step.")] = 8192,
-    k: Annotated[int, typer.Option(min=0, help="Drafts made after each prompt.")] = 0,
+    k: Annotated[int, typer.Option(min=0, max=MOST_DRAFTS, help="Drafts made after each prompt.")] = 0,
     repeats: Annotated[int, typer.Option(help="Measurements; the median counts.")] = 5,
     dtype: options.Dtype = "auto",
     seed: Seed = 0,
@@ -155,15 +156,15 @@ def train(
     model: Annotated[
         str, typer.Option(help="A shape (nemotron-h-8b, nemotron-h-tiny), or a model directory whose shape is taken.")
     ] = NVIDIA_8B,
-    sequence_length: Annotated[list[int], typer.Option(help="Tokens of a packed sequence.")] = [4096],  # noqa: B006
+    sequence_length: Annotated[list[int], typer.Option(min=2, help="Tokens of a packed sequence.")] = [4096],  # noqa: B006
     loss: Annotated[list[str], typer.Option(help="kl, tv, ce.")] = ["kl"],  # noqa: B006
-    k: Annotated[int, typer.Option(help="Depths.")] = 3,
+    k: Annotated[int, typer.Option(min=1, max=MOST_DRAFTS, help="Depths.")] = 3,
     pattern: Annotated[str, typer.Option(help="Layers of one depth.")] = "*-",
     distinct: Annotated[bool, typer.Option("--distinct", help="A block for each depth; needs per_depth.")] = False,
     attention: Annotated[Literal["serving", "per_depth"], typer.Option(help="What a depth attends to.")] = "serving",
     dtype: options.Dtype = "auto",
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences of one forward and backward.")] = 1,
-    micro_batches: Annotated[int, typer.Option(help="Of an optimizer step on each data-parallel rank.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward and backward.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of an optimizer step on each data-parallel rank.")] = 1,
     document_len: Annotated[int | None, typer.Option(help="Tokens of a document; by default one a sequence.")] = None,
     optimizer: Annotated[Literal["adamw", "muon"], typer.Option(help="What updates the heads.")] = "adamw",
     offload: Annotated[bool, typer.Option("--offload", help="AdamW's state is in the host's memory.")] = False,
@@ -237,7 +238,9 @@ def train(
 def kernels(
     model: Model = NVIDIA_8B,
     rows: Annotated[list[int], typer.Option(help="Requests of a step.")] = [1, 4, 16, 64, 128],  # noqa: B006
-    k: Annotated[int, typer.Option(min=0, help="Drafts a step: each request brings 1 + K tokens.")] = 3,
+    k: Annotated[
+        int, typer.Option(min=0, max=MOST_DRAFTS, help="Drafts a step: each request brings 1 + K tokens.")
+    ] = 3,
     context_len: Annotated[
         int,
         typer.Option(min=1, help="Tokens that each request has behind it; of prompts; training sequences have 8 x."),
@@ -285,12 +288,12 @@ def roofline(
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
     k: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Drafts a step; by default 0, 1 and 3, as far as the heads were trained."),
+        typer.Option(
+            min=0, max=MOST_DRAFTS, help="Drafts a step; by default 0, 1 and 3, as far as the heads were trained."
+        ),
     ] = None,
     acceptance: Acceptance = None,
-    context_len: Annotated[
-        float, typer.Option(min=0, callback=options.finite, help="Mean tokens that a request attends to.")
-    ] = 512,
+    context_len: Annotated[float, typer.Option(min=0, help="Mean tokens that a request attends to.")] = 512,
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
     state_rollback: options.StateRollback = "replay",
@@ -299,12 +302,8 @@ def roofline(
         typer.Option(min=1, help="Committed entries that a replay ring holds; by default as the engine's for K."),
     ] = None,
     draft_vocab_size: DraftVocabSize = None,
-    bandwidth: Annotated[
-        float | None, typer.Option(min=0.001, callback=options.finite, help="TB/s; by default a copy's on an H200.")
-    ] = None,
-    matrix_rate: Annotated[
-        float | None, typer.Option(min=0.001, callback=options.finite, help="TFLOP/s; by default bf16 on an H200.")
-    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = None,
+    matrix_rate: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = None,
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
     out: Out = None,
 ) -> None:

@@ -16,7 +16,7 @@ Destination = Annotated[Path, typer.Argument(help="Model directory to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is already there.")]
 
 
-@app.command("import")
+@app.command("import", cls=options.Command)
 def import_(source: Source, destination: Destination, force: Force = False) -> None:
     """Hugging Face -> Megatron: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import import_checkpoint
@@ -28,14 +28,12 @@ def import_(source: Source, destination: Destination, force: Force = False) -> N
     print(f"wrote {destination}")
 
 
-@app.command("export")
+@app.command("export", cls=options.Command)
 def export(
     source: Source,
     destination: Destination,
     force: Force = False,
-    max_shard_gb: Annotated[
-        float, typer.Option(min=0.001, callback=options.finite, help="Largest safetensors file.")
-    ] = MAX_SHARD_BYTES / 1e9,
+    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = MAX_SHARD_BYTES / 1e9,
 ) -> None:
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint
@@ -44,7 +42,7 @@ def export(
     print(f"wrote {destination}")
 
 
-@app.command()
+@app.command(cls=options.Command)
 def verify(
     first: Annotated[Path, typer.Argument(help="Model directory of either layout.")],
     second: Annotated[Path, typer.Argument(help="Model directory to compare with it.")],

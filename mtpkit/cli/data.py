@@ -160,7 +160,7 @@ def regenerate(
     print(f"wrote {output}: {count:,} answers; prepare them with mtpkit data prepare --data {output}")
 
 
-@app.command()
+@app.command(cls=options.Command)
 def cache(
     config: Annotated[Path, typer.Option(help="YAML file of settings of the training; see examples/train_tiny.yaml.")],
     overrides: Annotated[

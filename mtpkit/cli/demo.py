@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mtpkit
+from mtpkit.cli import options
 from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ MARK = ".mtpkit-demo"
 """File that says that a directory is a demo's own, to be removed by the next one."""
 
 
-@app.command()
+@app.command(cls=options.Command)
 def demo(
     overrides: Annotated[
         list[str] | None,

@@ -17,6 +17,10 @@ from mtpkit.errors import MtpkitError
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
+_LONGEST = 380
+"""Characters of an error, without `mtpkit: error: `. Lists are cut before, by `mtpkit.errors.listed`."""
+_NO_PATHS = (errno.ELOOP, errno.ENAMETOOLONG)
+"""What the system says of a path that cannot be one."""
 
 # megatron-core's import tells of every optional package and device that it misses. Here, and not in `run`, because
 # commands import it before they run.
@@ -57,7 +61,7 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        _fail(_describe(error), 1)
+        _fail(_describe(error), USAGE_EXIT_CODE if error.errno in _NO_PATHS else 1)
     if code == INTERRUPTED_EXIT_CODE:
         print("mtpkit: interrupted", file=sys.stderr)
     if code == 0 and "mtpkit.platform" in sys.modules:
@@ -70,7 +74,10 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
 def _fail(message: str, exit_code: int) -> NoReturn:
     if os.environ.get("MTPKIT_TRACEBACK") == "1":
         traceback.print_exc()
-    print("mtpkit: error:", " ".join(message.split()), file=sys.stderr)
+    line = " ".join(message.split())
+    if len(line) > _LONGEST:  # what is wrong stands first and what to do last
+        line = f"{line[: 2 * _LONGEST // 3]} ... {line[-_LONGEST // 4 :]}"
+    print("mtpkit: error:", line, file=sys.stderr)
     sys.exit(exit_code)
 
 

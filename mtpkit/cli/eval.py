@@ -98,7 +98,7 @@ def _trained_length(model: Path) -> int:
     return 1024
 
 
-@app.command()
+@app.command(cls=options.Command)
 def report(output: Annotated[Path, typer.Argument(help="Output of a training run.")]) -> None:
     """Make OUTPUT/report.html again: curves of loss, acceptance, learning rate and tokens/s, from its metrics."""
     from mtpkit.training.report import write_report

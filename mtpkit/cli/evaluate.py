@@ -9,6 +9,7 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.options import ListCommand
+from mtpkit.config import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from mtpkit.bench import Report
@@ -25,7 +26,9 @@ def evaluate(
     k: Annotated[
         list[int] | None,
         typer.Option(
-            min=0, help="Drafts a step; 0 is always measured. By default 0 to 3, as far as the heads were trained."
+            min=0,
+            max=MOST_DRAFTS,
+            help="Drafts a step; 0 is always measured. By default 0 to 3, as far as the heads were trained.",
         ),
     ] = None,
     batch_size: Annotated[list[int], typer.Option(help="Requests at once, at most the prompts.")] = [1, 8],  # noqa: B006

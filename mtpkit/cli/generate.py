@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def generate(
     model: options.Model,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; by default what stdin holds.")] = None,
@@ -62,8 +62,8 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    prompts = _prompts(prompt, prompt_file)
     drafts = options.drafts_of(model, k)
+    prompts = _prompts(prompt, prompt_file)
     llm = LLM(
         str(model),
         drafts,

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
+
 if TYPE_CHECKING:
     from mtpkit.config import ModelConfig
+
+LARGEST_SEED = 2**62 - 1
+"""Leaves room for the seeds of further prompts, each one larger, in 63 bits."""
 
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
 Dtype = Annotated[
@@ -53,7 +58,7 @@ Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Smallest set of tokens with this much probability; 1: all.")]
 TopK = Annotated[int, typer.Option(help="So many most likely tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(help="Tokens at least this share as likely as the most likely one.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random numbers.")]
 
 
 def parse_drafts(text: str) -> int | Literal["auto"]:
@@ -66,6 +71,8 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
         raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'", param_hint="--k") from None
     if drafts < 0:
         raise typer.BadParameter(f"{drafts} drafts are too few: give 0 or more, or 'auto'", param_hint="--k")
+    if drafts > MOST_DRAFTS:
+        raise typer.BadParameter(f"they are too many: give at most {MOST_DRAFTS} drafts, or 'auto'", param_hint="--k")
     return drafts
 
 
@@ -101,13 +108,6 @@ def several_drafts[K: (int, int | Literal["auto"])](
     return tuple(given)
 
 
-def finite(value: float | None) -> float | None:
-    """Of an option that takes a number: `inf` is none to count with."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter("must be a finite number")
-    return value
-
-
 def writable_directory(path: Path | None) -> Path | None:
     """Of an option that names the directory for results: what could not be written is refused before the work."""
     from mtpkit.checkpoint.atomic import check_writable
@@ -117,7 +117,44 @@ def writable_directory(path: Path | None) -> Path | None:
     return path
 
 
-class ListCommand(TyperCommand):
+class Command(TyperCommand):
+    """A command that refuses what none of its options takes: empty texts, huge and infinite numbers, paths in circles.
+
+    Use it as `@app.command(cls=Command)`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as usual, then look at all values."""
+        texts, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        rest = super().parse_args(ctx, args)
+        params: list[Any] = self.params
+        for param in params:
+            text, value = texts.get(param.name), ctx.params.get(param.name)
+            problems = [_problem(one, param.max) for one in (value if isinstance(value, list | tuple) else [value])]
+            if "" in (text if isinstance(text, list) else [text]) and (param.opts[0][0] == "-" or value == Path()):
+                problems.append("it is empty: name one, or leave it out")
+            for problem in filter(None, problems):
+                raise typer.BadParameter(problem, ctx=ctx, param=param)
+        return rest
+
+
+def _problem(value: object, limit: float | None) -> str | None:
+    """What is wrong with a value, whatever its option is for; `limit`: its largest value, if it has one of its own."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if isinstance(value, int) and limit is None and abs(value) > LARGEST_COUNT:
+        return f"it is beyond {LARGEST_COUNT}"
+    if isinstance(value, Path):
+        try:
+            value.stat()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return None  # what is to be written need not be there; and what is read is missed with a better message
+        except OSError as error:
+            return f"{value}: {error.strerror}"
+    return None
+
+
+class ListCommand(Command):
     """A command whose list options take several values at once: `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`.
 
     Use it as `@app.command(cls=ListCommand)`. A list ends at the next option, so such a command has no positional

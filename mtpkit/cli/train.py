@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from mtpkit.cli import options
+
 app = typer.Typer(add_completion=False)
 
 
@@ -16,7 +18,7 @@ def _print_settings(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=options.Command)
 def train(
     config: Annotated[
         Path | None, typer.Option(help="YAML file of settings; see examples/train_tiny.yaml. Without: the defaults.")

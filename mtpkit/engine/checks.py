@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtpkit.config import LARGEST_COUNT
 from mtpkit.errors import shown
 
 Test = Callable[[Any], bool]
@@ -82,17 +83,21 @@ class Rule:
 
 
 FLAG = Rule("True or False", is_flag)
-WHOLE = Rule("a whole number", is_whole)
 
 
 def whole(limits: str, fits: Test) -> Rule:
     """An integer that fits."""
-    return Rule(WHOLE.kind, is_whole, limits, fits)
+    return Rule("a whole number", is_whole, limits, fits)
+
+
+def within(least: int, most: int) -> Rule:
+    """An integer from `least` to `most`."""
+    return whole(f"must be from {least} to {most}", lambda value: least <= value <= most)
 
 
 def at_least(least: int) -> Rule:
-    """An integer from `least` on."""
-    return whole(f"must be at least {least}", lambda value: value >= least)
+    """An integer from `least` on that can count something."""
+    return within(least, LARGEST_COUNT)
 
 
 def number(limits: str, fits: Test) -> Rule:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
 from mtpkit.engine.absent import SAMPLING_ARGUMENTS, answers_absent_fields
 from mtpkit.engine.checks import (
     FLAG,
-    WHOLE,
     Rule,
     at_least,
     choice,
@@ -18,12 +18,14 @@ from mtpkit.engine.checks import (
     plain,
     problems,
     whole,
+    within,
 )
 from mtpkit.errors import raise_problems
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 
+_SEED = within(-(2**63), 2**63 - 1)
 _PENALTY = number("must be in [-2, 2]", lambda value: -2 <= value <= 2)
 _STOP = Rule(
     "a text or a list of texts",
@@ -37,10 +39,12 @@ SAMPLING_RULES = {
     "n": whole("only 1 is served: repeat the prompt instead", lambda value: value == 1),
     "max_tokens": at_least(1),
     "temperature": number("must be 0 (greedy) or more", lambda value: value >= 0),
-    "top_k": whole("must be positive, or 0 or -1 to turn it off", lambda value: value >= -1),
+    "top_k": whole(
+        f"must be from 1 to {LARGEST_COUNT}, or 0 or -1 to turn it off", lambda value: -1 <= value <= LARGEST_COUNT
+    ),
     "top_p": number("must be in (0, 1]", lambda value: 0 < value <= 1),
     "min_p": number("must be in [0, 1]", lambda value: 0 <= value <= 1),
-    "seed": either(None, WHOLE),
+    "seed": either(None, _SEED),
     "stop": either(None, _STOP),
     "stop_token_ids": either(None, _TOKEN_IDS),
     "ignore_eos": FLAG,
@@ -52,15 +56,15 @@ SAMPLING_RULES = {
 
 ENGINE_RULES = {
     "max_model_len": at_least(1),
-    "num_speculative_tokens": whole("must be 0 (no drafts) or more", lambda value: value >= 0),
+    "num_speculative_tokens": within(0, MOST_DRAFTS),
     "block_size": at_least(1),
     "max_num_seqs": at_least(1),
-    "max_num_batched_tokens": WHOLE,  # at least what `decode_width` says
+    "max_num_batched_tokens": at_least(1),  # and at least what `decode_width` says
     "state_rollback": choice("replay", "snapshot"),
     "draft_sampling": FLAG,
     "async_scheduling": FLAG,
     "graphs": FLAG,
-    "seed": either(None, WHOLE),
+    "seed": either(None, _SEED),
 }
 """Fields of `EngineConfig`."""
 

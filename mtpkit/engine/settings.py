@@ -118,9 +118,7 @@ def execution(
     return ahead, on_gpu and not enforce_eager and not reason
 
 
-def draft_token_ids(
-    draft_vocab: str | Path | Sequence[int] | None, vocab_size: int, device: torch.device
-) -> torch.Tensor | None:
+def draft_token_ids(draft_vocab: str | Path | Sequence[int] | None, vocab_size: int) -> torch.Tensor | None:
     """The tokens that drafts are chosen among, [D] int64 and ascending; None: all.
 
     Raises:
@@ -135,4 +133,4 @@ def draft_token_ids(
     else:
         ids = [plain(token) if is_whole(token) else token for token in draft_vocab]
         check_draft_vocab(ids, vocab_size, "draft_vocab")
-    return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
+    return torch.tensor(sorted(ids), dtype=torch.int64)

@@ -137,7 +137,7 @@ def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog):
     report = measure_speedup("dir", PROMPTS, config)
     assert [(row.batch_size, row.k) for row in report.rows] == [(2, 0), (2, 1), (6, 0), (6, 1)]
     assert report.settings["batch_sizes"] == (2, 6)
-    assert caplog.messages == ["6 prompts cannot fill a batch of [8, 64]: measured at 6"]
+    assert caplog.messages == ["there are 6 prompts, too few for a batch of 8, 64: measured at 6"]
 
 
 def test_settings_that_cannot_be_measured_are_all_named():

@@ -146,12 +146,12 @@ def test_statistics_add_up():
         ("repeated", {"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
         ("repeated", {"max_model_len": 0}, "max_model_len is 0"),
         ("repeated", {"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-        ("repeated", {"num_blocks": 0}, "num_blocks is 0, must be at least 1"),
-        ("repeated", {"num_blocks": -3}, "num_blocks is -3, must be at least 1"),
+        ("repeated", {"num_blocks": 0}, "num_blocks is 0, must be from 1 to 2147483647"),
+        ("repeated", {"num_blocks": -3}, "num_blocks is -3, must be from 1 to 2147483647"),
         ("repeated", {"num_speculative_tokens": 3, "synthetic_acceptance": [0.9, 0.5]}, "must be 3 rates from 0 to 1"),
         ("repeated", {"num_speculative_tokens": 1, "synthetic_acceptance": [2.0]}, "must be 1 rates from 0 to 1"),
         ("repeated", {"device": "gpu"}, "device 'gpu' is unknown: use 'cuda' or 'cpu'"),
-        ("repeated", {"max_model_len": 1 << 40}, "lower max_num_seqs, max_model_len or max_num_batched_tokens"),
+        ("repeated", {"max_model_len": 2**31 - 1}, "lower max_num_seqs, max_model_len or max_num_batched_tokens"),
     ],
 )
 def test_settings_that_cannot_work(heads, settings, message):

@@ -112,3 +112,21 @@ def test_stop_is_normalised():
 def test_engine_settings(setting, message):
     with pytest.raises(UserError, match=message):
         EngineConfig(max_model_len=10, **setting)
+
+
+@pytest.mark.parametrize(
+    "made, setting",
+    [
+        *((SamplingParams, {name: sign * 10**30}) for name in ("max_tokens", "top_k", "seed") for sign in (1, -1)),
+        (SamplingParams, {"seed": 2**63}),
+        *(
+            (lambda **named: EngineConfig(**{"max_model_len": 10, **named}), {name: 10**30})
+            for name in ("max_model_len", "num_speculative_tokens", "block_size", "max_num_seqs", "seed")
+        ),
+    ],
+)
+def test_numbers_that_no_machine_counts_to(made, setting):
+    """Seeds are 64 bits, so that no two of them draw the same numbers."""
+    ((name, value),) = setting.items()
+    with pytest.raises(UserError, match=f"{name} is {value}, must be from "):
+        made(**setting)

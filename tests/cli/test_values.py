@@ -1,0 +1,194 @@
+"""Values that no option can take: every option of every command refuses them in one line, and nothing is left."""
+
+import inspect
+import io
+import os
+import re
+import typing
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+
+from mtpkit.checkpoint.convert import import_checkpoint
+from mtpkit.cli.main import COMMANDS
+from mtpkit.cli.options import Command
+
+LOOP, LONG, UNWRITABLE = "loop/x", "x" * 5000, "/proc/x/y"
+
+
+class Parameter(NamedTuple):
+    """An option or argument of a command, as typer has it."""
+
+    command: str
+    words: tuple[str, ...]
+    """The command on the line."""
+    name: str
+    flag: str
+    """What stands before its value; empty for an argument."""
+    kind: type
+
+    def __str__(self) -> str:
+        return f"{self.command} {self.flag or self.name}"
+
+
+def commands() -> dict[str, Any]:
+    """All commands by what is typed, such as `data prepare`."""
+    found = {}
+    for name in COMMANDS:
+        command: Any = typer.main.get_command(import_module(f"mtpkit.cli.{name}").app)
+        parts = getattr(command, "commands", None)
+        found |= {f"{name} {one}": part for one, part in parts.items()} if parts else {name: command}
+    return found
+
+
+def kind_of(hint: Any) -> type:
+    """int, float, str, bool or Path of an annotation, whatever it is wrapped in."""
+    parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    if typing.get_origin(hint) is typing.Literal:
+        return str
+    return kind_of(parts[0]) if typing.get_origin(hint) in (list, UnionType, typing.Union) else hint
+
+
+def parameters() -> list[Parameter]:
+    found = []
+    for line, command in commands().items():
+        hints = typing.get_type_hints(inspect.unwrap(command.callback))
+        for param in command.params:
+            flag = param.opts[0] if param.opts[0].startswith("-") else ""
+            found.append(Parameter(line, tuple(line.split()[1:]), param.name, flag, kind_of(hints[param.name])))
+    return found
+
+
+ALL = parameters()
+NUMBERS = [one for one in ALL if one.kind in (int, float) or (one.flag == "--k" and one.kind is str)]
+PATHS = [one for one in ALL if one.kind is Path]
+TEXTS = [one for one in ALL if one.kind is str and one.flag and one not in NUMBERS]
+TURNED_OFF = {"top_k": -1}
+"""The negative value that an option takes."""
+PLACES = {
+    "data prepare --output": "out",
+    "data regenerate --output": "out.jsonl",
+    "data draft-vocab --output": "out.json",
+    "convert import destination": "out",
+    "convert export destination": "out",
+    "evaluate --out": "out",
+    "eval acceptance --json": "out.json",
+    **{f"bench {name} --out": "out" for name in ("decode", "prefill", "train", "kernels", "roofline")},
+    "demo --out": "out",
+}
+"""What is written, and as what: a name with a suffix is a file, another one a directory. All else is read."""
+
+
+@pytest.fixture(scope="session")
+def megatron_dir(model_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("megatron") / "model"
+    import_checkpoint(model_dir, directory)
+    return directory
+
+
+@pytest.fixture
+def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
+    """The one line that a command prints when a parameter has a value, all that it needs being there."""
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "prompts.txt").write_text("the cat\n" * 8)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "the cat", "response": " sat on the mat"}\n')
+    (tmp_path / "directory").mkdir()
+    monkeypatch.chdir(tmp_path)
+    valid = {
+        "--model": model_dir,
+        "--prompts": "prompts.txt",
+        "--data": "data.jsonl",
+        "--output": "out.jsonl",
+        "--config": "config.yaml",
+        "destination": "out",
+        "--size": 50,
+        "first": model_dir,
+        "second": model_dir,
+        "output": "run",
+    }
+
+    def attempt(parameter: Parameter, value: object) -> tuple[int, str]:
+        before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+        needed = {one.flag or one.name: one for one in ALL if one.command == parameter.command}
+        command, model = commands()[parameter.command], valid["--model"]
+        valid["source"] = megatron_dir if parameter.command == "convert export" else model
+        required = {param.opts[0] for param in command.params if param.required}
+        if parameter.command.startswith("bench"):
+            required.add("--model")
+        if parameter.command == "data draft-vocab":
+            required.add("--size")
+        line: list[object] = list(parameter.words)
+        for name in needed:
+            if name == (parameter.flag or parameter.name):
+                line += [f"{name}={value}"] if parameter.flag else ["--", value] if str(value)[:1] == "-" else [value]
+            elif name in required:
+                line += [name, valid[name]] if name.startswith("-") else [valid[name]]
+        monkeypatch.setattr("sys.stdin", io.StringIO("the cat"))
+        app = import_module(f"mtpkit.cli.{parameter.command.split()[0]}").app
+        code = call(app, *line)
+        os.chdir(tmp_path)  # the demo goes elsewhere
+        printed = capsys.readouterr()
+        assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, "something is left"
+        assert not printed.out and printed.err.count("\n") == 1, printed.err[-800:]
+        assert printed.err.startswith("mtpkit: error: ") and len(printed.err) <= 400, printed.err[:800]
+        return code, printed.err
+
+    return attempt
+
+
+def says(line: str, parameter: Parameter, value: str = "") -> bool:
+    """Whether an error names the parameter, or the path that it was given."""
+    names = (parameter.name, parameter.name.upper(), parameter.flag.replace("-", "_") or parameter.name)
+    normal = re.sub("[^a-zA-Z]", "_", line)
+    return any(f"_{name}_" in normal for name in names) or bool(value and value[:80] in line)
+
+
+def test_all_commands_look_at_their_values() -> None:
+    assert not [line for line, command in commands().items() if not isinstance(command, Command)]
+
+
+@pytest.mark.parametrize("parameter", NUMBERS, ids=str)
+def test_numbers(parameter, attempt):
+    negative = TURNED_OFF.get(parameter.name, 0) - 1
+    values = ["nan", "inf", "-inf", "1e400"] if parameter.kind is float else [10**30, -(10**30), "9" * 5000]
+    for value in (negative, *values):
+        code, line = attempt(parameter, value)
+        assert code == 2 and says(line, parameter), line
+
+
+@pytest.mark.parametrize("parameter", [*PATHS, *TEXTS], ids=str)
+def test_empty_texts(parameter, attempt):
+    code, line = attempt(parameter, "")
+    assert code == 2 and says(line, parameter), line
+
+
+@pytest.mark.parametrize("parameter", [*PATHS, *(one for one in TEXTS if one.flag in ("--model", "--data"))], ids=str)
+def test_paths_in_circles_and_too_long_ones(parameter, attempt):
+    for value in ("loop", LOOP, LONG):
+        if (str(parameter), value) == ("data prepare --data", LONG):
+            continue
+        code, line = attempt(parameter, value)
+        assert code == 2 and says(line, parameter, value), line
+
+
+@pytest.mark.parametrize("parameter", PATHS, ids=str)
+def test_a_directory_where_a_file_belongs_and_the_other_way_round(parameter, attempt):
+    place = PLACES.get(str(parameter))
+    reads_directory = parameter.name in ("model", "source", "first", "second") or str(parameter) == "eval report output"
+    value = "prompts.txt" if reads_directory or (place and "." not in place) else "directory"
+    code, line = attempt(parameter, value)
+    assert code == 2 and says(line, parameter, value), line
+
+
+@pytest.mark.parametrize("parameter", [one for one in PATHS if str(one) in PLACES], ids=str)
+def test_places_that_cannot_be_written(parameter, attempt):
+    code, line = attempt(parameter, UNWRITABLE)
+    assert code in (1, 2) and "/proc" in line, line
+
+
+def test_every_place_is_an_option():
+    assert PLACES.keys() <= {str(one) for one in PATHS}
