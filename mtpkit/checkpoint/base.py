@@ -11,17 +11,16 @@ import pickle
 import shutil
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mtpkit.checkpoint.layout import open_weights
-from mtpkit.checkpoint.megatron import COMMON_STATE, MegatronReader, split_slice, write_megatron
+from mtpkit.checkpoint.megatron import COMMON_STATE, split_slice, write_megatron
+from mtpkit.checkpoint.megatron_index import INDEX, read_index
 from mtpkit.checkpoint.tensors import TensorSource
 
 PREFIX = "base_"
 """Of the files that hold the base alone."""
-METADATA = ".metadata"
 
 
 def add_base(directory: Path, source: Path, previous: Path | None = None) -> None:
@@ -35,11 +34,11 @@ def add_base(directory: Path, source: Path, previous: Path | None = None) -> Non
     Raises:
         UserError: the base cannot be read.
     """
-    own = _read(directory)
+    own = read_index(directory)
     base = _link(directory, previous) or _stream(directory, source, own)
     own.state_dict_metadata |= base.state_dict_metadata
     own.storage_data = {**own.storage_data, **base.storage_data}
-    with (directory / METADATA).open("wb") as file:
+    with (directory / INDEX).open("wb") as file:
         pickle.dump(own, file)
 
 
@@ -61,11 +60,6 @@ class _Lacking:
         self._base.require_finite()
 
 
-def _read(directory: Path) -> Metadata:
-    MegatronReader(directory)  # says so if it is damaged
-    return dcp.FileSystemReader(directory).read_metadata()
-
-
 def _stream(directory: Path, source: Path, own: Metadata) -> Metadata:
     """Write the base's files; the metadata of what is in them."""
     lacking = _Lacking(open_weights(source), set(own.state_dict_metadata))
@@ -75,7 +69,7 @@ def _stream(directory: Path, source: Path, own: Metadata) -> Metadata:
     staging.mkdir()
     write_megatron(staging, lacking, {})
     names = {path.name: f"{PREFIX}{number}.distcp" for number, path in enumerate(sorted(staging.glob("*.distcp")))}
-    written = _read(staging)
+    written = read_index(staging)
     for old, new in names.items():
         (staging / old).rename(directory / new)
     shutil.rmtree(staging)
@@ -98,7 +92,7 @@ def _link(directory: Path, previous: Path | None) -> Metadata | None:
             os.link(file, directory / file.name)
         except OSError:  # a file system without hard links
             shutil.copyfile(file, directory / file.name)
-    before = _read(previous)
+    before = read_index(previous)
     places = before.storage_data.items()
     return _part(before, {index: place for index, place in places if place.relative_path.startswith(PREFIX)})
 

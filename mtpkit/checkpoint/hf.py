@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.atomic import copy_file
-from mtpkit.checkpoint.tensors import TensorInfo, TensorSource
+from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, is_file_name
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import read_json
 
@@ -92,15 +92,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{index}: weight_map {shown(places)} is not an object of file names; download it again")
-    odd = [f"{name}: {shown(file)}" for name, file in places.items() if not _is_file_name(file)]
+    odd = [f"{name}: {shown(file)}" for name, file in places.items() if not is_file_name(file)]
     if odd:
         raise UserError(f"{index}: weight_map must name files of {index.parent}, not {listed(odd)}; download it again")
     return places
-
-
-def _is_file_name(value: Any) -> bool:
-    """Whether it names a file without a directory."""
-    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\\", "\0"} & set(value)
 
 
 def _open_shard(path: Path) -> Any:

@@ -5,6 +5,7 @@ Stacked experts appear as one tensor an expert: `...experts.linear_fc1.weight[3]
 
 import io
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,9 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -35,8 +34,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
-from mtpkit.checkpoint.tensors import TensorInfo, TensorSource
-from mtpkit.errors import UserError
+from mtpkit.checkpoint.megatron_index import TRAINING_STATE, first_line, read_index
+from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
+from mtpkit.errors import UserError, shown
 
 # torch says so whenever it runs without a process group, which is how this module means it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -46,9 +46,6 @@ COMMON_STATE = "common_state/shard_0_1"
 
 CHECKPOINT_VERSION = {"checkpoint_version": 3.0}
 """What Megatron-LM wants to know of a checkpoint; without it, it would reorder the rows of QKV."""
-
-TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
-"""Prefixes of tensors that belong to a training run and not to the model."""
 
 _SLICE = re.compile(r"(.+)\[(\d+)\]")
 
@@ -68,16 +65,13 @@ class MegatronReader:
     """The model's tensors in a `torch_dist` directory, saved at any parallelism.
 
     Raises:
-        UserError: the metadata, or a file that a read needs, is missing or damaged.
+        UserError: the index, or a file that a read needs, is missing or damaged.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._reader = dcp.FileSystemReader(directory)
-        try:
-            self._metadata: Metadata = self._reader.read_metadata()
-        except Exception as error:  # unpickling damaged bytes can raise anything
-            raise UserError(f"{directory}/.metadata is missing or damaged ({_first_line(error)})") from error
+        self._metadata = read_index(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.tensors: dict[str, TensorInfo] = dict(self._list())
 
@@ -99,6 +93,8 @@ class MegatronReader:
         if row is not None:
             offsets[0], sizes[0] = row, 1
         target = torch.empty(sizes, dtype=entry.properties.dtype)
+        if len(entry.chunks) > 1 and target.dtype in FLOATS:
+            target.fill_(math.nan)  # shows where pieces that overlap leave a hole
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         self._fetch(create_read_items_for_chunk_list(key, entry, [chunk]), _Target(target))
         return target if row is None else target[0]
@@ -112,20 +108,31 @@ class MegatronReader:
         }
 
     def read_common_state(self) -> dict[str, Any]:
-        """What the checkpoint keeps besides tensors, such as Megatron-LM's `args`; empty when it keeps nothing."""
+        """What the checkpoint keeps besides tensors, such as Megatron-LM's `args`; empty when it keeps nothing.
+
+        Raises:
+            UserError: it cannot be read, or is not a dictionary of what megatron-core saves there.
+        """
         from megatron.core.safe_globals import register_safe_globals
 
         register_safe_globals()
-        legacy = self._directory / "common.pt"
-        if legacy.exists():
-            return torch.load(legacy, map_location="cpu", weights_only=True)
-        if not isinstance(self._metadata.state_dict_metadata.get(COMMON_STATE), BytesStorageMetadata):
-            return {}
-        state = {COMMON_STATE: io.BytesIO()}
-        dcp.state_dict_loader.load(state, storage_reader=dcp.FileSystemReader(self._directory), no_dist=True)
-        value: Any = state[COMMON_STATE]
-        value = torch.load(value, weights_only=True) if isinstance(value, io.BytesIO) else value
-        return value[0]
+        path, start, length = self._directory / "common.pt", 0, -1  # the file of older checkpoints
+        if not path.exists():
+            assert self._metadata.storage_data is not None
+            place = self._metadata.storage_data.get(MetadataIndex(COMMON_STATE))
+            if place is None:
+                return {}
+            path, start, length = self._directory / place.relative_path, place.offset, place.length
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                state = torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
+            raise UserError(f"{path} is missing, damaged or cut off ({first_line(error)})") from error
+        state = state[0] if isinstance(state, list) and state else state  # common.pt has no list around it
+        if not isinstance(state, dict):
+            raise UserError(f"{path}: the common state is {shown(state)}, not a dictionary")
+        return state
 
     def _fetch(self, items: list[ReadItem], planner: "_Target") -> None:
         try:
@@ -134,11 +141,7 @@ class MegatronReader:
             assert self._metadata.storage_data is not None
             files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
             where = ", ".join(str(self._directory / file) for file in files)
-            raise UserError(f"{where} is missing, damaged or cut off ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{where} is missing, damaged or cut off ({first_line(error)})") from error
 
 
 class _Target(LoadPlanner):

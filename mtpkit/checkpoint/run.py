@@ -7,9 +7,10 @@ checkpoint of model, optimizer and common state; `RUN/latest_checkpointed_iterat
 import contextlib
 import json
 import logging
+import os
 import queue
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mtpkit.checkpoint.atomic import copy_file, fsync_tree, replace_directory, storage_errors, write_file
@@ -45,6 +47,9 @@ logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 # Its writers are threads of one process. A queue between processes would start one more, which lives on where this one
 # is killed.
 filesystem_async._results_queue = queue.Queue()
+
+WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Environment variable of torch."""
 
 DIVERGED = "the training diverged: lower the learning rate, and go on from an earlier checkpoint"
 """What helps where weights that are to be saved are not finite."""
@@ -167,12 +172,27 @@ def load_checkpoint(
     tensors = {key: info for key, info in stored.items() if info is not None}
     require_same_names(path, tensors, shapes, extra_ok=partial)
     try:
-        state = dist_checkpointing.load(asked, str(path))
-    except (OSError, RuntimeError, EOFError, CheckpointException) as error:
+        with _without_code():
+            state = dist_checkpointing.load(asked, str(path))
+    except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
         reason = next((line for line in reversed(str(error).splitlines()) if line), type(error).__name__)
         raise UserError(f"{path} is damaged or cut off ({reason})") from error
     _require_finite(path, asked)
     return state
+
+
+@contextlib.contextmanager
+def _without_code() -> Iterator[None]:
+    """Let torch read objects of the kinds that megatron-core saves, and no other: pickles can run code."""
+    register_safe_globals()
+    before = os.environ.get(WEIGHTS_ONLY)
+    os.environ[WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(WEIGHTS_ONLY)
+        if before is not None:
+            os.environ[WEIGHTS_ONLY] = before
 
 
 def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, Any], advice: str = ANOTHER_COPY) -> None:

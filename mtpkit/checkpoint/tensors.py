@@ -102,6 +102,11 @@ def refuse_not_finite(where: Path | str, names: Sequence[str], advice: str = ANO
         raise UserError(f"{where}: NaN or infinity (beyond {_LARGEST:.1e}) in {listed(names)}; {advice}")
 
 
+def is_file_name(value: object) -> bool:
+    """Whether it names a file without a directory, as indexes of checkpoints name theirs."""
+    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\\", "\0"} & set(value)
+
+
 def require_same_names(
     where: Path | str, found: Mapping[str, TensorInfo], expected: Mapping[str, Shape], extra_ok: bool = False
 ) -> None:

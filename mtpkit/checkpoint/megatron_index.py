@@ -1,0 +1,123 @@
+"""The index of a `torch_dist` checkpoint (`.metadata`), read without running what is pickled in it, and checked."""
+
+import math
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from mtpkit.checkpoint.tensors import is_file_name
+from mtpkit.errors import UserError, listed, shown
+
+INDEX = ".metadata"
+
+TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
+"""Prefixes of tensors that belong to a training run and not to the model."""
+
+_MOST_EXPERTS = 2**14
+_TORCH, _MEGATRON = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
+_NAMES = {
+    f"{_TORCH}.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_TORCH}.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    _MEGATRON: {"MCoreMetadata", "MCoreSavePlan"},
+}
+"""Module -> what an index may name there: none of it does anything but hold values."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but what an index consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which no index of a checkpoint does")
+        return super().find_class(module, name)
+
+
+def read_index(directory: Path) -> Metadata:
+    """What a checkpoint holds, and where in its files.
+
+    Raises:
+        UserError: the index is missing, damaged or foreign, or does not fit the files.
+    """
+    path = directory / INDEX
+    try:
+        with path.open("rb") as file:
+            index = _Unpickler(file).load()
+    except Exception as error:  # unpickling damaged bytes can raise anything
+        raise UserError(f"{path} is missing or damaged ({first_line(error)})") from error
+    try:
+        odd = list(_misfits(directory, index))
+    except Exception as error:  # its values can be anything
+        raise UserError(f"{path} is damaged ({first_line(error)})") from error
+    if odd:
+        raise UserError(f"{path} does not fit its files: {listed(odd)}; copy the checkpoint again")
+    return index
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, on one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _misfits(directory: Path, index: Any) -> Iterator[str]:
+    """Yield one clause for each file that is not there or too short, and each tensor that is not all there."""
+    if not isinstance(index, Metadata):
+        yield "it is no index of a checkpoint"
+        return
+    storage: Any = index.storage_data
+    sizes: dict[str, int] = {}
+    short = set()
+    for place in storage.values():
+        name = place.relative_path
+        if not is_file_name(name):
+            yield f"{shown(name)} is not a file of the directory"
+            return
+        if name not in sizes:
+            sizes[name] = os.path.getsize(directory / name) if os.path.isfile(directory / name) else -1
+        if not 0 <= place.offset <= place.offset + place.length <= sizes[name]:
+            short.add(name)
+    yield from (f"{name} is missing, damaged or cut off" for name in sorted(short))
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
+            yield f"{shown(key)} is no tensor"
+        elif not key.startswith(TRAINING_STATE) and not _is_whole(key, entry, storage):
+            yield f"{key} {list(entry.size)} is not all there"
+
+
+def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, Any]) -> bool:
+    """Whether the pieces of a tensor lie within it and fill it, and have their bytes in a file."""
+    size = tuple(entry.size)
+    if ".experts.experts." in key and not (len(size) > 1 and size[0] <= _MOST_EXPERTS):
+        return False
+    filled = 0
+    for chunk in entry.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            return False
+        if not all(0 <= start <= start + count <= end for start, count, end in zip(offsets, sizes, size, strict=True)):
+            return False
+        place = storage.get(MetadataIndex(key, chunk.offsets))
+        nbytes = math.prod(sizes) * entry.properties.dtype.itemsize
+        if place is None or (not place.transform_descriptors and place.length < nbytes):
+            return False
+        filled += math.prod(sizes)
+    return filled == math.prod(size)
