@@ -13,7 +13,7 @@ from mtpkit.checkpoint.families import config_from_hf, get_family
 from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, as_token_ids
 from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.checkpoint.megatron_config import config_from_megatron
-from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource
+from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import read_json, read_text
@@ -154,15 +154,23 @@ def load_hf_config(directory: Path | str) -> dict[str, Any] | None:
     return None
 
 
-def open_weights(directory: Path | str) -> TensorSource:
+def open_weights(directory: Path | str, fit_config: bool = False) -> TensorSource:
     """The weights of a model directory under Megatron's names.
 
+    Args:
+        fit_config: require of a Megatron checkpoint, too, that its tensors are those of its own config, by name and
+            shape: before a model is built in sizes that a config claims.
+
     Raises:
-        UserError: files are missing or damaged, or a Hugging Face checkpoint does not fit its own config.
+        UserError: files are missing or damaged, or do not fit the config.
     """
     directory = Path(directory)
     if detect_layout(directory) == "megatron":
-        return CheckedTensors(MegatronReader(find_torch_dist(directory)), directory)
+        reader = MegatronReader(find_torch_dist(directory))
+        if fit_config:
+            config = load_config(directory)
+            require_same_names(directory, reader.tensors, get_family(config.family).table(config).megatron_shapes())
+        return CheckedTensors(reader, directory)
     config = load_config(directory)
     family = get_family(config.family)
     weights = CheckedTensors(HFReader(directory, family.canonical_hf_name), directory)

@@ -1,6 +1,7 @@
 """Weights from a model directory of either layout into a model, and models from nothing but a directory."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from mtpkit.checkpoint.layout import load_config, open_weights
 from mtpkit.checkpoint.megatron import is_stacked
-from mtpkit.checkpoint.tensors import Shape, TensorInfo, require_same_names
-from mtpkit.errors import UserError
+from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
+from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model
 
 
@@ -33,6 +34,7 @@ def load_model(
     Raises:
         UserError: no checkpoint there, a config that cannot be built, or weights that do not fit it.
     """
+    source = open_weights(directory, fit_config=True)
     model = build_model(
         load_config(directory),
         dtype=dtype,
@@ -42,12 +44,12 @@ def load_model(
         pipeline_parallel=pipeline_parallel,
         expert_parallel=expert_parallel,
         sequence_parallel=tensor_parallel > 1,
+        init="none",
     )
-    load_model_weights(model, directory)
+    _fill(model, source, directory)
     return model
 
 
-@torch.no_grad()
 def load_model_weights(
     model: HybridModel, directory: Path | str, strict: bool = True, allow_missing_heads: bool = False
 ) -> None:
@@ -61,13 +63,25 @@ def load_model_weights(
         UserError: tensors are missing, unexpected, of another shape or no floats: found before a parameter is changed;
             or they are not finite, which is known when all are read. The message names them.
     """
-    source = open_weights(directory)
+    _fill(model, open_weights(directory), directory, strict, allow_missing_heads)
+
+
+@torch.no_grad()
+def _fill(
+    model: HybridModel,
+    source: TensorSource,
+    directory: Path | str,
+    strict: bool = True,
+    allow_missing_heads: bool = False,
+) -> None:
+    """Copy the tensors of a source into a model, as `load_model_weights` does."""
     targets = _targets(model)
     expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
     found = source.tensors
     if allow_missing_heads and {n: t.shape for n, t in _heads(found).items()} != _heads(expected):
         expected = {name: expected[name] for name in expected.keys() - _heads(expected).keys()}
         found = {name: found[name] for name in found.keys() - _heads(found).keys()}
+    _require_all_targets(model, targets)
     whole = model.pg_collection.pp.size() == 1 and model.config.expert_model_parallel_size == 1
     require_same_names(directory, found, expected, extra_ok=not (strict and whole))
     for name in source.tensors:  # in the checkpoint's order, so that a tensor that splits into several is read once
@@ -76,6 +90,20 @@ def load_model_weights(
             for shard in targets[name]:
                 shard.data.copy_(value[_local_slice(shard)])
     source.require_finite()
+
+
+def _require_all_targets(model: HybridModel, targets: Mapping[str, Sequence[ShardedTensor]]) -> None:
+    """Check that each number of each parameter is one that a checkpoint's tensors fill: memory is not initialised.
+
+    Raises:
+        MtpkitError: a parameter has no name in checkpoints.
+    """
+    filled: Counter[int] = Counter()
+    for shard in (shard for shards in targets.values() for shard in shards):
+        filled[shard.data.untyped_storage().data_ptr()] += shard.data.numel()
+    unfilled = [n for n, p in model.named_parameters() if filled[p.untyped_storage().data_ptr()] < p.numel()]
+    if unfilled:
+        raise MtpkitError(f"no tensor of a checkpoint fills {listed(unfilled)}")
 
 
 def _heads[T](tensors: dict[str, T]) -> dict[str, T]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
+from mtpkit.checkpoint.layout import open_weights
 from mtpkit.config import LAYER_KINDS, LAYER_SIZES, ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model, init_weights
@@ -147,6 +148,7 @@ def build_with_heads(
     Raises:
         UserError: the weights in `config.model` do not fit its config.
     """
+    open_weights(config.model, fit_config=True)  # before a model is built in the sizes that its config claims
     dtype = getattr(torch, config.dtype)
     parallel = config.parallel
     model = build_model(

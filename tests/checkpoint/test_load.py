@@ -1,12 +1,14 @@
 """Models from directories of either layout compute what their makers compute."""
 
 import json
+import time
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpkit import LLM
 from mtpkit.checkpoint import (
     load_checkpoint,
     load_config,
@@ -16,13 +18,18 @@ from mtpkit.checkpoint import (
     save_hf_model,
     save_model,
 )
-from mtpkit.checkpoint.convert import import_checkpoint
+from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families import nemotron_h
 from mtpkit.checkpoint.layout import latest_iteration
+from mtpkit.checkpoint.load import _global_shape, _targets
+from mtpkit.checkpoint.tensors import is_finite
 from mtpkit.checkpoint.verify import compare_weights
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
+from mtpkit.training.config import DataConfig, TrainConfig
+from mtpkit.training.heads import build_with_heads
 from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base
+from tests.toy_config import toy_config
 
 CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp"]
 
@@ -189,3 +196,88 @@ def test_saving_starts_no_process(hf_dir, tmp_path):
     import_checkpoint(hf_dir, tmp_path / "imported")
     save_model(load_model(tmp_path / "imported"), tmp_path / "saved")
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(pattern="M*-E", mtp_pattern="*E"),
+        dict(pattern="ME", mtp_pattern="ME", activation="swiglu", moe_latent_size=16),
+        dict(pattern="*-", activation="swiglu", qk_layernorm=True, position_embedding_type="rope"),
+        dict(pattern="*-", tie_word_embeddings=True),
+        dict(pattern="E", mtp_pattern="", mtp_num_depths=0, moe_shared_expert_intermediate_size=0),
+        dict(mtp_use_repeated_layer=False, mtp_pattern="M-"),
+    ],
+    ids=str,
+)
+def test_the_table_has_the_names_and_shapes_of_the_model(changes):
+    experts = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=24)
+    config = toy_config(**experts | changes)
+    targets = _targets(build_model(config, init="none"))
+    built = {name: _global_shape(shards[0]) for name, shards in targets.items()}
+    assert nemotron_h.table(config).megatron_shapes() == built
+
+
+def test_loading_draws_no_weights(hf_dir, monkeypatch):
+    """torch.empty is NaN under test: what no tensor of the checkpoint filled would show."""
+
+    def draw(*_, **__):
+        raise AssertionError("weights were drawn")
+
+    monkeypatch.setattr("mtpkit.model.build.init_weights", draw)
+    model = load_model(hf_dir)
+    assert all(is_finite(p) for p in (*model.parameters(), *model.buffers()) if p.is_floating_point())
+    assert all(is_finite(p) for p in load_model(GOLDEN / "tp1/gated_rope").parameters())
+
+
+def test_a_parameter_without_a_tensor_is_an_error(hf_dir):
+    model = build_model(load_config(hf_dir), init="none")
+    whole = model.sharded_state_dict()
+    model.sharded_state_dict = lambda: {name: part for name, part in whole.items() if "final_norm" not in name}
+    with pytest.raises(MtpkitError, match=r"no tensor of a checkpoint fills decoder\.final_norm\.weight"):
+        load_model_weights(model, hf_dir, strict=False)
+
+
+@pytest.mark.parametrize("layout", ["hf", "megatron"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 2**20},
+        {"vocab_size": 2**24},
+        {"pattern": "M*-E" * 512},
+        {"mtp_num_depths": 64, "mtp_use_repeated_layer": False},
+        {"num_moe_experts": 2**14},
+        {"kv_channels": 2**16},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_sizes_are_compared_with_the_files_before_a_model_is_built(hf_dir, tmp_path, monkeypatch, layout, changes):
+    """In the largest sizes that a config may have; each refusal takes a moment."""
+    config = load_config(hf_dir).replace(**changes)
+    directory = hf_dir
+    if layout == "hf":
+        (hf_dir / "config.json").write_text(json.dumps(nemotron_h.config_to_hf(config)))
+    else:
+        directory = tmp_path / "megatron"
+        import_checkpoint(hf_dir, directory)
+        (directory / "mtpkit.json").write_text(json.dumps(config.to_dict()))
+
+    def build(*_, **__):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr("mtpkit.checkpoint.load.build_model", build)
+    monkeypatch.setattr("mtpkit.training.heads.build_model", build)
+    settings = TrainConfig(model=str(directory), output=str(tmp_path / "run"), data=DataConfig(train=["x"]))
+    actions = [
+        lambda: load_model(directory),
+        lambda: LLM(directory, device="cpu"),
+        lambda: build_with_heads(settings, config, torch.device("cpu")),
+        lambda: (import_checkpoint if layout == "hf" else export_checkpoint)(directory, tmp_path / "out"),
+    ]
+    for action in actions:
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"tensors do not fit the model config|of one dtype"):
+            action()
+        assert time.monotonic() - start < 10
+    assert not (tmp_path / "out").exists()

@@ -1,4 +1,8 @@
-"""Weight names of Nemotron-H and Nemotron 3: one table for both directions, base and MTP heads."""
+"""Weight names of Nemotron-H and Nemotron 3: one table for both directions, base and MTP heads.
+
+Gated activations, norms of queries and keys, and tied embeddings have Megatron names alone: no config of this family
+in the Hugging Face layout asks for them, see `nemotron_h.config_to_hf`.
+"""
 
 import re
 
@@ -18,10 +22,9 @@ def table(config: ModelConfig) -> Table:
     entries = [_one("backbone.embeddings.weight", "embedding.word_embeddings.weight", (vocab, hidden))]
     for n, letter in enumerate(config.pattern):
         entries += _layer(letter, f"backbone.layers.{n}.", f"decoder.layers.{n}.", config)
-    entries += [
-        _one("backbone.norm_f.weight", "decoder.final_norm.weight", (hidden,)),
-        _one("lm_head.weight", "output_layer.weight", (vocab, hidden)),
-    ]
+    entries.append(_one("backbone.norm_f.weight", "decoder.final_norm.weight", (hidden,)))
+    if not config.tie_word_embeddings:
+        entries.append(_one("lm_head.weight", "output_layer.weight", (vocab, hidden)))
     for depth in range(config.num_mtp_layers):
         entries += _mtp_layer(depth, config)
     return Table(tuple(entries))
@@ -90,7 +93,9 @@ def _attention(c: ModelConfig) -> list[Entry]:
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     fuse = FuseQKV(c.num_query_groups, c.num_attention_heads // c.num_query_groups, c.kv_channels)
+    norms = ("q", "k") if c.qk_layernorm else ()
     return [
+        *(_one(f"mixer.{x}_norm.weight", f"self_attention.{x}_layernorm.weight", (c.kv_channels,)) for x in norms),
         _one("norm.weight", "self_attention.linear_qkv.layer_norm_weight", (c.hidden_size,)),
         Entry(
             {f"mixer.{name}.weight": (rows, c.hidden_size) for name, rows in projections.items()},
@@ -104,9 +109,14 @@ def _attention(c: ModelConfig) -> list[Entry]:
 def _mlp(c: ModelConfig) -> list[Entry]:
     return [
         _one("norm.weight", "mlp.linear_fc1.layer_norm_weight", (c.hidden_size,)),
-        _one("mixer.up_proj.weight", "mlp.linear_fc1.weight", (c.ffn_hidden_size, c.hidden_size)),
+        _one("mixer.up_proj.weight", "mlp.linear_fc1.weight", (_gated(c) * c.ffn_hidden_size, c.hidden_size)),
         _one("mixer.down_proj.weight", "mlp.linear_fc2.weight", (c.hidden_size, c.ffn_hidden_size)),
     ]
+
+
+def _gated(c: ModelConfig) -> int:
+    """Rows of the first matrix of an MLP for each of the second one's columns."""
+    return 2 if c.activation == "swiglu" else 1
 
 
 def _moe(c: ModelConfig) -> list[Entry]:
@@ -117,7 +127,8 @@ def _moe(c: ModelConfig) -> list[Entry]:
         _one("mixer.gate.weight", "mlp.router.weight", (experts, hidden)),
         _one("mixer.gate.e_score_correction_bias", "mlp.router.expert_bias", (experts,)),
     ]
-    for fc, name, shape in (("linear_fc1", "up_proj", (width, latent)), ("linear_fc2", "down_proj", (latent, width))):
+    shapes = {("linear_fc1", "up_proj"): (_gated(c) * width, latent), ("linear_fc2", "down_proj"): (latent, width)}
+    for (fc, name), shape in shapes.items():
         for e in range(experts):
             entries.append(_one(f"mixer.experts.{e}.{name}.weight", f"mlp.experts.experts.{fc}.weight[{e}]", shape))
     if c.moe_latent_size:
@@ -127,7 +138,11 @@ def _moe(c: ModelConfig) -> list[Entry]:
         ]
     if shared:
         entries += [
-            _one("mixer.shared_experts.up_proj.weight", "mlp.shared_experts.linear_fc1.weight", (shared, hidden)),
+            _one(
+                "mixer.shared_experts.up_proj.weight",
+                "mlp.shared_experts.linear_fc1.weight",
+                (_gated(c) * shared, hidden),
+            ),
             _one("mixer.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight", (hidden, shared)),
         ]
     return entries

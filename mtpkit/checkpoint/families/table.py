@@ -82,6 +82,8 @@ class Entry:
     transform: Transform = field(default_factory=Same)
 
     def megatron_shapes(self) -> dict[str, Shape]:
+        if isinstance(self.transform, Same):  # the many experts, without a tensor for each
+            return dict(zip(self.megatron, self.hf.values(), strict=True))
         blanks = [torch.empty(shape, device="meta") for shape in self.hf.values()]
         return {n: tuple(t.shape) for n, t in zip(self.megatron, self.transform.to_megatron(blanks), strict=True)}
 
