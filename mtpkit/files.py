@@ -1,12 +1,16 @@
 """Small text and JSON files that a user gives, read with one-line errors that name the file."""
 
+import dataclasses
 import json
 import os
 import stat
+import types
+import typing
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mtpkit.errors import UserError, shown
+from mtpkit.errors import UserError, listed, raise_problems, shown
 
 
 def require_file(path: Path | str) -> Path:
@@ -60,7 +64,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, of whose entries none hides another."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         raise ValueError(f"the key {shown(twice)} is there twice")
     return values
 
@@ -75,3 +79,41 @@ def read_json(path: Path | str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a JSON object")
     return values
+
+
+def read_record[Record](kind: type[Record], value: Any, where: str) -> Record:
+    """A dataclass from a JSON value, which must have all its fields, no others, and each of the type declared.
+
+    Types may be int, float, str, Any, dataclasses, and list, dict of str, and None with these.
+
+    Raises:
+        UserError: it is something else; `where` and the key are named.
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is {shown(value)}, must be an object")
+    hints = typing.get_type_hints(kind)
+    fields: tuple[dataclasses.Field, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    problems = [f"{name} is missing" for name in needed if name not in value]
+    problems += [f"{shown(name)} is not known" for name in value if name not in hints]
+    raise_problems(where, [listed(problems)] if problems else [])
+    return kind(**{name: _typed(hints[name], entry, f"{where}: {name}") for name, entry in value.items()})
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """A JSON value of the type declared."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _typed(inner[0], value, where)
+    if origin is list and isinstance(value, list):
+        if set(map(type, value)) <= {inner[0]}:  # of many tokens, among others
+            return value
+        return [_typed(inner[0], entry, f"{where}[{place}]") for place, entry in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(inner[1], entry, f"{where}[{key!r}]") for key, entry in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return read_record(typing.cast(type, kind), value, where)
+    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
+        return value
+    words = {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}
+    raise UserError(f"{where} is {shown(value)}, must be {words[origin or kind]}")

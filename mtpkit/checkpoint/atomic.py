@@ -6,7 +6,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -91,14 +91,15 @@ def check_destination(path: Path, force: bool) -> None:
 def staged_directory(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
 
-    What was at `path` is replaced; see `check_destination` for when not to. What processes of this machine left there
-    when they were killed is removed.
+    Directories that were missing on the way to it vanish with it. What was at `path` is replaced; see
+    `check_destination` for when not to. What processes of this machine left there when they were killed is removed.
 
     Raises:
         StorageError: writing failed, for instance on a full disk; what was at `path` still is.
     """
     prefix = f".{path.name}.writing-{platform.node()}-"
     staging = path.parent / f"{prefix}{os.getpid()}"
+    missing = [parent for parent in path.absolute().parents if not parent.exists()]
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(prefix)}*"):
@@ -112,6 +113,9 @@ def staged_directory(path: Path) -> Iterator[Path]:
             replace_directory(staging, path)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
+            for parent in missing:
+                with suppress(OSError):  # somebody else has put something there
+                    parent.rmdir()
             raise
 
 

@@ -8,7 +8,8 @@ from mtpkit.data.documents import Document, tokenize
 from mtpkit.data.loader import PackedLoader
 from mtpkit.data.prepare import prepare
 from mtpkit.data.prepared import Manifest, read_manifest
-from mtpkit.data.sources import Columns, Sample, find_files, find_sources, read_samples
+from mtpkit.data.samples import Columns, Sample, read_samples
+from mtpkit.data.sources import find_files, find_sources
 from mtpkit.data.tokenizer import load_tokenizer
 
 __all__ = [

@@ -39,7 +39,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer in {tokenizer.name_or_path} has no chat template for data with messages; "
-            "add chat_template.jinja to it, or name a file with --chat-template"
+            "add chat_template.jinja to it, or name a file with --chat-template of mtpkit data prepare or regenerate"
         )
 
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpkit.data.documents import Document, describe, tokenize, warn_of_left_out
+from mtpkit.data.documents import BATCH, Document, describe, tokenize, warn_of_left_out
 from mtpkit.data.packing import fingerprint, pack
-from mtpkit.data.sources import Columns, find_sources, read_samples
+from mtpkit.data.samples import Columns, read_samples
+from mtpkit.data.sources import find_sources, tell_apart
 from mtpkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class SourceCounts:
     """Tokens that are wanted as predictions."""
     fingerprint: str
     """Of the sequences."""
+    max_token: int | None = None
+    """The largest token; None: it was not recorded."""
 
     @classmethod
     def of(cls, name: str, table: "pyarrow.Table", num_documents: int, num_left_out: int) -> "SourceCounts":
@@ -71,7 +75,8 @@ class SourceCounts:
 
         tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
         targets = sum(chunk.flatten().true_count for chunk in table["loss_mask"].chunks)
-        return cls(name, num_documents, num_left_out, len(table), tokens, targets, fingerprint(table))
+        largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table["input_ids"].chunks), default=0)
+        return cls(name, num_documents, num_left_out, len(table), tokens, targets, fingerprint(table), largest)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,13 @@ class PackedDataset:
     Tables are not copied: those of prepared data stay on the disk until a batch reads them.
     """
 
-    def __init__(self, sources: Sequence[PackedSource], sequence_length: int, pad_id: int) -> None:
+    def __init__(
+        self, sources: Sequence[PackedSource], sequence_length: int, pad_id: int, vocab_size: int | None = None
+    ) -> None:
         """Put together what was packed.
+
+        Args:
+            vocab_size: of the model that is to read it; None: not known.
 
         Raises:
             UserError: not enough tokens for one sequence.
@@ -100,7 +110,7 @@ class PackedDataset:
         """Of each source; a name may occur in several."""
         self.read_hidden: Callable[[np.ndarray], Any] | None = None
         """Reads the base's final hidden states of sequences, if they are cached; batches carry it along."""
-        self._pad_id = pad_id
+        self._pad_id, self._vocab_size = pad_id, vocab_size
         self._chunks = [batch for source in sources for batch in source.table.to_batches()]
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
         if self.num_tokens < sequence_length:
@@ -145,7 +155,11 @@ class PackedDataset:
         return np.concatenate([np.empty(0, dtype=np.int64), *rows])
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> PackedBatch:
-        """The sequences at `indices` as one batch."""
+        """The sequences at `indices` as one batch.
+
+        Raises:
+            UserError: prepared data is damaged.
+        """
         rows = np.asarray(indices, dtype=np.int64)
         shape = (len(rows), self.sequence_length)
         token_ids = np.full(shape, self._pad_id, dtype=np.int64)
@@ -183,11 +197,28 @@ class PackedDataset:
             yield self.batch(rows[start : start + size])
 
     def _read(self, row: int) -> list[np.ndarray]:
-        """Token ids, loss mask and document lengths of a sequence."""
+        """Token ids, loss mask and document lengths of a sequence.
+
+        Raises:
+            UserError: they do not fit together, or there are tokens that the model does not have.
+        """
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         chunk, place = self._chunks[number], row - int(self._starts[number])
         columns = (chunk.column(name)[place].values for name in ("input_ids", "loss_mask", "document_lengths"))
-        return [values.to_numpy(zero_copy_only=False) for values in columns]
+        ids, mask, lengths = (values.to_numpy(zero_copy_only=False) for values in columns)
+        if not len(mask) == len(ids) == lengths.sum() <= self.sequence_length or (len(lengths) and lengths.min() < 1):
+            raise UserError(
+                f"data: prepared data is damaged: sequence {row} has {len(ids)} tokens, a loss mask of {len(mask)}, "
+                f"documents of {lengths.sum()} and at most {self.sequence_length}; prepare the data again"
+            )
+        vocab_size = np.inf if self._vocab_size is None else self._vocab_size
+        if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise UserError(
+                f"data: prepared data is damaged: sequence {row} has token {wrong}, which the model does not have; "
+                "prepare the data again"
+            )
+        return [ids, mask, lengths]
 
 
 def pack_documents(name: str, documents: Iterable[Document], sequence_length: int) -> PackedSource:
@@ -238,56 +269,73 @@ def require_usable(source: str, num_parts: int, left_out: Sequence[tuple[str, st
 def build_dataset(
     paths: Iterable[str | Path],
     tokenizer: "PreTrainedTokenizerBase",
-    sequence_length: int,
+    sequence_length: int | None,
     columns: Columns | None = None,
     vocab_size: int | None = None,
 ) -> PackedDataset:
     """Map the prepared data of `paths`; read, tokenise and pack its files, folders and globs, with a progress bar.
 
     Args:
+        sequence_length: None: that of the prepared data, or 1024 where there is none.
         vocab_size: of the model that is to read it; None: not known.
 
     Raises:
         UserError: from any of the stages, see `find_sources`, `open_prepared`, `read_samples`, `tokenize`,
             `PackedDataset`; a token that the model does not know.
     """
-    from tqdm import tqdm
+    from mtpkit.data.prepared import open_prepared, stored_length
 
-    from mtpkit.data.prepared import open_prepared
-
+    found = find_sources(paths)
+    if sequence_length is None:
+        sequence_length = stored_length([source.prepared for source in found if source.prepared]) or 1024
     check_sequence_length(sequence_length)
     sources: list[PackedSource] = []
-    for source in find_sources(paths):
+    origins: list[tuple[str, Path | None]] = []
+    for source in found:
         if source.prepared is not None:
-            sources += open_prepared(source.prepared, tokenizer, sequence_length, source.name)
-            continue
-        documents = tokenize(read_samples(source.files, columns), tokenizer)
-        # disable=None: silent where stderr is not a terminal.
-        progress = tqdm(documents, desc=f"tokenising {source.name}", unit=" documents", disable=None, leave=False)
-        sources.append(pack_documents(source.name, progress, sequence_length))
+            opened = open_prepared(source.prepared, tokenizer, sequence_length, source.name)
+            place = None if source.name else source.prepared.absolute()
+        else:
+            documents = tokenize(read_samples(source.files, columns), tokenizer, vocab_size=vocab_size)
+            opened = [pack_documents(source.name, _counted(documents, source.name), sequence_length)]
+            place = None
+        sources += opened
+        origins += [(one.counts.name, place and place / one.counts.name) for one in opened]
+    sources = [
+        replace(source, counts=replace(source.counts, name=name))
+        for name, source in zip(tell_apart(origins), sources, strict=True)
+    ]
     assert tokenizer.eos_token_id is not None
-    if vocab_size is not None and max(tokenizer.get_vocab().values()) >= vocab_size:
-        _require_known(sources, tokenizer, vocab_size)
-    return PackedDataset(sources, sequence_length, pad_id=tokenizer.eos_token_id)
+    if vocab_size is not None:
+        require_known([source.counts for source in sources], tokenizer, vocab_size)
+    return PackedDataset(sources, sequence_length, tokenizer.eos_token_id, vocab_size)
 
 
-def _require_known(sources: Sequence[PackedSource], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
+    """The same documents, with a progress bar that counts them as they are tokenised, a batch at a time."""
+    from tqdm import tqdm
+
+    # disable=None: silent where stderr is not a terminal.
+    with tqdm(desc=f"tokenised documents of {source}", unit="", disable=None, leave=False) as bar:
+        for batch in batched(documents, BATCH):
+            bar.update(len(batch))
+            yield from batch
+
+
+def require_known(sources: Sequence[SourceCounts], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
     """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the end of a text.
 
     Raises:
         UserError: names one and the source that it is in.
     """
-    import pyarrow.compute as pc
-
     largest = {tokenizer.eos_token_id: "padding"}
-    for source in sources:
-        chunks = source.table["input_ids"].chunks
-        largest[max(pc.max(chunk.flatten()).as_py() or 0 for chunk in chunks)] = source.counts.name
+    largest |= {source.max_token or 0: source.name for source in sources}
     token = max(largest)
     if token >= vocab_size:
+        text = tokenizer.convert_ids_to_tokens(token)
         raise UserError(
-            f"data: {largest[token]} has token {token}, {tokenizer.convert_ids_to_tokens(token)!r}, but the model's "
-            f"vocabulary is of {vocab_size}: its tokenizer has tokens added since; take them out of the data"
+            f"data: {largest[token]} has token {token}{f', {text!r}' if text else ''}, but the model's vocabulary is of"
+            f" {vocab_size}{': its tokenizer has tokens added since' if text else ''}; take it out of the data"
         )
 
 

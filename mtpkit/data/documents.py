@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtpkit.data.chat import SampleError, encode_chat, require_template
-from mtpkit.data.sources import Sample
+from mtpkit.data.samples import Sample
 from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 BATCH = 256
 """Samples that are handed to the tokenizer at once; it works on them in parallel."""
-LISTED = 10
-"""Samples that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,10 @@ class Document:
 
 
 def tokenize(
-    samples: Iterable[Sample], tokenizer: "PreTrainedTokenizerBase", own: str | None = None
+    samples: Iterable[Sample],
+    tokenizer: "PreTrainedTokenizerBase",
+    own: str | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[Document]:
     """One document a sample, in order.
 
@@ -68,21 +69,25 @@ def tokenize(
 
     Args:
         own: the tokenizer's fingerprint, where it is known already.
+        vocab_size: of the model, which may have more tokens than the tokenizer; None: the tokenizer's.
 
     Raises:
-        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations.
+        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations; or tokens that a
+            model generated are not of the vocabulary.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token; set it in tokenizer_config.json")
     for batch in batched(samples, BATCH):
         if own is None and any(sample.completion_token_ids is not None for sample in batch):
             own = fingerprint(tokenizer)
+        if vocab_size is None and any(sample.completion_token_ids for sample in batch):
+            vocab_size = max(tokenizer.get_vocab().values()) + 1
         generated = [sample.completion_token_ids is not None and sample.tokenizer == own for sample in batch]
         plain = [s for s, tokens in zip(batch, generated, strict=True) if not tokens and s.messages is None]
         texts = _texts(plain, tokenizer)
         for sample, tokens in zip(batch, generated, strict=True):
             if tokens:
-                yield _from_tokens(sample)
+                yield _from_tokens(sample, vocab_size)
             else:
                 yield next(texts) if sample.messages is None else _from_chat(sample, tokenizer)
 
@@ -96,14 +101,11 @@ def warn_of_left_out(left_out: Sequence[tuple[str, str]], num_documents: int, mo
     """
     if not left_out:
         return
-    named = ", ".join(describe(*entry) for entry in left_out[:LISTED])
-    rest = f" and {len(left_out) - LISTED} more" if len(left_out) > LISTED else ""
     logger.warning(
-        "data: %d of %d documents have no token to learn and are left out: %s%s%s",
+        "data: %d of %d documents have no token to learn and are left out: %s%s",
         len(left_out),
         num_documents,
-        named,
-        rest,
+        listed(describe(*entry) for entry in left_out),
         more,
     )
 
@@ -113,8 +115,14 @@ def describe(name: str, problem: str) -> str:
     return f"{name or 'unnamed'} ({problem or 'empty mask'})"
 
 
-def _from_tokens(sample: Sample) -> Document:
+def _from_tokens(sample: Sample, vocab_size: int | None) -> Document:
     prompt, completion = sample.prompt_token_ids or [], sample.completion_token_ids or []
+    largest = max(*prompt, *completion, -1, -1)
+    if vocab_size is not None and largest >= vocab_size:
+        column = "completion_token_ids" if largest in completion else "prompt_token_ids"
+        raise UserError(
+            f"data: {sample.name}: {column!r} holds {largest}, but the vocabulary has the tokens 0 to {vocab_size - 1}"
+        )
     token_ids = np.array([*prompt, *completion], dtype=np.int32)
     return Document(token_ids, np.arange(len(token_ids)) >= len(prompt), sample.name)
 

@@ -5,17 +5,20 @@ costs an acceptance, nothing else.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mtpkit.data.documents import tokenize
 from mtpkit.data.prepared import open_prepared, read_manifest
-from mtpkit.data.sources import Columns, Source, find_sources, read_samples
-from mtpkit.errors import UserError
+from mtpkit.data.samples import Columns, read_samples
+from mtpkit.data.sources import Source, find_sources
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +74,7 @@ def build_draft_vocab(
     if size < len(always):
         raise UserError(f"size is {size}, but there are {len(always)} special tokens, which are always included")
     sources = find_sources(paths)
-    counts = _count(_wanted_tokens(sources, tokenizer, columns), vocab_size)
+    counts = _count(_wanted_tokens(sources, tokenizer, columns, vocab_size), vocab_size)
     total = int(counts.sum())
     if not total:
         raise UserError("data: no tokens to count: every text or response is empty; check the columns")
@@ -93,12 +96,9 @@ def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[in
             outside of it or repeated.
     """
     try:
-        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"draft vocabulary {path}: {error.strerror}; write one with mtpkit data draft-vocab") from error
-    except ValueError as error:
-        raise UserError(f"draft vocabulary {path} is not JSON: {error}") from error
-    content = content if isinstance(content, dict) else {}
+        content = read_json(path)
+    except UserError as error:
+        raise UserError(f"draft vocabulary {error}; write one with mtpkit data draft-vocab") from error
     ids, own_size = content.get("token_ids"), content.get("vocab_size")
     if not isinstance(ids, list) or type(own_size) is not int:
         raise UserError(f"draft vocabulary {path} lacks token_ids, a list, or vocab_size; write it with draft-vocab")
@@ -117,23 +117,18 @@ def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> N
     if not token_ids:
         raise UserError(f"{name} is empty; it needs at least one token id")
     if wrong := [token for token in token_ids if type(token) is not int or not 0 <= token < vocab_size]:
-        raise UserError(f"{name}: {_list(wrong)} must be integers from 0 to {vocab_size - 1}")
-    distinct, times = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
-    if len(distinct) < len(token_ids):
-        raise UserError(f"{name}: {_list(distinct[times > 1].tolist())} repeated; name each token id once")
-
-
-def _list(values: Sequence[Any]) -> str:
-    return ", ".join(map(repr, values[:5])) + (f" and {len(values) - 5} more" if len(values) > 5 else "")
+        raise UserError(f"{name}: {listed(map(shown, wrong))} must be integers from 0 to {vocab_size - 1}")
+    if twice := [token for token, times in Counter(token_ids).items() if times > 1]:
+        raise UserError(f"{name}: {listed(twice)} repeated; name each token id once")
 
 
 def _wanted_tokens(
-    sources: Iterable[Source], tokenizer: "PreTrainedTokenizerBase", columns: Columns | None
+    sources: Iterable[Source], tokenizer: "PreTrainedTokenizerBase", columns: Columns | None, vocab_size: int
 ) -> Iterator[np.ndarray]:
     """Tokens [n] int32 that are wanted as predictions, of a document or of many at a time."""
     for source in sources:
         if source.prepared is None:
-            for document in tokenize(read_samples(source.files, columns), tokenizer):
+            for document in tokenize(read_samples(source.files, columns), tokenizer, vocab_size=vocab_size):
                 yield document.token_ids[document.loss_mask]
             continue
         length = read_manifest(source.prepared).sequence_length
@@ -151,10 +146,9 @@ def _count(parts: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
     # disable=None: silent where stderr is not a terminal.
     with tqdm(desc="counting", unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
         for tokens in _batches(parts):
-            if len(tokens) and tokens.max() >= vocab_size:
-                raise UserError(
-                    f"the tokenizer gives token {tokens.max()}, but the model's vocabulary has {vocab_size}"
-                )
+            if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+                wrong = tokens.max() if tokens.min() >= 0 else tokens.min()
+                raise UserError(f"the tokenizer gives token {wrong}, but the model's vocabulary has {vocab_size}")
             counts += np.bincount(tokens, minlength=vocab_size)
             bar.update(len(tokens))
     return counts

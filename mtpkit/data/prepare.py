@@ -16,13 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtpkit.data.dataset import PackedDataset, PackedSource, SourceCounts, check_sequence_length, require_usable
+from mtpkit.data.dataset import (
+    PackedDataset,
+    PackedSource,
+    SourceCounts,
+    check_sequence_length,
+    require_known,
+    require_usable,
+)
 from mtpkit.data.documents import BATCH, describe, tokenize, warn_of_left_out
 from mtpkit.data.packing import ROWS, first_fit, join
 from mtpkit.data.prepared import FORMAT, Manifest
-from mtpkit.data.sources import MANIFEST, Columns, Sample, Source, find_sources, read_samples
+from mtpkit.data.samples import Columns, Sample, read_samples
+from mtpkit.data.sources import MANIFEST, Source, find_sources
 from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, UserError, listed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -41,8 +49,13 @@ def check_destination(directory: Path, force: bool) -> None:
     Raises:
         UserError: it is a file, or a directory with content and not `force`, or not of prepared data.
     """
-    if directory.is_file():
-        raise UserError(f"output {directory} is a file; name a directory")
+    if directory.name in ("", ".."):
+        raise UserError(f"output {str(directory)!r} is no name of a directory to write; name one")
+    above = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory)
+    if above.is_symlink() and not above.exists():
+        raise UserError(f"output {directory}: {above} is a link that leads nowhere; name another directory")
+    if above.exists() and not above.is_dir():
+        raise UserError(f"output {directory}: {above} is a file; name a directory")
     if not directory.is_dir() or not any(directory.iterdir()):
         return
     if not (directory / MANIFEST).is_file():
@@ -58,12 +71,14 @@ def prepare(
     directory: Path,
     columns: Columns | None = None,
     num_proc: int | None = None,
+    vocab_size: int | None = None,
 ) -> Manifest:
     """Tokenise and pack files, folders and globs into an empty directory, with progress bars.
 
     Args:
         paths: as of `find_sources`; each becomes a source.
         num_proc: processes; None: one a core, fewer for little data.
+        vocab_size: of the model; None: not known.
 
     Returns:
         The manifest, which is written last.
@@ -76,7 +91,7 @@ def prepare(
     check_sequence_length(sequence_length)
     sources = find_sources(paths)
     if prepared := [str(source.prepared) for source in sources if source.prepared]:
-        raise UserError(f"data: {', '.join(prepared)} is prepared already; name the files it is from")
+        raise UserError(f"data: {listed(prepared)} is prepared already; name the files it is from")
     own = fingerprint(tokenizer)
     work = directory / ".work"
     packed: list[datasets.Dataset] = []
@@ -87,12 +102,14 @@ def prepare(
             for number, source in enumerate(sources):
                 part = _Stage(work / str(number), num_proc)
                 documents, num_samples, missing = _tokenize_source(
-                    part, source, tokenizer, own, sequence_length, columns
+                    part, source, tokenizer, own, sequence_length, columns, vocab_size
                 )
                 packed.append(_pack_source(part, documents, sequence_length))
                 table = packed[-1].data.table
                 counts.append(SourceCounts.of(source.name, table, num_samples, len(missing)))
                 left_out += missing
+            if vocab_size is not None:
+                require_known(counts, tokenizer, vocab_size)
             whole = datasets.concatenate_datasets(packed)
             assert tokenizer.eos_token_id is not None  # or it could not have tokenised
             parts = [PackedSource(one, data.data.table) for one, data in zip(counts, packed, strict=True)]
@@ -141,6 +158,7 @@ def _tokenize_source(
     own: str,
     sequence_length: int,
     columns: Columns | None,
+    vocab_size: int | None,
 ) -> tuple[Any, int, list[tuple[str, str]]]:
     """Documents of at most one sequence's length, the number of samples, and those that are left out."""
     import pyarrow.compute as pc
@@ -168,7 +186,12 @@ def _tokenize_source(
         batch_size=BATCH,
         remove_columns=["sample", "error"],
         features=Features(features),
-        fn_kwargs={"tokenizer": tokenizer, "own": own, "sequence_length": sequence_length},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "own": own,
+            "sequence_length": sequence_length,
+            "vocab_size": vocab_size,
+        },
         cache_file_name=stage.file("documents"),
         new_fingerprint="documents",
         num_proc=stage.processes(len(samples), SAMPLES_PER_PROCESS),
@@ -220,12 +243,16 @@ def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]
 
 
 def _tokenize(
-    batch: dict[str, list[str]], tokenizer: "PreTrainedTokenizerBase", own: str, sequence_length: int
+    batch: dict[str, list[str]],
+    tokenizer: "PreTrainedTokenizerBase",
+    own: str,
+    sequence_length: int,
+    vocab_size: int | None,
 ) -> dict[str, list]:
     """Parts that have something to learn, and an empty one for each sample that has none."""
     samples = (Sample(**json.loads(text)) for text in batch["sample"])
     rows: dict[str, list] = {"input_ids": [], "loss_mask": [], "name": [], "problem": []}
-    for document in tokenize(samples, tokenizer, own):
+    for document in tokenize(samples, tokenizer, own, vocab_size):
         parts = [(part.token_ids, part.loss_mask, "", "") for part in document.usable_parts(sequence_length)]
         none = (document.token_ids[:0], document.loss_mask[:0], document.name, document.problem)
         for part in parts or [none]:

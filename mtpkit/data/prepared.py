@@ -7,6 +7,9 @@ DIR/left_out.txt                         samples without anything to learn, if t
 """
 
 import json
+import re
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 from mtpkit.data.dataset import PackedSource, SourceCounts
 from mtpkit.data.sources import MANIFEST
 from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed, raise_problems
+from mtpkit.files import read_json, read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
 """Version of the layout; one that is not known is refused."""
+COLUMNS = {"input_ids": "int32", "loss_mask": "bool", "document_lengths": "int32"}
+"""Of the data files, all of lists."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,28 @@ class Manifest:
     tokenizer_name: str
     """Where it lay."""
     sources: list[SourceCounts]
-    """In the order of their sequences."""
+    """At least one, in the order of their sequences."""
     source_files: dict[str, list[str]]
     """Of each source."""
     files: dict[str, int]
-    """Bytes of each data file."""
+    """Bytes of each data file, in the order of their sequences."""
+
+    def problems(self) -> list[str]:
+        """What cannot be of numbers and names that have the right types."""
+        found = [
+            f"files has {name[:40]!r}, no data file" for name in self.files if not re.fullmatch(r"[\w-]+\.arrow", name)
+        ]
+        if not re.fullmatch("[0-9a-f]{32}", self.tokenizer):
+            found.append(f"tokenizer is {self.tokenizer[:40]!r}, no fingerprint")
+        if not self.files or not self.sources:
+            found.append("files or sources are empty")
+        if self.sequence_length < 2:
+            found.append(f"sequence_length is {self.sequence_length}")
+        for one in self.sources:
+            full = one.num_sequences * self.sequence_length
+            if not (0 <= one.num_left_out <= one.num_documents and 0 < one.num_target_tokens <= one.num_tokens <= full):
+                found.append(f"the numbers of source {one.name[:40]!r} do not fit together")
+        return found
 
     def write(self, directory: Path) -> None:
         """Write it into a directory that holds everything else already."""
@@ -53,16 +76,27 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = values["format"]
-        if version == FORMAT:
-            sources = [SourceCounts(**source) for source in values.pop("sources")]
-            return Manifest(sources=sources, **values)
-    except OSError as error:
-        raise UserError(f"data: {path}: {error.strerror}; make it with mtpkit data prepare") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"data: {path} is damaged: {error}; prepare the data again") from error
-    raise UserError(f"data: {directory} has format {version}, this mtpkit reads {FORMAT}; prepare the data again")
+        values = read_json(path)
+        if type(version := values.get("format")) is int and version != FORMAT:
+            raise UserError(f"{path} has format {version}, this mtpkit reads {FORMAT}")
+        manifest = read_record(Manifest, values, str(path))
+        raise_problems(str(path), manifest.problems()[:3])
+    except UserError as error:
+        raise UserError(f"data: {error}; prepare the data again") from error
+    return manifest
+
+
+def stored_length(directories: Sequence[Path]) -> int | None:
+    """The sequence length of prepared data; None without any.
+
+    Raises:
+        UserError: as `read_manifest`; or they were prepared for different ones.
+    """
+    lengths = {directory: read_manifest(directory).sequence_length for directory in directories}
+    if len(set(lengths.values())) > 1:
+        each = listed(f"{directory} {length}" for directory, length in lengths.items())
+        raise UserError(f"data: prepared for sequences of different lengths, {each}; name one of them at a time")
+    return next(iter(lengths.values()), None)
 
 
 def open_prepared(
@@ -110,13 +144,35 @@ def _map_table(directory: Path, manifest: Manifest) -> Any:
         if there != size:
             what = "is missing" if there is None else f"has {there} bytes, not {size}"
             raise UserError(f"data: {directory} is damaged: {file} {what}; prepare the data again")
-    import datasets
+    import pyarrow as pa
+    import pyarrow.compute as pc
 
     try:
-        table = datasets.load_from_disk(str(directory), keep_in_memory=False).data.table
-    except Exception as error:  # each of its readers raises its own kinds
-        raise UserError(f"data: {directory} cannot be read: {error}; prepare the data again") from error
-    wanted = sum(counts.num_sequences for counts in manifest.sources)
-    if len(table) != wanted:
-        raise UserError(f"data: {directory} is damaged: {len(table)} sequences, not {wanted}; prepare the data again")
+        files = [pa.ipc.open_stream(pa.memory_map(str(directory / file))) for file in manifest.files]
+        table = pa.concat_tables(reader.read_all() for reader in files)
+        table.validate(full=True)  # reads where lists begin, not the tokens
+        tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py()
+    except Exception as error:  # pyarrow raises its own kinds
+        text = textwrap.shorten(str(error), 200)
+        raise UserError(f"data: {directory} cannot be read: {text}; prepare the data again") from error
+    for what, found, wanted in (
+        ("columns", _columns(table), COLUMNS),
+        ("sequences", len(table), sum(counts.num_sequences for counts in manifest.sources)),
+        ("tokens", tokens, sum(counts.num_tokens for counts in manifest.sources)),
+    ):
+        if found != wanted:
+            raise UserError(f"data: {directory} is damaged: {found} {what}, not {wanted}; prepare the data again")
     return table
+
+
+def _columns(table: Any) -> dict[str, str]:
+    """What the lists hold that a table is made of, by column; whatever has nulls is none."""
+    import pyarrow as pa
+
+    return {
+        field.name: str(field.type.value_type)
+        for field, column in zip(table.schema, table.columns, strict=True)
+        if pa.types.is_list(field.type)
+        and not column.null_count
+        and not any(chunk.values.null_count for chunk in column.chunks)
+    }

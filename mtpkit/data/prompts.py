@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mtpkit.data.chat import SampleError, render_prompt, require_template
-from mtpkit.data.sources import NAMING, Columns, find_files, lacking, read_messages, read_rows
-from mtpkit.errors import UserError
+from mtpkit.data.rows import read_rows
+from mtpkit.data.samples import NAMING, Columns, lacking, read_messages, read_text_column
+from mtpkit.data.sources import find_files
+from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +56,7 @@ def read_prompts(
     refused = []
     texts = False
     for file in find_files(paths):
-        for name, row in read_rows(file):
+        for name, row in read_rows(file, columns.text):
             try:
                 column = _column(name, row, columns)
                 texts = texts or column not in (columns.messages, columns.prompt)
@@ -70,10 +72,10 @@ def read_prompts(
 
 def _column(name: str, row: dict[str, Any], columns: Columns) -> str:
     """The column that a row's prompts come from: the first that it has something in."""
-    known = [column for column in (columns.messages, columns.prompt, columns.text, "") if column in row]
+    known = [column for column in (columns.messages, columns.prompt, columns.text) if column in row]
     if not known:
         raise UserError(
-            f"data: {name} has the columns {', '.join(row)}, but none of {columns.messages!r}, {columns.prompt!r} and"
+            f"data: {name} has the columns {listed(row)}, but none of {columns.messages!r}, {columns.prompt!r} and"
             f" {columns.text!r}; rename them, or name the ones to use ({NAMING})"
         )
     given = [column for column in known if row[column] is not None]
@@ -95,9 +97,7 @@ def _prompts(
         require_template(tokenizer)
         yield from _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns)
         return
-    text = row[column]
-    if not isinstance(text, str):
-        raise UserError(f"data: {name}: column {column!r} holds {type(text).__name__}, not text")
+    text = read_text_column(row, column, name)
     if not text:
         raise SampleError("empty text")
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -10,16 +10,17 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
-from mtpkit.data.documents import LISTED, describe
+from mtpkit.data.documents import describe
 from mtpkit.data.prompts import Prompt
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.files import parse_json, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Journal:
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         self.output = output
         self.path = output.with_name(f"{output.name}.partial")
+        if os.path.lexists(self.path) and not self.path.is_file():
+            raise UserError(f"{self.path} is no file to keep answers in; remove it, or name another output")
         self._file: IO[bytes] = self.path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,22 +144,29 @@ class Journal:
         self.path.unlink()
 
     def _recover(self, settings: dict[str, Any]) -> dict[int, int]:
-        """Where each answer begins. A last line that was torn is cut off; without a first one the journal begins."""
+        """Where each answer begins. A last line that was torn is cut off; without a first one the journal begins.
+
+        Raises:
+            UserError: it is no journal, one of other settings, or a line is damaged.
+        """
         self._file.seek(0)
-        whole, offsets = 0, {}
+        whole = 0
+        offsets: dict[int, int] = {}
         before: dict[str, Any] = {}
-        for number, line in enumerate(self._file):
-            record = _parse(line)
-            if record is None:
-                if self._file.read(1):
-                    raise UserError(
-                        f"{self.path}, line {number + 1}, is damaged; remove the line, or the file to start anew"
-                    )
+        first = json.dumps(settings).encode() + b"\n"
+        for number, line in enumerate(self._file, start=1):
+            if number == 1 and not first.startswith(line[: len('{"model')]):
+                raise UserError(f"{self.path} holds no answers of this command; remove it, or name another output")
+            if not line.endswith(b"\n"):
                 break
-            if number == 0:
-                before = record
-            else:
-                offsets[record["index"]] = whole
+            try:
+                record = parse_json(line, f"{self.path}:{number}")
+                if number == 1:
+                    before = _require_keys(record, settings, f"{self.path}:{number}")
+                else:
+                    offsets[_index(record, offsets, f"{self.path}:{number}")] = whole
+            except UserError as error:
+                raise UserError(f"{error}; remove the line, or the file to start anew") from error
             whole += len(line)
         changed = [f"{key} was {before.get(key)}, is {now}" for key, now in settings.items() if before.get(key) != now]
         if not offsets:
@@ -167,7 +177,7 @@ class Journal:
             )
         self._file.truncate(whole)
         if not whole:
-            self._file.write((json.dumps(settings) + "\n").encode())
+            self._file.write(first)
             self._file.flush()
         return offsets
 
@@ -203,6 +213,10 @@ def regenerate(
     from tqdm import tqdm
 
     done = journal.done
+    if beyond := [index for index in done if index >= len(prompts)]:
+        raise UserError(
+            f"{journal.path} answers prompt {max(beyond) + 1}, but there are {len(prompts)}; remove it to start anew"
+        )
     left_out = list(refused)
     waiting = iter([index for index in range(len(prompts)) if index not in done])
     open_requests, tokens = 0, 0
@@ -237,9 +251,8 @@ def regenerate(
     if not answered:
         raise UserError(f"no prompt can be served; the first: {describe(*left_out[0])}")
     if left_out:
-        rest = f" and {len(left_out) - LISTED} more" if len(left_out) > LISTED else ""
-        named = ", ".join(describe(*entry) for entry in left_out[:LISTED])
-        logger.warning("%d of %d prompts are left out: %s%s", len(left_out), len(prompts) + len(refused), named, rest)
+        named = listed(describe(*entry) for entry in left_out)
+        logger.warning("%d of %d prompts are left out: %s", len(left_out), len(prompts) + len(refused), named)
     journal.publish()
     return answered
 
@@ -284,12 +297,18 @@ def _seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The object in a whole line."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+def _require_keys(record: Any, settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """The settings in the first line of a journal."""
+    if not isinstance(record, dict) or set(record) != set(settings):
+        raise UserError(f"{where} must hold the settings {listed(settings)}")
+    return record
+
+
+def _index(record: Any, known: Container[int], where: str) -> int:
+    """Which prompt a line of a journal answers, once the whole answer is checked."""
+    answer = read_record(Answer, record, where)
+    if answer.index < 0 or answer.index in known:
+        raise UserError(f"{where} has the index {answer.index}, which is below 0 or of a line before")
+    if min([*answer.prompt_token_ids, *answer.completion_token_ids], default=0) < 0:
+        raise UserError(f"{where} has a negative token id")
+    return answer.index

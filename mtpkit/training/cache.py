@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpkit.data import PackedBatch
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed, raise_problems, shown
+from mtpkit.files import read_json, read_record
 from mtpkit.kernels.fp8_linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
 
@@ -150,11 +151,24 @@ class Manifest:
         splits = {split.name: split for split in self.splits}
         for now in other.splits:
             was = splits.get(now.name)
-            if was is not None and was.fingerprint != now.fingerprint:
+            if was is not None and (was.fingerprint, was.num_sequences) != (now.fingerprint, now.num_sequences):
                 found.append(
                     f"data.{now.name} of {was.num_sequences:,} sequences ({was.fingerprint[:8]}), "
                     f"not {now.num_sequences:,} ({now.fingerprint[:8]})"
                 )
+        return found
+
+    def problems(self) -> list[str]:
+        """What cannot be of numbers and names that have the right types."""
+        sizes = {"hidden_size": self.hidden_size, "sequence_length": self.sequence_length}
+        for split in self.splits:
+            sizes |= {f"{split.name}'s {key}": getattr(split, key) for key in ("num_sequences", "rows_per_shard")}
+        found = [f"{key} is {size}, must be at least 1" for key, size in sizes.items() if size < 1]
+        names = [split.name for split in self.splits]
+        if len(set(names)) < len(names) or not {"train", "eval"}.issuperset(names):
+            found.append(f"splits are {listed(map(shown, names))}, must be train and eval")
+        if self.cache_dtype not in ("float32", "bfloat16", "float8_e4m3fn"):
+            found.append(f"cache_dtype is {shown(self.cache_dtype)}, which no cache has")
         return found
 
     def to_json(self) -> str:
@@ -182,12 +196,14 @@ def read_manifest(directory: Path) -> Manifest | None:
             )
         return None
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] == FORMAT:
-            return Manifest(splits=[Split(**split) for split in values.pop("splits")], **values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}; remove {directory}, it is written anew") from error
-    raise UserError(f"cache {directory} has format {values['format']}, this mtpkit reads {FORMAT}; remove it")
+        values = read_json(path)
+        if type(version := values.get("format")) is int and version != FORMAT:
+            raise UserError(f"{path} has format {version}, this mtpkit reads {FORMAT}")
+        manifest = read_record(Manifest, values, str(path))
+        raise_problems(str(path), manifest.problems())
+    except UserError as error:
+        raise UserError(f"{error}; remove {directory}, it is written anew") from error
+    return manifest
 
 
 class HiddenReader:
@@ -200,15 +216,20 @@ class HiddenReader:
     def __init__(self, directory: Path, manifest: Manifest, split: Split):
         self._rows_per_shard = split.rows_per_shard
         self._files = [directory / name for name in split.files]
-        fp8 = getattr(torch, manifest.cache_dtype) == FP8
-        self._shards: dict[str, list[Tensor]] = {"hidden": [], **({"scale": []} if fp8 else {})}
+        dtypes = {"hidden": getattr(torch, manifest.cache_dtype)}
+        dtypes |= {"scale": torch.float32} if dtypes["hidden"] == FP8 else {}
+        self._shards: dict[str, list[Tensor]] = {key: [] for key in dtypes}
         for number, name in enumerate(split.files):
-            for key, tensors in self._shards.items():
-                tensors.append(_map_tensor(directory / name, key))
-            found = list(self._shards["hidden"][-1].shape)
             shape = [len(split.rows(number)), manifest.sequence_length, manifest.hidden_size]
-            if found != shape:
-                raise UserError(f"{directory / name} has shape {found}, not {shape}; remove it, it is written anew")
+            for key, dtype in dtypes.items():
+                tensor = _map_tensor(directory / name, key)
+                found, wanted = list(tensor.shape), shape if key == "hidden" else shape[:2]
+                if (found, tensor.dtype) != (wanted, dtype):
+                    raise UserError(
+                        f"{directory / name} has shape {found} in {tensor.dtype}, not {wanted} in {dtype}; "
+                        "remove it, it is written anew"
+                    )
+                self._shards[key].append(tensor)
         self._pin = torch.cuda.is_available()
 
     def read(self, rows: np.ndarray) -> HiddenStates:

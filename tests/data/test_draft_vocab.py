@@ -94,8 +94,8 @@ def test_a_saved_vocabulary_is_read_back(tmp_path) -> None:
     ("content", "message"),
     [
         (None, "No such file or directory; write one with mtpkit data draft-vocab"),
-        ("{", "is not JSON"),
-        ("[1, 2]", "lacks token_ids, a list, or vocab_size"),
+        ("{", "cannot be read as JSON"),
+        ("[1, 2]", "is not a JSON object"),
         ('{"token_ids": 3, "vocab_size": 300}', "lacks token_ids"),
         ('{"token_ids": [1]}', "lacks token_ids"),
         ('{"token_ids": [1], "vocab_size": 400}', "is for a vocabulary of 400, but the model's is 300"),
@@ -116,5 +116,5 @@ def test_files_that_cannot_be_used(tmp_path, content, message) -> None:
 
 def test_ids_from_elsewhere_are_named() -> None:
     check_draft_vocab(range(7), 7, "draft_vocab")
-    with pytest.raises(UserError, match=r"draft_vocab: 7, 8, 9, 10, 11 and 3 more must be integers from 0 to 6"):
-        check_draft_vocab(list(range(15)), 7, "draft_vocab")
+    with pytest.raises(UserError, match=r"draft_vocab: 7, 8, .*, 15, 16 and 3 more must be integers from 0 to 6"):
+        check_draft_vocab(list(range(20)), 7, "draft_vocab")

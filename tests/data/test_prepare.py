@@ -202,7 +202,7 @@ def test_damaged_data_is_refused(tmp_path, tokenizer) -> None:
     damages = [
         (data, content[:-8], "has .* bytes, not"),
         (data, bytes(len(content)), "cannot be read"),
-        (out / "mtpkit_data.json", manifest[:-20], "is damaged"),
+        (out / "mtpkit_data.json", manifest[:-20], "mtpkit_data.json cannot be read as JSON"),
         (out / "mtpkit_data.json", manifest.replace('"format": 1', '"format": 9'), "has format 9, this mtpkit reads 1"),
         (out / "mtpkit_data.json", manifest.replace('"num_sequences": ', '"num_sequences": 1'), "sequences, not"),
     ]
@@ -228,7 +228,7 @@ def test_prepared_data_is_no_text(prepared, tokenizer, tmp_path) -> None:
     ("content", "message"),
     [
         ('{"text": "a"}\n{"text": 3}\n', "b.jsonl:2: column 'text' holds int"),
-        ('{"text": ', "b.jsonl cannot be read as json"),
+        ('{"text": ', "b.jsonl:1 cannot be read as JSON"),
         ('{"messages": []}\n', r"b has no usable documents: all 1 .* \(no assistant message\)"),
         ('{"text": "a"}\n', "do not fill one sequence of 24"),
     ],

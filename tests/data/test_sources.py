@@ -163,17 +163,25 @@ def test_file_name_with_glob_characters(tmp_path: Path) -> None:
         ("missing.txt", None, "missing.txt does not exist"),
         ("empty.jsonl", b"", "empty.jsonl is empty"),
         ("binary.txt", b"\xff\xfe", "binary.txt is not UTF-8 text"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl:2 is not JSON: Expecting value"),
-        ("broken.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', "broken.jsonl:3 is not JSON: 'utf-8' codec"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl:2 cannot be read as JSON: Expecting value"),
+        ("broken.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', "broken.jsonl:3 is not UTF-8 text"),
         ("rows.jsonl", b'{"text": "a"}\n["b"]\n', "rows.jsonl:2 is not an object"),
-        ("spread.jsonl", b'{\n"text": "a"}\n{"text": ', "spread.jsonl cannot be read as json"),
-        ("deep.jsonl", b'{"text": ' + b"[" * 100_000 + b'\n{"text": ', "deep.jsonl cannot be read as json"),
-        ("broken.json", b'{"text": ', "broken.json cannot be read as json"),
+        ("spread.jsonl", b'{\n"text": "a"}\n{"text": ', "spread.jsonl:1 cannot be read as JSON"),
+        (
+            "deep.jsonl",
+            b'{"text": ' + b"[" * 100_000 + b'\n{"text": ',
+            "deep.jsonl:1 cannot be read as JSON: it is nested too deeply",
+        ),
+        ("broken.json", b'{"text": ', "broken.json cannot be read as JSON"),
         ("broken.parquet", b"not parquet", "broken.parquet cannot be read as parquet"),
         ("other.jsonl", b'{"body": "a"}\n', "other.jsonl has the columns body, but neither 'messages', nor both"),
         ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "number.jsonl:2: column 'text' holds int"),
-        ("chat.jsonl", b'{"messages": "hello"}\n', "chat.jsonl:1: 'messages' is a text that is not JSON"),
-        ("chat.jsonl", b'{"messages": [{"content": "a"}]}\n', "chat.jsonl:1: 'messages' must be a list of messages"),
+        ("chat.jsonl", b'{"messages": "hello"}\n', "chat.jsonl:1: the text in 'messages' cannot be read as JSON"),
+        (
+            "chat.jsonl",
+            b'{"messages": [{"content": "a"}]}\n',
+            "chat.jsonl:1: message 1 of 'messages' has no role; 'messages' must be a list of messages",
+        ),
         ("chat.jsonl", b'{"messages": {"role": "user"}}\n', "chat.jsonl:1: 'messages' holds dict, not a list"),
     ],
 )
@@ -184,13 +192,14 @@ def test_unusable_files_are_named(tmp_path: Path, name: str, content: bytes | No
         read(tmp_path / name)
 
 
-def test_all_missing_paths_are_named(tmp_path: Path) -> None:
+def test_all_missing_paths_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match=r"one\.txt does not exist.*folder has no data files.*two\* does not exist"):
-        find_files([tmp_path / "one.txt", tmp_path / "folder", tmp_path / "two*"])
+    with pytest.raises(UserError, match=r"one\.txt does not exist.*folder has no data files.*two\* matches no file"):
+        find_files(["one.txt", "folder", "two*"])
     (tmp_path / "folder" / "__init__.py").touch()
     with pytest.raises(UserError, match=r"folder has no data files.*\*\.py holds no data"):
-        find_files([tmp_path / "folder", tmp_path / "folder" / "*.py"])
+        find_files(["folder", "folder/*.py"])
     with pytest.raises(UserError, match="no files"):
         find_files([])
 
@@ -296,14 +305,15 @@ def test_tokenizer_that_is_missing_or_broken(tmp_path: Path, tokenizer_dir: Path
 
 
 def test_imports_without_datasets(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    lines = write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    file = write_parquet(tmp_path / "a.parquet", text=["a"])
     (tmp_path / "b.txt").write_text("b")
     code = (
-        "import sys; sys.modules['datasets'] = None\n"
+        "import sys; sys.modules['datasets'] = sys.modules['pyarrow'] = None\n"
         "from mtpkit.data import *\n"
-        f"print([sample.text for sample in read_samples(find_files([{str(tmp_path / 'b.txt')!r}]))])\n"
+        f"print([sample.text for sample in read_samples(find_files([{str(tmp_path / 'b.txt')!r}, {str(lines)!r}]))])\n"
         f"list(read_samples(find_files([{str(file)!r}])))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "['b']" in done.stdout
-    assert "needs the package datasets" in done.stderr.splitlines()[-1]
+    assert "['b', 'a']" in done.stdout
+    assert "needs the package pyarrow" in done.stderr.splitlines()[-1]

@@ -1,0 +1,226 @@
+"""Rows to samples: conversations, prompts and responses, texts; what a row says is checked before it is believed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mtpkit.data.rows import Row, read_rows
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import parse_json
+
+NAMING = "--text-column and the like; data.text_column=.. in training"
+"""How columns are named."""
+_MOST_DEPTH = 64
+"""Of lists and objects in each other, in messages and tools."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns that are read: a conversation, else prompt and response, else text.
+
+    The first rows of a file decide; a row without messages among conversations may have prompt and response. A file
+    without the default `response` may call it `completion`.
+    """
+
+    text: str = "text"
+    prompt: str = "prompt"
+    response: str = "response"
+    messages: str = "messages"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text to learn, which may follow a prompt that is only context; or a conversation.
+
+    Tokens that a model has generated count more than their text: they are learnt as they are by whoever has the same
+    tokenizer.
+    """
+
+    text: str = ""
+    prompt: str = ""
+    messages: list[dict[str, Any]] | None = None
+    """Of a chat template, in the form of transformers; the assistant's are learnt."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that a conversation may call."""
+    prompt_token_ids: list[int] | None = None
+    """At least 0; whether a model knows them is to be checked."""
+    completion_token_ids: list[int] | None = None
+    """As `prompt_token_ids`; there are both or neither."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer that the token ids belong to."""
+    complete: bool = True
+    """False: the text was cut off, so that no end-of-sequence token follows."""
+    name: str = field(default="", compare=False)
+    """Where it comes from: the file, and the line or row, counted from 1."""
+    problem: str = field(default="", compare=False)
+    """Why there is no text, if it is known."""
+
+
+def read_samples(files: Iterable[Path], columns: Columns | None = None) -> Iterator[Sample]:
+    """Samples of `files` in order: the rows of a file with columns, the whole of a text file.
+
+    Raises:
+        UserError: a file that cannot be read as what its ending says, or has none of the columns, or a row whose
+            columns hold something else than they should; it is named.
+    """
+    columns = columns or Columns()
+    for file in files:
+        make: Callable[[Row, str], Sample] | None = None
+        for name, row in read_rows(file, columns.text):
+            make = make or _choose(file, row, columns)
+            yield make(row, name)
+
+
+def read_messages(row: Row, column: str, name: str) -> tuple[list[dict[str, Any]], list[dict] | None]:
+    """Messages and tools of a row, either of which may be JSON in a text.
+
+    Raises:
+        UserError: they are something else.
+    """
+    messages, tools = (_read_objects(row.get(key), key, name) for key in (column, "tools"))
+    for number, message in enumerate(messages, start=1):
+        where = f"data: {name}: message {number} of {column!r}"
+        if not isinstance(message.get("role"), str):
+            raise UserError(f"{where} has no role; {column!r} must be a list of messages, each with role and content")
+        content = message.get("content")
+        parts = isinstance(content, list) and all(isinstance(part, str | dict) for part in content)
+        if not parts and not isinstance(content, str | None):
+            raise UserError(f"{where} has the content {shown(content)}, which is no text")
+        calls = message.get("tool_calls")
+        calls = [] if calls is None else calls
+        if not isinstance(calls, list) or not all(
+            isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+        ):
+            raise UserError(f"{where} has the tool_calls {shown(calls)}, must be a list of objects")
+    return messages, tools or None
+
+
+def read_text_column(row: Row, column: str, name: str) -> str:
+    """The text in a column; "" where there is none.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    value = row.get(column)
+    if not isinstance(value, str | None):
+        raise UserError(f"data: {name}: column {column!r} holds {type(value).__name__}, not text")
+    return _require_unicode(value or "", column, name)
+
+
+def lacking(row: Row, column: str) -> str:
+    """What a row without a column has instead; readers give null for what a row lacks and others have."""
+    others = listed(key for key, value in row.items() if value is not None)
+    return f"no column {column!r}; it has: {others}" if others else "empty row"
+
+
+def _choose(file: Path, row: Row, columns: Columns) -> Callable[[Row, str], Sample]:
+    """How the rows of a file that begins with `row` become samples."""
+    response = columns.response
+    if response == Columns.response and response not in row:
+        response = "completion"
+
+    def pair(row: Row, name: str) -> Sample:
+        sample = _sample(row, response, name)
+        return _with_tokens(replace(sample, prompt=read_text_column(row, columns.prompt, name)), row)
+
+    def conversation(row: Row, name: str) -> Sample:
+        if row.get(columns.messages) is not None:
+            messages, tools = read_messages(row, columns.messages, name)
+            return _with_tokens(Sample(messages=messages, tools=tools, name=name), row)
+        # An answer to a prompt without messages, among others.
+        if row.get(columns.prompt) is not None and row.get(response) is not None:
+            return pair(row, name)
+        return _with_tokens(Sample(name=name, problem=lacking(row, columns.messages)), row)
+
+    if columns.messages in row:
+        return conversation
+    if columns.prompt in row and response in row:
+        return pair
+    if columns.text in row:
+        return lambda row, name: _sample(row, columns.text, name)
+    raise UserError(
+        f"data: {file} has the columns {listed(row)}, but neither {columns.messages!r}, nor both {columns.prompt!r}"
+        f" and {columns.response!r}, nor {columns.text!r}; rename them, or name the ones to use ({NAMING})"
+    )
+
+
+def _sample(row: Row, column: str, name: str) -> Sample:
+    """The text of a column, or why there is none."""
+    problem = lacking(row, column) if row.get(column) is None else ""
+    return Sample(read_text_column(row, column, name), name=name, problem=problem)
+
+
+def _with_tokens(sample: Sample, row: Row) -> Sample:
+    """A sample with what `mtpkit data regenerate` adds to it, if it did.
+
+    Raises:
+        UserError: it is something else, or only the prompt's or the completion's token ids.
+    """
+    complete = row.get("finish_reason") != "length"
+    prompt, completion = (_read_token_ids(row, f"{part}_token_ids", sample.name) for part in ("prompt", "completion"))
+    if prompt is None and completion is None:
+        return replace(sample, complete=complete)
+    if prompt is None or completion is None:
+        has, lacks = ("prompt", "completion") if completion is None else ("completion", "prompt")
+        raise UserError(f"data: {sample.name} has {has}_token_ids, but no {lacks}_token_ids; give both or neither")
+    return replace(
+        sample,
+        prompt_token_ids=prompt,
+        completion_token_ids=completion,
+        tokenizer=read_text_column(row, "tokenizer", sample.name),
+        complete=complete,
+    )
+
+
+def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
+    """The token ids in a column, a list or JSON in a text; None where there are none."""
+    token_ids = _parse(row.get(column), column, name)
+    if token_ids is None:
+        return None
+    if wrong := [token for token in token_ids if type(token) is not int or token < 0]:
+        raise UserError(f"data: {name}: {column!r} holds {shown(wrong[0])}; token ids are integers, at least 0")
+    return token_ids
+
+
+def _read_objects(value: Any, column: str, name: str) -> list[dict[str, Any]]:
+    objects = _parse(value, column, name) or []
+    _check_nested(objects, column, name)
+    for entry in objects:
+        if not isinstance(entry, dict):
+            raise UserError(f"data: {name}: {column!r} must be a list of objects, not of {shown(entry)}")
+    return objects
+
+
+def _parse(value: Any, column: str, name: str) -> list[Any] | None:
+    """A list, which may be JSON in a text."""
+    if isinstance(value, str):
+        value = parse_json(value, f"data: {name}: the text in {column!r}")
+    if not isinstance(value, list | None):
+        raise UserError(f"data: {name}: {column!r} holds {type(value).__name__}, not a list")
+    return value
+
+
+def _check_nested(value: Any, column: str, name: str, depth: int = 0) -> None:
+    """Refuse what neither templates nor JSON can carry."""
+    if depth > _MOST_DEPTH:
+        raise UserError(f"data: {name}: {column!r} is nested more than {_MOST_DEPTH} deep")
+    if isinstance(value, str):
+        _require_unicode(value, column, name)
+    elif isinstance(value, list):
+        for entry in value:
+            _check_nested(entry, column, name, depth + 1)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            _check_nested(key, column, name, depth)
+            _check_nested(entry, column, name, depth + 1)
+
+
+def _require_unicode(text: str, column: str, name: str) -> str:
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise UserError(f"data: {name}: column {column!r} has {half}, half of a character, which is no text") from error
+    return text
