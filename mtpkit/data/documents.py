@@ -11,7 +11,7 @@ import numpy as np
 from mtpkit.data.chat import SampleError, encode_chat, require_template
 from mtpkit.data.samples import Sample
 from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import UserError, listed, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,15 +78,15 @@ def tokenize(
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token; set it in tokenizer_config.json")
     for batch in batched(samples, BATCH):
-        if own is None and any(sample.completion_token_ids is not None for sample in batch):
-            own = fingerprint(tokenizer)
-        if vocab_size is None and any(sample.completion_token_ids for sample in batch):
-            vocab_size = max(tokenizer.get_vocab().values()) + 1
+        if any(sample.completion_token_ids is not None for sample in batch):
+            own = fingerprint(tokenizer) if own is None else own
+            vocab_size = max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
         generated = [sample.completion_token_ids is not None and sample.tokenizer == own for sample in batch]
         plain = [s for s, tokens in zip(batch, generated, strict=True) if not tokens and s.messages is None]
         texts = _texts(plain, tokenizer)
         for sample, tokens in zip(batch, generated, strict=True):
             if tokens:
+                assert vocab_size is not None
                 yield _from_tokens(sample, vocab_size)
             else:
                 yield next(texts) if sample.messages is None else _from_chat(sample, tokenizer)
@@ -115,16 +115,16 @@ def describe(name: str, problem: str) -> str:
     return f"{name or 'unnamed'} ({problem or 'empty mask'})"
 
 
-def _from_tokens(sample: Sample, vocab_size: int | None) -> Document:
+def _from_tokens(sample: Sample, vocab_size: int) -> Document:
     prompt, completion = sample.prompt_token_ids or [], sample.completion_token_ids or []
-    largest = max(*prompt, *completion, -1, -1)
-    if vocab_size is not None and largest >= vocab_size:
-        column = "completion_token_ids" if largest in completion else "prompt_token_ids"
-        raise UserError(
-            f"data: {sample.name}: {column!r} holds {largest}, but the vocabulary has the tokens 0 to {vocab_size - 1}"
-        )
-    token_ids = np.array([*prompt, *completion], dtype=np.int32)
-    return Document(token_ids, np.arange(len(token_ids)) >= len(prompt), sample.name)
+    for column, token_ids in (("prompt_token_ids", prompt), ("completion_token_ids", completion)):
+        if (largest := max(token_ids, default=0)) >= vocab_size:
+            raise UserError(
+                f"data: {sample.name}: {column!r} holds {shown(largest)}, but the vocabulary has the tokens 0 to"
+                f" {vocab_size - 1}"
+            )
+    whole = np.array([*prompt, *completion], dtype=np.int32)
+    return Document(whole, np.arange(len(whole)) >= len(prompt), sample.name)
 
 
 def _from_chat(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> Document:

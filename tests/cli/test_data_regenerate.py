@@ -65,7 +65,7 @@ def test_greedy_answers_are_the_models_and_are_learnt_as_they_are(tmp_path, mode
     assert [answer["completion_token_ids"] for answer in found] == [one.outputs[0].token_ids for one in want]
     assert [answer["completion"] for answer in found] == [one.outputs[0].text for one in want]
     tokenizer = load_tokenizer(model_dir)
-    dataset = build_dataset([tmp_path / "out.jsonl"], tokenizer, 64)
+    dataset = build_dataset([tmp_path / "out.jsonl"], tokenizer, 64, vocab_size=300)
     batch = dataset.batch(range(len(dataset)))
     assert int(batch.loss_mask.sum()) == sum(len(answer["completion_token_ids"]) for answer in found)
     for answer in found:
