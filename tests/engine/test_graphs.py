@@ -1,5 +1,6 @@
 """Decode steps as CUDA graphs give the tokens of plain decoding, whatever fills the batch."""
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,16 @@ from mtpkit.engine.step import Drafts
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
 from mtpkit.model.inputs import AttentionCache
-from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, greedy, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import (
+    PROMPT_LENGTHS,
+    VOCAB_SIZE,
+    decode,
+    generate,
+    greedy,
+    make_llm,
+    make_prompts,
+    tiny_model,
+)
 
 MAX_TOKENS = 24
 
@@ -133,6 +143,7 @@ def test_null_rows_leave_all_state_as_it_is():
         assert bucket_size(count) > count and engine.graphs._graphs
         for cache in states:
             assert all((tensor[count:] == 7).all() for tensor in vars(cache).values())
+        assert int(engine.slots.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
 
 
 @pytest.mark.gpu
@@ -166,3 +177,61 @@ def test_bf16_models_decode_with_state_in_either_dtype(state_dtype):
     tokens = generate(llm, prompts, greedy(4))
     same = [a[0] == decode(exact, p, 1)[0] for a, p in zip(tokens, prompts, strict=True)]
     assert all(len(t) == 4 for t in tokens) and sum(same) >= len(prompts) - 1
+
+
+@pytest.mark.gpu
+def test_each_k_and_kind_of_sampling_has_its_graph():
+    """One engine: K changes from step to step, and greedy batches, drawn ones and greedy ones again follow another."""
+    model, prompts = tiny_model(device="cuda"), make_prompts()
+    drawn = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
+    want = generate(make_llm(model, 0, enforce_eager=True), prompts, drawn, poison=False)
+    llm = make_llm(model, 3, num_blocks=400)
+    turns = itertools.cycle([3, 0, 1, 3, 2])
+    llm.engine.speculation.choose = lambda rows: next(turns)
+    for params in (greedy(MAX_TOKENS), drawn, greedy(MAX_TOKENS)):
+        exact = want if params is drawn else [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
+        assert generate(llm, prompts, params, poison=False) == exact
+    keys = set(llm.engine.graphs._graphs)
+    assert {(depths, use.all_greedy) for _, depths, use in keys} == {(k, g) for k in range(4) for g in (True, False)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_request_of_the_full_length_beside_short_ones(k):
+    """The widest block table that there may be, and stale columns of it under shorter tables afterwards."""
+    model, prompts = tiny_model(device="cuda"), [make_prompts((104,))[0], *make_prompts((3, 30))]
+    llm = graphed(model, k, prompts)
+    want = [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
+    assert len(prompts[0]) + MAX_TOKENS == llm.engine.config.max_model_len
+    for _ in range(2):
+        assert generate(llm, prompts, greedy(MAX_TOKENS), poison=False) == want
+        assert generate(llm, prompts[1:2], greedy(MAX_TOKENS), poison=False) == want[1:2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("k, temperature", [(0, 0.0), (3, 0.0), (3, 0.9)])
+def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(k, temperature, rollback, eager):
+    """One token's embedding is NaN. Others in the same steps, and those that get its slot and blocks, do not notice."""
+    prompts = make_prompts()
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
+    settings = {"enforce_eager": eager, "state_rollback": rollback, "max_num_seqs": 3, "num_blocks": 60}
+    for bad in range(20, VOCAB_SIZE):
+        if k:  # attention multiplies what a query does not see by zero: a fed draft of NaN would break its own request
+            settings["draft_vocab"] = [token for token in range(VOCAB_SIZE) if token != bad]
+        plain = make_llm(tiny_model(device="cuda"), k, **settings)
+        want = generate(plain, prompts, params, poison=False)
+        if all(bad not in tokens for tokens in (*want, *prompts)):
+            break
+    model = build_model(tiny_model().mtpkit_config, device="cuda", seed=1)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[bad] = math.nan
+    llm = make_llm(model, k, **settings)
+    assert llm.engine.config.async_scheduling and (llm.engine.graphs is None) == eager
+    mixed = [[bad], prompts[0], [1, 2, bad, 4], prompts[1], [*range(20), bad], prompts[2]]
+    outputs = llm.generate(mixed, params)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"] * 3
+    assert [output.outputs[0].token_ids for output in outputs[1::2]] == want[:3]
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == want
+    llm.engine.scheduler.check_integrity()

@@ -162,10 +162,9 @@ def test_heads_that_break_end_the_request_after_its_own_tokens(depth, ahead):
     assert {name: output.outputs[0].token_ids for name, output in finished.items()} == want
 
 
-def broken_model(name: str, index=slice(None), value: float = math.nan, heads: str = "repeated"):
+def broken_model(name: str, index=slice(None), value: float = math.nan, heads: str = "repeated", device: str = "cpu"):
     """The tiny model with a weight that is not finite."""
-    exact = tiny_model(heads)
-    model = build_model(exact.mtpkit_config, device="cpu", seed=1)
+    model = build_model(tiny_model(heads).mtpkit_config, device=device, seed=1)
     with torch.no_grad():
         dict(model.named_parameters())[name][index] = value
     return model
@@ -210,6 +209,26 @@ def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, setting
     assert any(t.isnan().any() for cache in llm.engine.caches.values() for t in vars(cache).values())
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, sampling)] == want
     llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("settings", [{}, {"state_rollback": "snapshot"}, {"async_scheduling": False}])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_requests_break_at_the_token_that_breaks_them(k, settings, device):
+    """After a token whose embedding is NaN, which most of them choose sooner or later; in replayed steps on a GPU."""
+    prompts = make_prompts((1, 4, 8, 9, 21, 3, 6))
+    want = [decode(tiny_model(device=device), prompt, 40) for prompt in prompts]
+    bad = max(range(VOCAB_SIZE), key=lambda token: sum(token in tokens[3:30] for tokens in want))
+    if k:
+        settings = {**settings, "draft_vocab": [token for token in range(VOCAB_SIZE) if token != bad]}
+    llm = make_llm(broken_model(EMBEDDING, bad, device=device), k, max_num_seqs=4, **settings)
+    broke = 0
+    for prompt, tokens, output in zip(prompts, want, llm.generate(prompts, greedy(40)), strict=True):
+        fed = [*prompt, *tokens[:-1]]
+        count = max(0, fed.index(bad) + 1 - len(prompt)) if bad in fed else 40
+        assert output.outputs[0].token_ids == tokens[:count]
+        assert (output.error is not None) == (bad in fed)
+        broke += count not in (0, 40)
+    assert broke >= 2
 
 
 @pytest.mark.parametrize("k, settings", [(0, {}), (3, {}), (3, {"draft_sampling": True}), (1, {"temperature": 1.0})])
