@@ -103,10 +103,15 @@ def _prompts(prompt: str | None, prompt_file: Path | None) -> list[dict[str, Any
         raise UserError("a prompt and --prompt-file were both given: leave one out")
     if prompt_file is not None:
         return read_named_prompts(prompt_file)
-    text = sys.stdin.read() if prompt is None else prompt
+    name = "the prompt" if prompt is not None else "the prompt on stdin"
+    try:
+        text = sys.stdin.read() if prompt is None else prompt
+        text.encode()  # where the terminal's encoding takes all bytes, some are kept as what no text has
+    except UnicodeError as error:
+        raise UserError(f"{name} is not UTF-8 text: {error}; give it in UTF-8") from error
     if not text:
         raise UserError("the prompt is empty: give a text, --prompt-file, or text on stdin")
-    return [{"prompt": text, "name": "the prompt" if prompt is not None else "the prompt on stdin"}]
+    return [{"prompt": text, "name": name}]
 
 
 class _InOrder:

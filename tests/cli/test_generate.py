@@ -89,6 +89,17 @@ def test_mistakes_are_one_line(options, message, model_dir, call, capsys):
     assert printed.err.count("\n") == 1 and message in printed.err and not printed.out
 
 
+@pytest.mark.parametrize("encoding", ["strict", "surrogateescape"])
+def test_a_prompt_that_is_not_utf_8_is_one_line(encoding, model_dir, call, capsys, monkeypatch):
+    """On stdin, and as an argument, where Python keeps other bytes as surrogates."""
+    stdin = io.TextIOWrapper(io.BytesIO("caf\xe9".encode("latin-1")), encoding="utf-8", errors=encoding)
+    monkeypatch.setattr("sys.stdin", stdin)
+    for where, name in (([], "the prompt on stdin"), (["caf\udce9"], "the prompt")):
+        assert call(app, "--model", model_dir, *where) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1 and f"{name} is not UTF-8 text" in printed.err and not printed.out
+
+
 def test_auto_chooses_k_and_the_memory_plan_is_printed(model_dir, answer, call, capsys):
     assert call(app, "--model", model_dir, "--max-tokens", 8, "--k", "auto", PROMPT) == 0
     printed = capsys.readouterr()
