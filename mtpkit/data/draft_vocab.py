@@ -103,7 +103,9 @@ def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[in
     if not isinstance(ids, list) or type(own_size) is not int:
         raise UserError(f"draft vocabulary {path} lacks token_ids, a list, or vocab_size; write it with draft-vocab")
     if vocab_size is not None and own_size != vocab_size:
-        raise UserError(f"draft vocabulary {path} is for a vocabulary of {own_size}, but the model's is {vocab_size}")
+        raise UserError(
+            f"draft vocabulary {path} is for a vocabulary of {shown(own_size)}, but the model's is {vocab_size}"
+        )
     check_draft_vocab(ids, own_size, f"draft vocabulary {path}")
     return ids
 
@@ -117,7 +119,7 @@ def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> N
     if not token_ids:
         raise UserError(f"{name} is empty; it needs at least one token id")
     if wrong := [token for token in token_ids if type(token) is not int or not 0 <= token < vocab_size]:
-        raise UserError(f"{name}: {listed(map(shown, wrong))} must be integers from 0 to {vocab_size - 1}")
+        raise UserError(f"{name}: {listed(map(shown, wrong))} must be integers from 0 to {shown(vocab_size - 1)}")
     if twice := [token for token, times in Counter(token_ids).items() if times > 1]:
         raise UserError(f"{name}: {listed(twice)} repeated; name each token id once")
 

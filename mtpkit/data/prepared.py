@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mtpkit.data.dataset import PackedSource, SourceCounts
 from mtpkit.data.sources import MANIFEST
 from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import UserError, listed, raise_problems
+from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import read_json, read_record
 
 if TYPE_CHECKING:
@@ -49,18 +49,19 @@ class Manifest:
     def problems(self) -> list[str]:
         """What cannot be of numbers and names that have the right types."""
         found = [
-            f"files has {name[:40]!r}, no data file" for name in self.files if not re.fullmatch(r"[\w-]+\.arrow", name)
+            f"files has {shown(name)}, no data file" for name in self.files if not re.fullmatch(r"[\w-]+\.arrow", name)
         ]
         if not re.fullmatch("[0-9a-f]{32}", self.tokenizer):
-            found.append(f"tokenizer is {self.tokenizer[:40]!r}, no fingerprint")
+            found.append(f"tokenizer is {shown(self.tokenizer)}, no fingerprint")
         if not self.files or not self.sources:
             found.append("files or sources are empty")
-        if self.sequence_length < 2:
-            found.append(f"sequence_length is {self.sequence_length}")
+        if not 2 <= self.sequence_length < 2**31:
+            found.append(f"sequence_length is {shown(self.sequence_length)}")
         for one in self.sources:
             full = one.num_sequences * self.sequence_length
-            if not (0 <= one.num_left_out <= one.num_documents and 0 < one.num_target_tokens <= one.num_tokens <= full):
-                found.append(f"the numbers of source {one.name[:40]!r} do not fit together")
+            counted = 0 <= one.num_left_out <= one.num_documents < 2**63 and one.num_sequences < 2**63
+            if not counted or not 0 < one.num_target_tokens <= one.num_tokens <= full:
+                found.append(f"the numbers of source {shown(one.name)} do not fit together")
         return found
 
     def write(self, directory: Path) -> None:
@@ -78,7 +79,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         values = read_json(path)
         if type(version := values.get("format")) is int and version != FORMAT:
-            raise UserError(f"{path} has format {version}, this mtpkit reads {FORMAT}")
+            raise UserError(f"{path} has format {shown(version)}, this mtpkit reads {FORMAT}")
         manifest = read_record(Manifest, values, str(path))
         raise_problems(str(path), manifest.problems()[:3])
     except UserError as error:
@@ -142,7 +143,7 @@ def _map_table(directory: Path, manifest: Manifest) -> Any:
         path = directory / file
         there = path.stat().st_size if path.is_file() else None
         if there != size:
-            what = "is missing" if there is None else f"has {there} bytes, not {size}"
+            what = "is missing" if there is None else f"has {there} bytes, not {shown(size)}"
             raise UserError(f"data: {directory} is damaged: {file} {what}; prepare the data again")
     import pyarrow as pa
     import pyarrow.compute as pc

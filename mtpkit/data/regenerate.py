@@ -19,7 +19,7 @@ import numpy as np
 
 from mtpkit.data.documents import describe
 from mtpkit.data.prompts import Prompt
-from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.errors import MtpkitError, UserError, listed, shown
 from mtpkit.files import parse_json, read_record
 
 logger = logging.getLogger(__name__)
@@ -168,12 +168,17 @@ class Journal:
             except UserError as error:
                 raise UserError(f"{error}; remove the line, or the file to start anew") from error
             whole += len(line)
-        changed = [f"{key} was {before.get(key)}, is {now}" for key, now in settings.items() if before.get(key) != now]
+        changed = [
+            f"{key} was {_brief(before.get(key))}, is {_brief(now)}"
+            for key, now in settings.items()
+            if before.get(key) != now
+        ]
         if not offsets:
             whole = 0
         elif changed:
             raise UserError(
-                f"{self.path} holds answers of other settings: {'; '.join(changed)}; use the same, or remove it"
+                f"{self.path} holds answers of other settings: {listed(changed, separator='; ')}; "
+                "use the same, or remove it"
             )
         self._file.truncate(whole)
         if not whole:
@@ -215,7 +220,8 @@ def regenerate(
     done = journal.done
     if beyond := [index for index in done if index >= len(prompts)]:
         raise UserError(
-            f"{journal.path} answers prompt {max(beyond) + 1}, but there are {len(prompts)}; remove it to start anew"
+            f"{journal.path} answers prompt {shown(max(beyond) + 1)}, but there are {len(prompts)}; "
+            "remove it to start anew"
         )
     left_out = list(refused)
     waiting = iter([index for index in range(len(prompts)) if index not in done])
@@ -297,6 +303,12 @@ def _seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def _brief(value: Any) -> str:
+    """A setting, or its beginning."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def _require_keys(record: Any, settings: dict[str, Any], where: str) -> dict[str, Any]:
     """The settings in the first line of a journal."""
     if not isinstance(record, dict) or set(record) != set(settings):
@@ -308,7 +320,7 @@ def _index(record: Any, known: Container[int], where: str) -> int:
     """Which prompt a line of a journal answers, once the whole answer is checked."""
     answer = read_record(Answer, record, where)
     if answer.index < 0 or answer.index in known:
-        raise UserError(f"{where} has the index {answer.index}, which is below 0 or of a line before")
+        raise UserError(f"{where} has the index {shown(answer.index)}, which is below 0 or of a line before")
     if min([*answer.prompt_token_ids, *answer.completion_token_ids], default=0) < 0:
         raise UserError(f"{where} has a negative token id")
     return answer.index

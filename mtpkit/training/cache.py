@@ -163,7 +163,7 @@ class Manifest:
         sizes = {"hidden_size": self.hidden_size, "sequence_length": self.sequence_length}
         for split in self.splits:
             sizes |= {f"{split.name}'s {key}": getattr(split, key) for key in ("num_sequences", "rows_per_shard")}
-        found = [f"{key} is {size}, must be at least 1" for key, size in sizes.items() if size < 1]
+        found = [f"{key} is {shown(size)}, must be 1 or more" for key, size in sizes.items() if not 0 < size < 2**63]
         names = [split.name for split in self.splits]
         if len(set(names)) < len(names) or not {"train", "eval"}.issuperset(names):
             found.append(f"splits are {listed(map(shown, names))}, must be train and eval")
@@ -198,7 +198,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     try:
         values = read_json(path)
         if type(version := values.get("format")) is int and version != FORMAT:
-            raise UserError(f"{path} has format {version}, this mtpkit reads {FORMAT}")
+            raise UserError(f"{path} has format {shown(version)}, this mtpkit reads {FORMAT}")
         manifest = read_record(Manifest, values, str(path))
         raise_problems(str(path), manifest.problems())
     except UserError as error:
