@@ -30,7 +30,7 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
 
     Args:
         most: items that are shown.
-        width: characters that are shown; one item is, however long it is.
+        width: characters that are shown; one item is at any rate, cut off if it has more than twice as many.
 
     >>> listed(range(5), most=3)
     '0, 1, 2 and 2 more'
@@ -39,7 +39,7 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
     lengths = accumulate(len(text) + len(separator) for text in texts)
     count = min(most, max(1, sum(length <= width for length in lengths)))
     more = f" and {len(texts) - count} more" if len(texts) > count else ""
-    return separator.join(texts[:count]) + more
+    return separator.join([text if len(text) <= 2 * width else text[:width] + "..." for text in texts[:count]]) + more
 
 
 def shown(value: Any) -> str:

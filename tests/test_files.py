@@ -74,6 +74,7 @@ def test_long_lists_are_cut() -> None:
     assert listed("abcd", most=3) == "a, b, c and 1 more"
     assert listed(["a" * 30] * 9, width=70) == f"{'a' * 30}, {'a' * 30} and 7 more"
     assert listed(["a" * 300, "b"]) == f"{'a' * 300} and 1 more", "one is shown, however long it is"
+    assert listed(["a" * 1000], width=100) == "a" * 100 + "..."
     assert listed("abc", most=2, separator="; ") == "a; b and 1 more"
 
 

@@ -56,13 +56,25 @@ def _existing(path: Path) -> Path:
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
 
 
+def refuse_broken_links(path: Path) -> None:
+    """Refuse a path that leads through a symbolic link to nowhere, or to itself: nothing can be written there.
+
+    Raises:
+        UserError: names the link.
+    """
+    for part in (path.absolute(), *path.absolute().parents):
+        if part.is_symlink() and not part.exists():
+            raise UserError(f"{part} is a symbolic link that leads nowhere; remove it, or name another place")
+
+
 def check_writable(path: Path, file: bool = False) -> None:
     """Refuse a directory, or a file, that could not be written when the work is done; leaves nothing behind.
 
     Raises:
-        UserError: there is a file where a directory should be, or the other way round.
+        UserError: there is a file where a directory should be, or the other way round; or a link that leads nowhere.
         StorageError: nothing can be written there.
     """
+    refuse_broken_links(path)
     if path.is_dir() if file else path.is_file():
         raise UserError(f"{path} is a {'directory; name a file' if file else 'file; name a directory'}")
     with storage_errors(path), tempfile.TemporaryFile(dir=path.absolute().parent if file else _existing(path)):
@@ -73,8 +85,10 @@ def check_destination(path: Path, force: bool) -> None:
     """Refuse to write over what is there.
 
     Raises:
-        UserError: `path` is a file, or a directory with content and not `force`, or not a checkpoint at all.
+        UserError: `path` is a file, or a directory with content and not `force`, or not a checkpoint at all; or a link
+            that leads nowhere.
     """
+    refuse_broken_links(path)
     if not path.exists():
         return
     if not path.is_dir():
@@ -91,15 +105,19 @@ def check_destination(path: Path, force: bool) -> None:
 def staged_directory(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
 
-    Directories that were missing on the way to it vanish with it. What was at `path` is replaced; see
-    `check_destination` for when not to. What processes of this machine left there when they were killed is removed.
+    Directories that were missing on the way to it vanish with it. What was at `path`, or where a link at `path` leads,
+    is replaced; see `check_destination` for when not to. What processes of this machine left there when they were
+    killed is removed.
 
     Raises:
         StorageError: writing failed, for instance on a full disk; what was at `path` still is.
+        UserError: `path` is a link that leads nowhere.
     """
+    refuse_broken_links(path)
+    path = path.resolve()
     prefix = f".{path.name}.writing-{platform.node()}-"
     staging = path.parent / f"{prefix}{os.getpid()}"
-    missing = [parent for parent in path.absolute().parents if not parent.exists()]
+    missing = [parent for parent in path.parents if not parent.exists()]
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(prefix)}*"):

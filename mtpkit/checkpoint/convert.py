@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from mtpkit.checkpoint.atomic import check_destination, staged_directory
+from mtpkit.checkpoint.atomic import check_destination, refuse_broken_links, staged_directory
 from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.families.table import MappedTensors
 from mtpkit.checkpoint.hf import INDEX, MAX_SHARD_BYTES, copy_companions, write_hf
@@ -100,6 +100,7 @@ def _check_paths(source: Path | str, destination: Path | str, layout: Layout, fo
     if detect_layout(source) != layout:
         other, command = ("Megatron", "export") if layout == "hf" else ("Hugging Face", "import")
         raise UserError(f"{source} has the {other} layout already; use `{command}` to convert it")
+    refuse_broken_links(destination)
     inside = source.resolve() in (destination.resolve(), *destination.resolve().parents)
     if inside or destination.resolve() in source.resolve().parents:
         raise UserError(f"{destination} and {source} are the same or one holds the other; name another destination")

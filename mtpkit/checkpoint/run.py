@@ -24,7 +24,14 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mtpkit.checkpoint.atomic import copy_file, fsync_tree, replace_directory, storage_errors, write_file
+from mtpkit.checkpoint.atomic import (
+    copy_file,
+    fsync_tree,
+    refuse_broken_links,
+    replace_directory,
+    storage_errors,
+    write_file,
+)
 from mtpkit.checkpoint.base import add_base
 from mtpkit.checkpoint.hf import copy_companions
 from mtpkit.checkpoint.layout import (
@@ -121,6 +128,7 @@ def _latest(directory: Path) -> Path | None:
 
 
 def _prepare(staging: Path) -> None:
+    refuse_broken_links(staging)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
 

@@ -14,6 +14,8 @@ Shape = tuple[int, ...]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights: every tensor of a model is of one of them."""
 
+_MOST_CHARACTERS = 255
+"""Of a file's name, on any file system."""
 _LARGEST = torch.finfo(torch.bfloat16).max
 """Beyond it a weight is infinite in bf16, which models run in."""
 
@@ -104,7 +106,9 @@ def refuse_not_finite(where: Path | str, names: Sequence[str], advice: str = ANO
 
 def is_file_name(value: object) -> bool:
     """Whether it names a file without a directory, as indexes of checkpoints name theirs."""
-    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\\", "\0"} & set(value)
+    if not isinstance(value, str) or value in ("", ".", "..") or {"/", "\\", "\0"} & set(value):
+        return False
+    return len(value) <= _MOST_CHARACTERS
 
 
 def require_same_names(
