@@ -32,6 +32,11 @@ def require_file(path: Path | str) -> Path:
     return path
 
 
+def is_there(path: Path | str) -> bool:
+    """Whether something has this name, be it a link to nothing: that is refused when it is read, not passed over."""
+    return os.path.lexists(path)
+
+
 def read_text(path: Path | str) -> str:
     """The text of a UTF-8 file, without a byte order mark.
 

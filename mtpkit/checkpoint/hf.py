@@ -14,7 +14,7 @@ from tqdm import tqdm
 from mtpkit.checkpoint.atomic import copy_file
 from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, is_file_name
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import read_json
+from mtpkit.files import is_there, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -71,7 +71,7 @@ class HFReader:
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
     """Shard files, each with the names that the index promises in it (None without an index)."""
     index = directory / INDEX
-    if index.exists():
+    if is_there(index):
         shards: dict[Path, set[str] | None] = {}
         for name, file in _weight_map(index).items():
             shards.setdefault(directory / file, set()).add(name)  # type: ignore[union-attr]

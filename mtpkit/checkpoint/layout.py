@@ -16,7 +16,7 @@ from mtpkit.checkpoint.megatron_config import config_from_megatron
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import read_json, read_text
+from mtpkit.files import is_there, read_json, read_text
 
 Layout = Literal["hf", "megatron"]
 
@@ -44,7 +44,7 @@ def detect_layout(directory: Path | str) -> Layout:
         )
     if _find_torch_dist(directory) is not None:
         return "megatron"
-    if (directory / "config.json").exists():
+    if is_there(directory / "config.json"):
         return "hf"
     raise UserError(
         f"{directory} is no model directory: looked for config.json with {SINGLE} or {INDEX} (Hugging Face), and for "
@@ -60,16 +60,16 @@ def find_torch_dist(directory: Path | str) -> Path:
     """
     directory = Path(directory)
     found = _find_torch_dist(directory)
-    if found is None or not (found / ".metadata").exists():
+    if found is None or not is_there(found / ".metadata"):
         raise UserError(f"{found or directory} holds no Megatron checkpoint: .metadata is missing")
     return found
 
 
 def _find_torch_dist(directory: Path) -> Path | None:
     tracker = directory / TRACKER
-    if (directory / "metadata.json").exists() or (directory / ".metadata").exists():
+    if is_there(directory / "metadata.json") or is_there(directory / ".metadata"):
         return directory
-    if tracker.exists():
+    if is_there(tracker):
         return directory / iteration_name(latest_iteration(directory))
     if (directory / "checkpoint").is_dir():
         return directory / "checkpoint"
@@ -83,7 +83,7 @@ def latest_iteration(directory: Path | str) -> int | None:
         UserError: the tracker file holds something else.
     """
     tracker = Path(directory) / TRACKER
-    text = read_text(tracker).strip() if tracker.exists() else RELEASE
+    text = read_text(tracker).strip() if is_there(tracker) else RELEASE
     if text != RELEASE and not re.fullmatch("[0-9]{1,18}", text):
         raise UserError(f"{tracker} holds {shown(text)}; write the number of an existing iteration into it")
     return None if text == RELEASE else int(text)
@@ -101,7 +101,7 @@ def find_companions(directory: Path | str) -> Path:
     if detect_layout(directory) == "hf":
         return directory
     marks = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
-    return next((place for place in _beside(directory) if any((place / m).exists() for m in marks)), directory)
+    return next((place for place in _beside(directory) if any(is_there(place / mark) for mark in marks)), directory)
 
 
 def end_token_ids(directory: Path | str) -> frozenset[int]:
@@ -111,7 +111,7 @@ def end_token_ids(directory: Path | str) -> frozenset[int]:
         UserError: the settings cannot be read, or have something else than token ids there.
     """
     settings = Path(directory) / "generation_config.json"
-    found = as_token_ids(read_json(settings).get("eos_token_id")) if settings.exists() else ()
+    found = as_token_ids(read_json(settings).get("eos_token_id")) if is_there(settings) else ()
     odd = [shown(token) for token in found if type(token) is not int or not 0 <= token < 2**31]
     if odd:
         raise UserError(f"{settings}: eos_token_id {listed(odd, width=120)} is not a token id")
@@ -129,11 +129,11 @@ def load_config(directory: Path | str) -> ModelConfig:
         return config_from_hf(read_json(directory / "config.json"), directory / "config.json")
     for place in _beside(directory):
         own, other = place / OWN_CONFIG, place / "config.json"
-        if own.exists():
+        if is_there(own):
             config = ModelConfig.from_dict(read_json(own), own)
             get_family(config.family, own)
             return config
-        if other.exists():
+        if is_there(other):
             values = read_json(other)
             if "config" in values:
                 return config_from_megatron(values["config"], other)
@@ -148,7 +148,7 @@ def load_config(directory: Path | str) -> ModelConfig:
 def load_hf_config(directory: Path | str) -> dict[str, Any] | None:
     """The Hugging Face config that a Megatron checkpoint was imported with, if it came with one."""
     for place in _beside(Path(directory)):
-        if (place / "config.json").exists():
+        if is_there(place / "config.json"):
             values = read_json(place / "config.json")
             return values if "model_type" in values else None
     return None

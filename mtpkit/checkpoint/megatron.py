@@ -37,6 +37,7 @@ from tqdm import tqdm
 from mtpkit.checkpoint.megatron_index import TRAINING_STATE, first_line, read_index
 from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
 from mtpkit.errors import UserError, shown
+from mtpkit.files import is_there, require_file
 
 # torch says so whenever it runs without a process group, which is how this module means it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -117,14 +118,14 @@ class MegatronReader:
 
         register_safe_globals()
         path, start, length = self._directory / "common.pt", 0, -1  # the file of older checkpoints
-        if not path.exists():
+        if not is_there(path):
             assert self._metadata.storage_data is not None
             place = self._metadata.storage_data.get(MetadataIndex(COMMON_STATE))
             if place is None:
                 return {}
             path, start, length = self._directory / place.relative_path, place.offset, place.length
         try:
-            with path.open("rb") as file:
+            with require_file(path).open("rb") as file:
                 file.seek(start)
                 state = torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
         except Exception as error:  # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mtpkit.checkpoint.tensors import is_file_name
 from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import require_file
 
 INDEX = ".metadata"
 
@@ -58,7 +59,7 @@ def read_index(directory: Path) -> Metadata:
     """
     path = directory / INDEX
     try:
-        with path.open("rb") as file:
+        with require_file(path).open("rb") as file:
             index = _Unpickler(file).load()
     except Exception as error:  # unpickling damaged bytes can raise anything
         raise UserError(f"{path} is missing or damaged ({first_line(error)})") from error

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from mtpkit.checkpoint import detect_layout, load_config, load_model, save_checkpoint
+from mtpkit.checkpoint import detect_layout, end_token_ids, load_config, load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families.table import MappedTensors
+from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.checkpoint.builders import GOLDEN, edit, edit_config
@@ -211,3 +213,29 @@ def test_exports_that_have_no_place_in_the_family(tmp_path):
         "position_embedding_type rope",
         "qk_layernorm",
     )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize(
+    ("place", "file", "read"),
+    [
+        ("hf", "generation_config.json", end_token_ids),
+        ("hf", "config.json", load_config),
+        ("hf", "model.safetensors.index.json", load_model),
+        ("megatron", "mtpkit.json", load_config),
+        ("megatron", "latest_checkpointed_iteration.txt", load_config),
+        ("megatron/release", ".metadata", MegatronReader),
+        ("megatron/release", "common.pt", lambda path: MegatronReader(path).read_common_state()),
+    ],
+)
+def test_a_link_to_nothing_and_a_pipe_are_not_passed_over(hf_dir, tmp_path, place, file, read, kind):
+    """Also where the file need not be there at all."""
+    import_checkpoint(hf_dir, tmp_path / "megatron")
+    path = tmp_path / place / file
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("nothing")
+    fails(lambda: read(tmp_path / place), str(path))
