@@ -316,7 +316,9 @@ def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
     from tqdm import tqdm
 
     # disable=None: silent where stderr is not a terminal.
-    with tqdm(desc=f"tokenised documents of {source}", unit="", disable=None, leave=False) as bar:
+    with tqdm(
+        desc=f"tokenised documents of {source}", unit="", mininterval=0, miniters=1, disable=None, leave=False
+    ) as bar:
         for batch in batched(documents, BATCH):
             bar.update(len(batch))
             yield from batch

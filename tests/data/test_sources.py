@@ -1,7 +1,9 @@
 """Real files of every format, and what is said about those that cannot be used."""
 
+import io
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from mtpkit.data import (
     read_samples,
     tokenize,
 )
+from mtpkit.data.sources import tell_apart
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
 
@@ -317,3 +320,33 @@ def test_imports_without_datasets(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "['b', 'a']" in done.stdout
     assert "needs the package pyarrow" in done.stderr.splitlines()[-1]
+
+
+class Terminal(io.StringIO):
+    """What a progress bar takes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("count", [1, 200, 600])
+def test_progress_counts_what_is_tokenised(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", *[{"text": "the cat sat on the mat"}] * count)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    build_dataset([file], load_tokenizer(tokenizer_dir), 4)
+    shown = re.findall(r"tokenised documents of a: (\d+) \[", sys.stderr.getvalue())  # type: ignore[attr-defined]
+    assert list(map(int, dict.fromkeys(shown))) == [0, *range(256, count, 256), count]
+
+
+def test_sources_are_named_apart() -> None:
+    def names(*paths: str) -> list[str]:
+        return tell_apart([(Path(path).stem, Path("/data") / path) for path in paths])
+
+    assert names("a/x.jsonl", "b/x.jsonl", "a/y.txt") == ["a/x.jsonl", "b/x.jsonl", "y"]
+    assert names("x.jsonl", "x.txt") == ["x.jsonl", "x.txt"]
+    assert names("a/x.jsonl", "c/a/x.jsonl") == ["data/a/x.jsonl", "c/a/x.jsonl"]
+    given = [("x", None), ("x", Path("/data/x")), ("x", Path("/data/x")), ("x", None)]
+    assert tell_apart(given) == ["x", "data/x", "data/x", "x"], "a name that was given stays"
+    assert tell_apart([("x", Path("/x")), ("x", Path("/data/x")), ("", None), ("", None)])[:2] == ["/x", "data/x"]
