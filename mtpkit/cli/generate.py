@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from mtpkit.engine import EngineStats, RequestOutput
 
 app = typer.Typer(add_completion=False)
+
+_HEADING = 60
+"""Characters of a prompt in its heading."""
 
 
 @app.command(cls=options.Command)
@@ -45,8 +49,12 @@ def generate(
     draft_sampling: options.DraftSampling = False,
     draft_vocab: options.DraftVocab = None,
     enforce_eager: options.EnforceEager = False,
+    memory_plan: Annotated[
+        bool, typer.Option("--memory-plan", help="Print what the memory is divided into, as is always done on a GPU.")
+    ] = False,
 ) -> None:
-    """Continue prompts and stream what comes to stdout; statistics go to stderr.
+    """Continue prompts and stream what comes to stdout, under a heading each if there are several; statistics go to
+    stderr.
 
     Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed.
     """
@@ -80,10 +88,11 @@ def generate(
         enforce_eager=enforce_eager,
     )
     stream = llm.stream(prompts, params)
-    print(llm.memory_plan, file=sys.stderr)
+    if memory_plan or llm.memory_plan.total:
+        print(llm.memory_plan, file=sys.stderr)
     if llm.tokenizer is None and not as_json:
         print(f"{model} has no tokenizer, so that there is no text: --json has token ids", file=sys.stderr)
-    printer = _InOrder(len(prompts), as_json)
+    printer = _InOrder([_heading(one) for one in prompts], as_json)
     for output in stream:
         printer.update(output)
     print(_summary(drafts, llm.stats()), file=sys.stderr)
@@ -104,6 +113,8 @@ def _prompts(prompt: str | None, prompt_file: Path | None) -> list[dict[str, Any
     if prompt_file is not None:
         return read_named_prompts(prompt_file)
     name = "the prompt" if prompt is not None else "the prompt on stdin"
+    if prompt is None and sys.stdin.isatty():
+        print("type the prompt, and Ctrl-D at the start of a line to end it", file=sys.stderr)
     try:
         text = sys.stdin.read() if prompt is None else prompt
         text.encode()  # where the terminal's encoding takes all bytes, some are kept as what no text has
@@ -114,13 +125,23 @@ def _prompts(prompt: str | None, prompt_file: Path | None) -> list[dict[str, Any
     return [{"prompt": text, "name": name}]
 
 
+def _heading(prompt: dict[str, Any]) -> str:
+    """Where a prompt is from, and how it begins."""
+    text = " ".join(prompt["prompt"].split()) if "prompt" in prompt else f"{len(prompt['prompt_token_ids'])} tokens"
+    return f"== {prompt['name']}: {text if len(text) <= _HEADING else text[:_HEADING] + ' ...'}"
+
+
 class _InOrder:
     """Prints outputs in the order of their prompts though they come as they are decoded; the first open one streams."""
 
-    def __init__(self, count: int, as_json: bool) -> None:
-        self._outputs: list[RequestOutput | None] = [None] * count
+    def __init__(self, headings: Sequence[str], as_json: bool) -> None:
+        self._headings = headings if len(headings) > 1 and not as_json else None
+        """Printed before each text."""
+        self._outputs: list[RequestOutput | None] = [None] * len(headings)
         self._as_json = as_json
         self._current = 0
+        self._headed = -1
+        """The newest prompt whose heading is printed."""
         self._shown = 0
         self.failed = 0
         """Prompts printed that ended with an error."""
@@ -130,6 +151,9 @@ class _InOrder:
         # Requests are numbered in the order of their prompts.
         self._outputs[int(output.request_id)] = output
         while self._current < len(self._outputs) and (current := self._outputs[self._current]) is not None:
+            if self._headings and self._current != self._headed:
+                print(self._headings[self._current])
+                self._headed = self._current
             if not self._as_json:
                 text = current.outputs[0].text
                 print(text[self._shown :], end="", flush=True)
@@ -146,6 +170,7 @@ class _InOrder:
 def _record(output: "RequestOutput") -> dict[str, Any]:
     completion, stats = output.outputs[0], output.stats
     return {
+        "index": int(output.request_id),
         "prompt": output.prompt,
         "text": completion.text,
         "token_ids": completion.token_ids,

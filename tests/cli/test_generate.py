@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,7 +42,27 @@ def test_the_first_open_prompt_streams_and_all_come_in_order(model_dir, answer, 
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     options = ["--k", 0, "--max-tokens", 8]
     assert call(app, "--model", model_dir, "--prompt-file", tmp_path / "prompts.txt", *options) == 0
-    assert capsys.readouterr().out == "".join(answer(prompt).text + "\n" for prompt in prompts)
+    headings = [f"== {tmp_path / 'prompts.txt'}:{line}: {prompt}" for line, prompt in enumerate(prompts, 1)]
+    texts = [answer(prompt).text for prompt in prompts]
+    expected = [f"{heading}\n{text}\n" for heading, text in zip(headings, texts, strict=True)]
+    assert capsys.readouterr().out == "".join(expected)
+
+
+def test_long_prompts_and_token_ids_have_short_headings(model_dir, call, capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a\nb " * 60}) + '\n{"prompt_token_ids": [5, 6]}\n')
+    assert call(app, "--model", model_dir, "--prompt-file", tmp_path / "p.jsonl", "--max-tokens", 1) == 0
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("== "))
+    assert first == f"== {tmp_path / 'p.jsonl'}:1: {('a b ' * 60)[:60]} ..."
+    assert second == f"== {tmp_path / 'p.jsonl'}:2: 2 tokens"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_what_is_waited_for(terminal, model_dir, call, capsys, monkeypatch):
+    stdin = io.StringIO(PROMPT)
+    stdin.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert call(app, "--model", model_dir, "--max-tokens", 1) == 0
+    assert ("type the prompt, and Ctrl-D at the start of a line to end it\n" in capsys.readouterr().err) == terminal
 
 
 def test_json_lines(model_dir, answer, call, capsys, tmp_path):
@@ -49,6 +70,7 @@ def test_json_lines(model_dir, answer, call, capsys, tmp_path):
     options = ["--prompt-file", tmp_path / "prompts.jsonl", "--max-tokens", 8, "--json", "--k", 1]
     assert call(app, "--model", model_dir, *options) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["index"], second["index"]) == (0, 1)
     assert first["prompt"] is None and second["prompt"] == "the"
     assert first["token_ids"] == answer([5, 6]).token_ids and second["text"] == answer("the").text
     assert (second["finish_reason"], len(second["conditional_acceptance"])) == ("length", 1)
@@ -100,11 +122,10 @@ def test_a_prompt_that_is_not_utf_8_is_one_line(encoding, model_dir, call, capsy
         assert printed.err.count("\n") == 1 and f"{name} is not UTF-8 text" in printed.err and not printed.out
 
 
-def test_auto_chooses_k_and_the_memory_plan_is_printed(model_dir, answer, call, capsys):
+def test_auto_chooses_k(model_dir, answer, call, capsys):
     assert call(app, "--model", model_dir, "--max-tokens", 8, "--k", "auto", PROMPT) == 0
     printed = capsys.readouterr()
-    assert printed.out == answer(PROMPT).text + "\n"
-    assert "K = auto" in printed.err and "memory plan: " in printed.err
+    assert printed.out == answer(PROMPT).text + "\n" and "K = auto" in printed.err
     assert call(app, "--model", model_dir, "--k", "many", PROMPT) == 2
     assert "'many' is neither a number nor 'auto'" in capsys.readouterr().err
 
@@ -143,3 +164,17 @@ def test_without_a_tokenizer_there_is_no_text(model_dir, call, capsys, tmp_path)
     assert call(app, *options, "--json") == 0
     printed = capsys.readouterr()
     assert "tokenizer" not in printed.err and len(json.loads(printed.out)["token_ids"]) == 4
+
+
+def test_the_memory_plan_is_printed_on_a_gpu_or_when_asked_for(model_dir, call, capsys, monkeypatch):
+    for options, total, printed in (([], 0, False), (["--memory-plan"], 0, True), ([], 1 << 30, True)):
+        make = LLM.__init__
+
+        def plan(llm, *args, total=total, make=make, **named):
+            make(llm, *args, **named)
+            llm.memory_plan = replace(llm.memory_plan, total=total)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LLM, "__init__", plan)
+            assert call(app, "--model", model_dir, "--max-tokens", 1, *options, PROMPT) == 0
+        assert ("memory plan: " in capsys.readouterr().err) == printed
