@@ -23,6 +23,8 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core"
 warnings.filterwarnings("ignore", message="Apex is not installed")
 # torch warns of its own call when megatron-core loads a checkpoint.
 warnings.filterwarnings("ignore", message="The argument order of load has been changed")
+# The same when a process without others loads one.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 

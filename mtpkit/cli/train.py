@@ -42,7 +42,9 @@ def train(
 
     from mtpkit.training import load_config
     from mtpkit.training import train as run_training
+    from mtpkit.training.ending import describe_end
 
-    output = run_training(load_config(config, overrides or ()))
+    loaded = load_config(config, overrides or ())
+    run_training(loaded)
     if dist.get_rank() == 0:
-        typer.echo(f"trained heads with their base: {output}")
+        typer.echo("\n".join(describe_end(loaded)))

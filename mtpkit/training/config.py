@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from mtpkit.checkpoint.atomic import write_file
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, raise_problems, shown
 from mtpkit.files import read_text
 from mtpkit.model.stages import Balance
 from mtpkit.training.loss import LossKind
@@ -156,6 +156,35 @@ class LogConfig:
     """Project of Weights & Biases to report to; needs the package wandb. Empty: none."""
 
 
+MOST: dict[str, float] = {
+    "data.sequence_length": 2**24,
+    **dict.fromkeys(("data.micro_batch_size", "data.global_batch_size"), 2**20),
+    "heads.num_depths": 256,
+    **dict.fromkeys(("data.eval_sequences", "heads.fit_tokens", "loss.top_k", "loss.chunk_size"), 2**40),
+    **dict.fromkeys(("loss.temperature", "loss.depth_weights", "optimizer.clip_grad"), 1e6),
+    **dict.fromkeys(("loss.beta", "optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay"), 10),
+    **dict.fromkeys(("loss.hidden_mix", "optimizer.betas", "optimizer.momentum", "optimizer.eps"), 1),
+    **dict.fromkeys(("parallel.tensor", "parallel.pipeline", "parallel.expert"), 2**20),
+    **dict.fromkeys(("steps", "optimizer.warmup_steps", "keep_checkpoints"), 2**40),
+    **dict.fromkeys(("log_interval", "eval_interval", "save_interval"), 2**40),
+    "seed": 2**63 - 1,
+}
+"""Largest value of each number among the settings: what no run needs to exceed, and what torch can hold."""
+
+
+SECTIONS = {
+    "data": "train=[FILE]",
+    "heads": "num_depths=3",
+    "loss": "kind=kl",
+    "optimizer": "lr=1e-3",
+    "parallel": "tensor=1",
+    "log": "wandb=PROJECT",
+}
+"""Sections of the settings, each with an example of what is in it."""
+MOST_VALUES = 10_000
+"""Values that a file of settings may have."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """All settings of a run. Read one with `load_config`; construction checks it.
@@ -210,15 +239,18 @@ class TrainConfig:
     """Go on from the newest checkpoint in `output`, if there is one."""
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise UserError("training config: " + "; ".join(problems))
+        raise_problems("training config", list(self._out_of_range()) or list(self._problems()))
+
+    def _out_of_range(self) -> Iterator[str]:
+        """Yield one clause for every number that is none, or that exceeds MOST."""
+        for key, value in _numbers(dataclasses.asdict(self)):
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{key} must be a finite number, not {value}"
+            elif value > MOST[key]:
+                yield f"{key} must be at most {MOST[key]:,}, not {shown(value)}"
 
     def _problems(self):
         """Yield one clause for every setting that cannot be run."""
-        for key, value in _numbers(dataclasses.asdict(self)):
-            if not math.isfinite(value):
-                yield f"{key} must be a finite number, not {value}"
         data, heads, loss, optimizer = self.data, self.heads, self.loss, self.optimizer
         least = {
             "data.sequence_length": heads.num_depths + 2,
@@ -233,7 +265,11 @@ class TrainConfig:
         for key, smallest in least.items():
             value = self._get(key)
             if value < smallest:
-                yield f"{key} must be at least {smallest}, not {value}"
+                yield f"{key} must be at least {smallest}, not {shown(value)}"
+        for key, smallest in {"loss.temperature": 1e-3, "optimizer.lr": 1e-30, "optimizer.eps": 1e-30}.items():
+            value = self._get(key)
+            if value < smallest:
+                yield f"{key} must be {'positive' if value <= 0 else f'at least {smallest}'}, not {value}"
         if not self.output:
             yield "output is empty: name a directory"
         if not data.train:
@@ -253,8 +289,6 @@ class TrainConfig:
                 f"data.global_batch_size {data.global_batch_size} is not a multiple of "
                 f"data.micro_batch_size {data.micro_batch_size}"
             )
-        if loss.temperature <= 0:
-            yield f"loss.temperature must be positive, not {loss.temperature}"
         if loss.temperature != 1 and loss.kind != "kl":
             yield f"loss.temperature has no effect on loss.kind={loss.kind}: set loss.temperature=1 or loss.kind=kl"
         if loss.top_k and loss.kind != "kl":
@@ -276,14 +310,10 @@ class TrainConfig:
                 f"optimizer.offload is for AdamW, not optimizer.kind={optimizer.kind}: set optimizer.offload=false or "
                 "optimizer.kind=adamw"
             )
-        if optimizer.lr <= 0:
-            yield f"optimizer.lr must be positive, not {optimizer.lr}"
-        elif optimizer.lr < optimizer.min_lr:
+        if 0 < optimizer.lr < optimizer.min_lr:
             yield f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}"
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"optimizer.betas must be at least 0 and below 1, not {list(optimizer.betas)}"
-        if optimizer.eps <= 0:
-            yield f"optimizer.eps must be positive, not {optimizer.eps}"
         if not 0 <= optimizer.momentum < 1:
             yield f"optimizer.momentum must be at least 0 and below 1, not {optimizer.momentum}"
         if optimizer.warmup_steps > self.steps:
@@ -311,7 +341,7 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
     elif isinstance(value, tuple):
         for part in value:
             yield from _numbers(part, key)
-    elif isinstance(value, int | float):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value
 
 
@@ -321,18 +351,23 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
     Raises:
         UserError: an unreadable file, an unknown key, a missing or wrongly typed value, settings that clash.
     """
+    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-    from yaml import YAMLError
 
     malformed = [override for override in overrides if "=" not in override]
     if malformed:
         raise UserError(f"overrides must be key=value, such as steps=100, not {', '.join(malformed)}")
     try:
         text = quote_patterns(read_text(path)) if path is not None else "{}"
+        if _size(yaml.compose(text)) > MOST_VALUES:
+            raise ValueError("its anchors stand for too much; write the settings out")
         from_file = OmegaConf.load(io.StringIO(text))
-    except YAMLError as error:
-        raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"config {path} is not YAML: {_cut(reason, 200)}") from error
     if not OmegaConf.is_dict(from_file):
         raise UserError(f"config {path} is a list, must be settings as key: value")
     source = "config overrides" if path is None else f"config {path}"
@@ -343,6 +378,17 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         raise UserError(f"{source}: {error.full_key} is required, set {example or f'{error.full_key}=...'}") from error
     except OmegaConfBaseException as error:  # an interpolation
         raise UserError(f"{source}: {_one_line(error)}") from error
+
+
+def _size(node: Any, known: dict[int, float] | None = None) -> float:
+    """Values in a YAML document with its anchors written out; infinity of one that holds itself."""
+    known = {} if known is None else known
+    if id(node) not in known:
+        known[id(node)] = math.inf  # while its parts are counted
+        parts = node.value if node is not None and not isinstance(node.value, str) else []
+        each = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
+        known[id(node)] = 1 + sum(_size(part, known) for part in each)
+    return known[id(node)]
 
 
 def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) -> Any:
@@ -357,7 +403,8 @@ def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) 
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    unfit = OmegaConfBaseException, YAMLError, TypeError  # the last: an object where a list should be
+    # The last four: an object where a list should be, numbers of too many digits, too deep nesting.
+    unfit = OmegaConfBaseException, YAMLError, TypeError, ValueError, OverflowError, RecursionError
     settings, problems = OmegaConf.structured(TrainConfig), []
     good: list[str] = []
     try:
@@ -367,11 +414,13 @@ def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) 
     merged = settings
     for text in overrides:
         try:
+            if text.split("=", 1)[0] in SECTIONS:
+                _with_lists(OmegaConf.from_dotlist([text]))
             tried = [*good, _quoted(text)]
             merged = OmegaConf.merge(settings, _with_lists(OmegaConf.from_dotlist(tried)))
         except unfit as error:
             hint = ": put names in quotes, ['a[0-9].jsonl']" if text.startswith(("data.train=", "data.eval=")) else ""
-            problems.append(f"override {text}: {_one_line(error)}{hint}")
+            problems.append(f"override {_cut(text, 80)}: {_one_line(error)}{hint}")
         else:
             good = tried
     if problems:
@@ -380,9 +429,18 @@ def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) 
 
 
 def _with_lists(config: Any) -> Any:
-    """Settings with a single file of data as a list of one, and an empty text as a list of none."""
+    """Settings with a single file of data as a list of one, and an empty text as a list of none.
+
+    Raises:
+        TypeError: something else stands in the place of a section.
+    """
     from omegaconf import OmegaConf
 
+    for section, example in SECTIONS.items() if OmegaConf.is_dict(config) else ():
+        if section not in config or OmegaConf.is_interpolation(config, section):
+            continue
+        if not OmegaConf.is_dict(config[section]):
+            raise TypeError(f"{section} is a section of settings: set {section}.{example}, and so on")
     data = config.get("data")
     for key in ("train", "eval") if OmegaConf.is_dict(data) else ():
         if not OmegaConf.is_interpolation(data, key) and isinstance(value := data.get(key), str):
@@ -412,7 +470,11 @@ def _one_line(error: Exception) -> str:
         return describe_unknown(str(error.full_key))
     message, *details = str(error).splitlines()
     key = next((line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")), "")
-    return f"{key}: {message}" if key and f"'{key}'" not in message else message
+    return _cut(f"{key}: {message}" if key and f"'{key}'" not in message else message, 240)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

@@ -34,7 +34,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     """Settle what is `auto` in the settings, and which heads the model gets.
 
     Raises:
-        UserError: the settings of the heads do not fit the model.
+        UserError: the settings of heads or loss do not fit the model.
     """
     base = load_model_config(config.model)
     heads = config.heads
@@ -62,6 +62,11 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
         )
     else:
         model = base
+    if config.loss.top_k > model.vocab_size:
+        raise UserError(
+            f"loss.top_k {config.loss.top_k} exceeds the vocabulary of {config.model}, {model.vocab_size} tokens; set "
+            "loss.top_k=0 for all of them"
+        )
     attention = resolve_attention(heads.attention, model)
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)

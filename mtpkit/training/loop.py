@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,18 @@ def train(config: TrainConfig) -> Path:
     ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
     with matmul_precision(config.matmul_precision):
         trainer = Trainer(config)
-        with StopSignal() as stop:
-            try:
-                output = trainer.run(stop)
-            finally:
-                trainer.log.close()
+        with StopSignal() as stop, trainer.directory.started(), trainer.logging():
+            output = trainer.run(stop)
     if stop.interrupted and trainer.step < config.steps:
         raise KeyboardInterrupt
     return output
 
 
 class Trainer:
-    """The parts of a run, put together and resumed. `step` counts the finished optimizer steps."""
+    """The parts of a run, put together and resumed. `step` counts the finished optimizer steps.
+
+    Nothing is written into the run's directory before `directory.started`.
+    """
 
     def __init__(self, config: TrainConfig):
         torch.manual_seed(config.seed)
@@ -73,30 +74,41 @@ class Trainer:
         self.model = build_with_heads(
             self.config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
         )
-        explained = None
+        self.explained: float | None = None
+        """Share of what new heads' layers expect that their fitted inputs explain; None: they were not fitted."""
         if from_base and config.heads.fit_tokens:
-            explained = fit_input_projection(self.model, self._fit_batches())
+            self.explained = fit_input_projection(self.model, self._fit_batches())
         if config.cache:
             drop_base_layers(self.model)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
-        self.directory.start()
+        self.flops = step_flops(self.model, config.heads.num_depths)
+        self.base = fingerprint(self.model)
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Open the logs of the run for what is inside."""
+        config = self.config
         self.log = MetricsLog(
             self.directory.path,
             self.step,
             config.steps,
             enabled=has_results(),
             wandb=config.log.wandb,
-            settings=dataclasses.asdict(self.config),
+            settings=dataclasses.asdict(config),
         )
-        self.flops = step_flops(self.model, config.heads.num_depths)
-        if explained is not None:
-            self.log.message(f"the heads' fitted inputs explain {explained:.0%} of what their layers expect")
-        self.base = fingerprint(self.model)
+        try:
+            yield
+        finally:
+            self.log.close()
 
     def run(self, stop: StopSignal) -> Path:
         """Step, log, evaluate and save until the end or a signal."""
         config, throughput = self.config, Throughput()
+        if self.explained is not None:
+            self.log.message(f"the heads' fitted inputs explain {self.explained:.0%} of what their layers expect")
+        if 0 < self.step < config.steps:
+            self.log.message(f"going on after step {self.step} of {config.steps}, saved in {self.directory.newest}")
         if self.step == 0:
             self._evaluate()
         elif self.step >= config.steps:
@@ -110,6 +122,7 @@ class Trainer:
                 sums.check_finite(f"step {self.step + 1}")
                 values = summary(sums, config.depth_weights())
             self.step += 1
+            self.directory.keep()
             self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
             length = self._evaluate() if self._due(config.eval_interval) else None
             if self._due(config.save_interval) or self.directory.improves(length):

@@ -1,5 +1,6 @@
 """Where the numbers of a run go: a JSON line a step, TensorBoard, Weights & Biases, and a progress bar."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
+from mtpkit.files import parse_json, read_text
 
 METRICS = "metrics.jsonl"
 """File of a run with a line for each training step that is logged, and for each evaluation."""
@@ -49,7 +51,7 @@ class MetricsLog:
             settings: shown by W&B beside the curves.
 
         Raises:
-            UserError: W&B does not take the run.
+            UserError: W&B does not take the run, or the metrics so far cannot be read.
         """
         self.enabled = enabled
         self._file = None
@@ -136,16 +138,24 @@ class Throughput:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics file but one that was cut off; none if there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [values for values in map(_parse, lines) if values is not None]
+    """The lines of a run's metrics file but a last one that was cut off; none if there is no file.
+
+    Raises:
+        UserError: it is no text, or a line is none of a run's; the line is named.
+    """
+    whole, _, last = read_text(path).rpartition("\n") if path.exists() else ("", "", "")
+    lines = [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole.splitlines(), start=1)]
+    with contextlib.suppress(UserError):  # cut off in the middle of a write
+        lines += [_parse(last, str(path))] if last else []
+    return lines
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None  # cut off in the middle of a write
+def _parse(line: str, where: str) -> dict[str, Any]:
+    values = parse_json(line, where)
+    known = isinstance(values, dict) and values.get("kind") in ("train", "eval") and type(values.get("step")) is int
+    if not known:
+        raise UserError(f"{where} is no line of a run's metrics; remove the line, or the file")
+    return values
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -1,7 +1,6 @@
 """`report.html` of a run: its curves and its last evaluation in one file that needs nothing else."""
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,11 @@ import numpy as np
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
+from mtpkit.files import read_json, read_text
 from mtpkit.training.metrics import METRICS, read_metrics
 
 REPORT = "report.html"
+BEST_FILE = "best.json"
 MAX_POINTS = 500
 """Points of a curve; more are averaged."""
 
@@ -79,7 +80,7 @@ def write_report(directory: Path) -> Path:
     """Make the report of a run from its metrics, whole or not at all; returns the file.
 
     Raises:
-        UserError: the directory has no metrics.
+        UserError: the directory has no metrics, or what is in it is not as a run writes it.
         StorageError: writing failed.
     """
     from jinja2 import Environment
@@ -87,13 +88,27 @@ def write_report(directory: Path) -> Path:
     lines = read_metrics(directory / METRICS)
     if not lines:
         raise UserError(f"{directory} has no {METRICS} with anything in it; name the output of a training run")
+    try:
+        values = _values(directory, lines)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{directory / METRICS} or {BEST_FILE} is not as a run writes it: {type(error).__name__} {error}; remove "
+            "the lines of other programs"
+        ) from error
+    write_file(directory / REPORT, Environment(autoescape=True).from_string(_TEMPLATE).render(values))
+    return directory / REPORT
+
+
+def _values(directory: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the template shows."""
     panels = _panels(
         [line for line in lines if line["kind"] == "train"], [line for line in lines if line["kind"] == "eval"]
     )
     last = next((line for line in reversed(lines) if line["kind"] == "eval"), None)
     settings = directory / "config.yaml"
-    page = Environment(autoescape=True).from_string(_TEMPLATE)
-    text = page.render(
+    return dict(
         title=directory.resolve().name,
         state=_state(directory, lines),
         curves=[_draw(panel) for panel in panels if any(steps for _, steps, _ in panel.curves)],
@@ -101,17 +116,15 @@ def write_report(directory: Path) -> Path:
         columns=["source", *COLUMNS],
         rows=table_rows(last) if last else [],
         legend=LEGEND,
-        settings=settings.read_text() if settings.exists() else "",
+        settings=read_text(settings) if settings.exists() else "",
     )
-    write_file(directory / REPORT, text)
-    return directory / REPORT
 
 
 def _state(directory: Path, lines: list[dict[str, Any]]) -> str:
     text = f"{directory}, step {lines[-1]['step']:,}"
-    best = directory / "best.json"
+    best = directory / BEST_FILE
     if best.exists():
-        values = json.loads(best.read_text())
+        values = read_json(best)
         text += f"; best held-out acceptance length {values['acceptance_length']:.3f} at step {values['iteration']:,}"
     return text
 

@@ -11,10 +11,13 @@ OUTPUT itself is a model directory: its newest checkpoint can be exported, decod
 OUTPUT/best and each iteration's own directory.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config import TrainConfig, load_config, save_config
 from mtpkit.training.freeze import HEAD_PREFIX
+from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer
 
 MAY_CHANGE = {
@@ -78,19 +82,26 @@ class RunDirectory:
     """Where a run saves and resumes. All ranks use it together.
 
     Raises:
-        UserError: `output` holds something else, a run of other settings, or one that was not to be resumed.
+        UserError: `output` holds something else, a run of other settings, one that was not to be resumed, or metrics
+            that cannot be read.
         StorageError: it cannot be written.
     """
 
     def __init__(self, config: TrainConfig):
         self.path = Path(config.output)
         self._config = config
+        for place in (self.path, *self.path.parents):
+            if place.is_symlink() and not place.exists():
+                raise UserError(f"output {self.path}: {place} is a link that leads nowhere; set output to a directory")
         if self.path.resolve() == Path(config.model).resolve():
             raise UserError(f"output {self.path} is the model's own directory; set output to another one")
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output {self.path} is a file; set output to a directory")
         self.iteration = latest_iteration(self.path)
         """The newest checkpoint; None before there is one."""
+        self._kept = False
+        self._before: dict[str, bytes | None] | None = None
+        self._parents: list[Path] = []  # that did not exist
         self.best: Best | None = None
         """The best one among those that stand."""
         if self.iteration is not None:
@@ -99,15 +110,33 @@ class RunDirectory:
             models = sorted(file.name for pattern in MODEL_FILES for file in self.path.glob(pattern))
             if models:
                 raise UserError(f"output {self.path} holds a model ({models[0]}) and no run; set output to another one")
-        on_first_rank(lambda: check_writable(self.path))
+        on_first_rank(self._check_writable)
 
-    def start(self) -> None:
+    @property
+    def newest(self) -> Path:
+        """The directory of the newest checkpoint."""
+        return self.path / iteration_name(self.iteration or 0)
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
         """Write the settings, replacing those of an earlier part of the run, and clear what that left half-done.
+
+        A run that fails before it comes to `keep` or `save` leaves what was there before.
 
         Raises:
             StorageError: the directory cannot be written.
         """
-        on_first_rank(self._begin)
+        try:
+            on_first_rank(self._begin)
+            yield
+        except BaseException:
+            if not self._kept and dist.get_rank() == 0:
+                self._take_back()
+            raise
+
+    def keep(self) -> None:
+        """From now on the run has done something: what it wrote stays, however it ends."""
+        self._kept = True
 
     def improves(self, acceptance_length: float | None) -> bool:
         """Whether a checkpoint with this held-out acceptance length (None: not known) would be the best to keep."""
@@ -139,6 +168,7 @@ class RunDirectory:
         source = self._config.model
         path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, source, base=source)
         self.iteration, self.best = step, best
+        self.keep()
         if dist.get_rank() == 0:
             self._mark_best()
             self._remove_old()
@@ -170,6 +200,10 @@ class RunDirectory:
     def _settings(self) -> Path:
         return self.path / "config.yaml"
 
+    def _check_writable(self) -> None:
+        check_writable(self.path)
+        read_metrics(self.path / METRICS)  # which the run goes on with
+
     def _check_resumable(self) -> None:
         if not self._config.resume:
             raise UserError(f"output {self.path} holds a run already; set resume=true to go on, or another output")
@@ -187,8 +221,31 @@ class RunDirectory:
                 f"output {self.path} is at step {self.iteration} already, beyond steps={self._config.steps}"
             )
 
+    def _contents(self) -> dict[str, bytes | None] | None:
+        """Names in the directory, and what is in the files that a run begins by replacing; None: there is none."""
+        if not self.path.exists():
+            return None
+        replaced = (self._settings.name, METRICS)
+        return {path.name: path.read_bytes() if path.name in replaced else None for path in self.path.iterdir()}
+
+    def _take_back(self) -> None:
+        """Leave the directory as it was, as far as that can be done."""
+        before = self._before
+        with contextlib.suppress(OSError):
+            for path in self.path.iterdir():
+                if before is None or path.name not in before:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                elif (content := before[path.name]) is not None:
+                    path.write_bytes(content)
+            if before is None:
+                self.path.rmdir()
+                for parent in self._parents:
+                    parent.rmdir()
+
     def _begin(self) -> None:
         with storage_errors(self.path):
+            self._before = self._contents()
+            self._parents = [parent for parent in self.path.parents if not parent.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             for path in self.path.iterdir():
                 if LEFT_OVER.fullmatch(path.name):

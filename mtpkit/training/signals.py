@@ -1,5 +1,6 @@
 """Stopping a run cleanly when the scheduler or the user asks for it."""
 
+import os
 import signal
 from types import FrameType, TracebackType
 
@@ -7,8 +8,15 @@ import torch
 import torch.distributed as dist
 
 
+def _say(number: int) -> None:
+    """Tell what comes of a signal, once for all ranks; not by `print`, which the signal may have come into."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        more = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
+        os.write(2, f"\nmtpkit: the run saves and ends after this step{more}\n".encode())
+
+
 class StopSignal:
-    """While entered, SIGTERM and the first SIGINT (Ctrl-C) are noted instead of ending the process.
+    """While entered, SIGTERM and the first SIGINT (Ctrl-C) are noted and answered instead of ending the process.
 
     A launcher that is told to stop tells its workers, and a scheduler may tell both: a second SIGTERM says nothing new.
     A second SIGINT does what it would have done without this. torchrun leaves its workers 30 s before it kills them;
@@ -35,6 +43,8 @@ class StopSignal:
             self._asked[1].wait()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT or not self._noted:
+            _say(number)
         self._noted = True
         if number == signal.SIGINT:
             self.interrupted = True

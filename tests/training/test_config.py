@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 from mtpkit.cli.train import app
 from mtpkit.errors import UserError
-from mtpkit.training.config import TrainConfig, load_config, save_config
+from mtpkit.training.config import SECTIONS, TrainConfig, load_config, save_config
 from mtpkit.training.describe import describe_settings
 
 NEEDED = ["model=base", "output=run", "data.train=[a.txt]"]
@@ -86,6 +88,7 @@ def test_depth_weights_sum_to_one():
         ("data.train=[]", "data.train is empty"),
         ("output=", "output is empty: name a directory"),
         ("data.train={a: b}", "Cannot merge incompatible"),
+        ("data=[a.txt]", "data is a section of settings: set data.train=[FILE], and so on"),
         ("data.sequence_length=4", "data.sequence_length must be at least 5"),
         ("data.micro_batch_size=3", "data.global_batch_size 8 is not a multiple of data.micro_batch_size 3"),
         ("loss.temperature=0", "loss.temperature must be positive"),
@@ -237,3 +240,90 @@ def test_the_listing_is_a_config_of_all_defaults_with_a_comment_for_each(tmp_pat
 def test_the_script_lists_the_settings_without_a_config():
     result = CliRunner().invoke(app, ["--settings"])
     assert result.exit_code == 0 and result.output.strip() == describe_settings()
+
+
+def leaves(cls=TrainConfig, prefix=""):
+    """(key, type) of every setting."""
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name, hint
+
+
+def refusal(*arguments):
+    """What `load_config` says, on one short line; None where it takes the settings."""
+    try:
+        load_config(*arguments)
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 400, str(error)
+        return str(error)
+
+
+NUMBERS = [key for key, hint in leaves() if hint in (int, float) or {int, float} & set(get_args(hint))]
+HUGE = ["1e30", "1e300", str(10**22), str(10**400), "9" * 5000]
+
+
+@pytest.mark.parametrize("value", ["-1", ".nan", ".inf", "-.inf", *HUGE], ids=lambda value: value[:6] + str(len(value)))
+def test_every_number_has_a_range(value):
+    assert len(NUMBERS) > 25
+    for key in NUMBERS:
+        several = {"optimizer.betas": 2, "loss.depth_weights": 3}.get(key)
+        text = f"[{','.join([value] * several)}]" if several else value
+        said = refusal(None, [*NEEDED, "optimizer.min_lr=0", f"{key}={text}"])
+        assert said is not None and key in said, f"{key}={text[:20]}"
+
+
+VALUES = [
+    *("null", "[]", "{}", "[[]]", "{a: {b: c}}", "[null]", "true", "2.5", "-3", "some words", "2026-01-01"),
+    *("!!python/object:os.system {}", "&a [*a]", "*b", "${no}", "a: b: c", "'" + "x" * 5000 + "'"),
+]
+
+
+@pytest.mark.parametrize("key", ["nothing", "", *SECTIONS, *(key for key, _ in leaves())])
+def test_a_file_with_anything_at_any_key_is_read_or_refused_in_one_line(tmp_path, key):
+    path = tmp_path / "config.yaml"
+    section, _, name = key.rpartition(".")
+    for number, value in enumerate(VALUES):
+        if number % 2:
+            refusal(None, [*NEEDED, f"{key}={value}"])
+            continue
+        lines = {"model": "base", "output": "run", "data": "{train: [a.txt]}"}
+        needed = "\n  train: [a.txt]" if section == "data" and name != "train" else ""
+        lines |= {section: f"\n  {name}: {value}{needed}"} if section else {name: value}
+        path.write_text("".join(f"{line}: {text}\n" for line, text in lines.items()))
+        refusal(path)
+
+
+FILES = [
+    *(b"\xff\xfe", "steps: 3".encode("utf-16"), b"a: \x00", b"", b"null", b"5", b"- 1", b"a: &a\n  b: *a"),
+    *(b"{" * 1500, b"[" * 1500, b"a: " * 3000, b"5: 3", b"null: 3", b"[1]: 3", b"{}: {}", b"model: a\nmodel: b"),
+    *(b"%YAML 9.9\n---\na: 1", b"--- 1\n--- 2", b'a: "\\ud800"', b"steps: " + b"9" * 5000, b"? a"),
+    "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]).encode(),
+]
+
+
+@pytest.mark.parametrize("content", FILES, ids=lambda content: repr(content[:12]))
+def test_any_file_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    said = refusal(path)
+    assert said and str(path) in said
+    for place in (tmp_path, tmp_path / "none", "/dev/null/x"):
+        assert refusal(place)
+
+
+def test_what_is_missing_is_there_when_the_advice_is_followed():
+    """One message after the other, each followed by what it says, to settings that are taken."""
+    overrides = []
+    for _ in range(5):
+        said = refusal(None, overrides)
+        if said is None:
+            break
+        advice = re.search(r"set (\S+=\S+)", said)[1]
+        overrides.append(advice.replace("...", "somewhere"))
+    assert load_config(None, overrides).data.train == ("FILE",)
+    for section in SECTIONS:
+        advice = re.search(r"set (\S+=[^, ]+)", refusal(None, [*NEEDED, f"{section}=[a.txt]"]))[1]
+        load_config(None, [*NEEDED, advice])
+    assert set(SECTIONS) == {key.split(".")[0] for key, _ in leaves() if "." in key}

@@ -67,3 +67,26 @@ def test_long_runs_have_short_curves(tmp_path):
 def test_nothing_to_report(tmp_path):
     with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "train", "step": 1},
+        {"kind": "eval", "step": 1, "sources": 5},
+        {**eval_line(1), "conditional_acceptance": None},
+        {**eval_line(1), "sources": {"code": []}},
+    ],
+)
+def test_metrics_that_no_run_wrote_are_one_line(tmp_path, line):
+    with pytest.raises(UserError, match=r"metrics\.jsonl or best\.json is not as a run writes it") as error:
+        write(tmp_path, [line])
+    assert "\n" not in str(error.value) and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("best", ["{", "5", "{}", '{"iteration": "x", "acceptance_length": "y"}', "\ud800"])
+def test_a_best_that_no_run_wrote_is_one_line(tmp_path, best):
+    (tmp_path / "best.json").write_text(best, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(UserError, match=r"best\.json") as error:
+        write(tmp_path, [train_line(1)])
+    assert "\n" not in str(error.value)

@@ -23,6 +23,7 @@ from mtpkit.cli.eval import app as eval_app
 from mtpkit.data import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.training import batches, load_config, loop, train
+from mtpkit.training import metrics as metrics_log
 from mtpkit.training.loop import Trainer
 from tests.ranks import run_ranks
 from tests.training.toy import toy_model
@@ -355,6 +356,102 @@ def start(settings, *overrides, ranks=1, **pipes):
 def heed_ctrl_c():
     """A parent in the background has it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def listing(path):
+    """Everything below a directory, and what is in the files."""
+    return {str(file.relative_to(path)): file.is_file() and file.read_bytes() for file in path.rglob("*")}
+
+
+REFUSED = {
+    "a base of NaN": "step 0: held-out data",
+    "wandb": "log.wandb=heads",
+    "no fit": "cannot be fitted",
+    "loss.top_k=301": r"loss\.top_k 301 exceeds the vocabulary of .*, 300 tokens; set loss\.top_k=0",
+    "seed=10000000000000000000000": "seed must be at most 9,223,372,036,854,775,807, not 10000000000000000000000",
+    "data.sequence_length=100000": "sequence",
+    "heads.init=checkpoint": "heads.init=fresh",
+}
+
+
+@pytest.mark.parametrize("before", ["nothing", "notes", "an earlier try"])
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_run_that_is_refused_leaves_what_was_there_before(settings, tmp_path, monkeypatch, fault, before):
+    output = tmp_path / "deep" / "down" / "run"
+    if before != "nothing":
+        output.mkdir(parents=True)
+        (output / "notes.txt").write_text("mine")
+    if before == "an earlier try":
+        (output / "config.yaml").write_text("steps: 3\n")
+        (output / "metrics.jsonl").write_text('{"kind": "eval", "step": 0}\n')
+    there, overrides = listing(tmp_path), [fault] if "=" in fault else []
+    build = loop.build_with_heads
+
+    def broken(*args, **named):
+        model = build(*args, **named)
+        model.decoder.final_norm.weight.data[3] = torch.nan
+        return model
+
+    if fault in ("a base of NaN", "no fit"):
+        monkeypatch.setattr(loop, "build_with_heads", broken)
+        overrides = ["heads.init=base"] if fault == "no fit" else []
+    if fault == "wandb":
+        monkeypatch.setattr(loop, "check_wandb", lambda project: None)
+        monkeypatch.setattr(metrics_log, "_start_wandb", refuse_wandb)
+        overrides = ["log.wandb=heads"]
+    with pytest.raises(MtpkitError, match=REFUSED[fault]) as error:
+        run(settings, f"output={output}", *overrides)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    assert listing(tmp_path) == there
+
+
+def refuse_wandb(project, output, settings):
+    (output / "wandb_id.txt").write_text("id")
+    raise UserError(f"log.wandb={project}: no")
+
+
+def test_a_run_that_ends_in_its_first_step_leaves_nothing(settings, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(settings)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("link", ["loop", "loop/run", "dangling"])
+def test_an_output_behind_a_link_that_leads_nowhere_is_refused_at_once(settings, tmp_path, monkeypatch, link):
+    monkeypatch.setattr(loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    with pytest.raises(UserError, match=r"is a link that leads nowhere; set output to a directory$"):
+        run(settings, f"output={tmp_path / link}")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff\xfe\n", "is not UTF-8"),
+        (b"5\n", "line 2 is no line of a run's metrics"),
+        (b"[]\n", "line 2 is no line of a run's metrics"),
+        (b'{"kind": "train"}\n', "line 2 is no line of a run's metrics"),
+        (b'{"kind": "train", "step": "3"}\n', "line 2 is no line of a run's metrics"),
+        (b'{"kind": 3, "step": 3}\n', "line 2 is no line of a run's metrics"),
+        (b"[" * 100_000 + b"\n", "line 2 cannot be read as JSON: it is nested too deeply"),
+        (b'{"kind": "tr\n', "line 2 cannot be read as JSON"),
+    ],
+)
+def test_metrics_that_no_run_wrote_are_refused_before_the_model_is_read(settings, monkeypatch, content, says):
+    """A last line that was cut off is what a killed run leaves: `test_resuming_gives_the_same_losses_to_the_bit`."""
+    output = run(settings, "steps=2", "data.eval=[]")
+    first = (output / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0]
+    (output / "metrics.jsonl").write_bytes(first + content + first)
+    before = listing(output)
+    monkeypatch.setattr(loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late"))
+    with pytest.raises(UserError, match=f"metrics.jsonl.*{says}") as error:
+        run(settings, "data.eval=[]")
+    assert "\n" not in str(error.value) and listing(output) == before
 
 
 def train_rank(rank, overrides):

@@ -42,3 +42,14 @@ def test_ctrl_c_while_another_handler_is_restored_is_pythons_own(handlers, monke
     with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
         interrupt_before(monkeypatch, signal.SIGTERM)
     assert not stop.interrupted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_each_signal_is_answered_once(handlers, capfd):
+    with pytest.raises(KeyboardInterrupt), StopSignal():
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        said = capfd.readouterr().err.split("\n")
+        signal.raise_signal(signal.SIGINT)
+    first, second = filter(None, said)
+    assert first == "mtpkit: the run saves and ends after this step"
+    assert second == f"{first}; a second Ctrl-C ends it at once"
