@@ -266,10 +266,10 @@ class TrainConfig:
             value = self._get(key)
             if value < smallest:
                 yield f"{key} must be at least {smallest}, not {shown(value)}"
-        for key, smallest in {"loss.temperature": 1e-3, "optimizer.lr": 1e-30, "optimizer.eps": 1e-30}.items():
+        for key, above in {"loss.temperature": 1e-3, "optimizer.lr": 1e-30, "optimizer.eps": 1e-30}.items():
             value = self._get(key)
-            if value < smallest:
-                yield f"{key} must be {'positive' if value <= 0 else f'at least {smallest}'}, not {value}"
+            if value < above:
+                yield f"{key} must be {'positive' if value <= 0 else f'at least {above}'}, not {value}"
         if not self.output:
             yield "output is empty: name a directory"
         if not data.train:
