@@ -99,7 +99,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value == value  # NaN equals nothing
+    if type(value) is int:
+        return abs(value) <= 2**53  # all of which a float holds; torch takes none beyond 64 bits
+    return type(value) is float and value == value  # NaN equals nothing
 
 
 VALUES: dict[Any, tuple[str, Callable[[Any], bool]]] = {

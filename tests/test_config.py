@@ -50,6 +50,7 @@ VALUES = vars(toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, mo
         (dict(vocab_size=64.5), ["vocab_size", "64.5"]),
         (dict(layernorm_epsilon="x"), ["layernorm_epsilon 'x' is not a number"]),
         (dict(init_std=float("nan")), ["init_std nan is not a number"]),
+        (dict(rotary_base=10**30), ["rotary_base 1000000000000000000000000000000 is not a number"]),
         (dict(tie_word_embeddings=1), ["tie_word_embeddings 1 is not true or false"]),
         (dict(bos_token_id="<s>"), ["bos_token_id '<s>' is not a whole number, or nothing"]),
         (dict(eos_token_ids=("</s>",)), ["eos_token_ids ('</s>',) is not whole numbers"]),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mtpkit.data.chat import SampleError, render_prompt, require_template
+from mtpkit.data.documents import describe
 from mtpkit.data.rows import read_rows
 from mtpkit.data.samples import NAMING, Columns, lacking, read_messages, read_text_column
 from mtpkit.data.sources import find_files
@@ -64,7 +65,10 @@ def read_prompts(
             except SampleError as error:
                 refused.append((name, str(error)))
     if not prompts:
-        raise UserError("data: no prompts: every text, prompt or conversation is empty or refused; check the columns")
+        first = f", the first is {describe(*refused[0])}" if refused else ""
+        raise UserError(
+            f"data: no prompts: every text, prompt or conversation is empty or refused{first}; check the columns"
+        )
     if prompt_length is not None and not texts:
         logger.warning("the prompt length has no effect: no text is cut, all rows have prompts or messages")
     return prompts, refused

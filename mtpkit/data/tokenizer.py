@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpkit.errors import UserError
+from mtpkit.files import is_there, require_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json")
+BESIDE = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""What transformers reads besides, where it is there."""
 
 
 def lacks_vocabulary(directory: Path) -> str:
@@ -30,12 +33,17 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"model directory {directory} does not exist")
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if not any(is_there(directory / name) for name in TOKENIZER_FILES):
         raise UserError(f"{directory} has no tokenizer; copy its tokenizer.json and tokenizer_config.json there")
+    for name in (*TOKENIZER_FILES, *BESIDE):
+        if is_there(directory / name):
+            require_file(directory / name)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of a wrong type are read only now
+        return tokenizer
     except Exception as error:  # transformers raises whatever its readers do
         raise UserError(
             lacks_vocabulary(directory) or f"the tokenizer in {directory} cannot be read: {error}"

@@ -194,7 +194,7 @@ def test_rows_without_the_column_say_what_they_have(tmp_path, tokenizer_dir) -> 
         ('{"body": "the cat"}\n', {}, "a.jsonl:1 has the columns body, but none of 'messages', 'prompt' and 'text'"),
         ('{"body": "the cat"}\n', {}, r"name the ones to use \(--text-column and the like; data\.text_column=\.\. in"),
         ('{"prompt": 3}\n', {}, "column 'prompt' holds int, not text"),
-        ('{"prompt": ""}\n', {}, "no prompts: every text"),
+        ('{"prompt": ""}\n', {}, r"no prompts: every text, .*, the first is .*a.jsonl:1 \(empty text\); check"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, "no chat template"),
     ],
 )
