@@ -132,6 +132,21 @@ def test_acceptance_is_that_of_drafts_made_for_the_step(order, ahead):
     assert stats.conditional_acceptance == [float(depth < deepest) for depth in range(3)]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_k_is_chosen_for_the_rows_that_decode(ahead):
+    """Not for those whose prompts are computed yet, nor for those that surely end with the step under way."""
+    engine = fake_engine(
+        HashModel(), num_speculative_tokens=2, max_num_batched_tokens=12, async_scheduling=ahead, num_blocks=400
+    )
+    chosen, decoded, launch = [], [], engine._launch
+    engine.speculation.choose = lambda rows: chosen.append(rows) or 2
+    engine._launch = lambda plan: decoded.append(plan.num_decode_rows) or launch(plan)
+    for length, max_tokens in ((2, 20), (30, 9), (3, 9), (2, 1)):
+        engine.add_request([1] * length, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+    run(engine)
+    assert chosen == [rows for rows in decoded if rows] and {1, 3} <= set(chosen)
+
+
 @pytest.mark.parametrize("patience", [2.0, 0.01])
 def test_the_engine_measures_every_size_and_k(monkeypatch, patience):
     """What it chooses follows from the times of the size that a step has."""
@@ -154,6 +169,21 @@ def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(llm.engine, "_execute", watch)
     assert llm.engine._time_step(4, 1, 3) > 0
     assert set(seen) == {(4, 1, 8)} and len(seen) == 4
+
+
+def test_expected_length_is_that_of_drafts_in_a_row():
+    policy = AdaptiveSpeculation(CHEAP)
+    assert [policy.expected_length(k) for k in range(4)] == pytest.approx([1, 1.7, 1.7 + 0.49, 1.7 + 0.49 + 0.343])
+
+
+def test_nothing_is_probed_at_first_and_a_hair_is_no_gain():
+    """The first probe comes when its turn is, and K stays where a larger one promises less than a hundredth more."""
+    dear = {(1, k): 1.0 + 10 * k for k in range(3)}
+    policy = AdaptiveSpeculation(dear)
+    assert [policy.choose(1) for _ in range(300)] == [0] * 255 + [1, 1] + [0] * 43
+    hair = 1.7 / 1.005  # K = 1 is faster by half a percent
+    assert AdaptiveSpeculation({(1, 0): 1.0, (1, 1): hair}).choose(1) == 0
+    assert AdaptiveSpeculation({(1, 0): 1.0, (1, 1): hair / 1.01}).choose(1) == 1
 
 
 def test_batch_sizes_are_apart():

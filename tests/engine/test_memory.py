@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mtpkit.engine import memory
 from mtpkit.engine.memory import plan_memory
 from mtpkit.errors import UserError
 from mtpkit.model.inputs import ReplayCache
-from tests.engine.tiny import generate, greedy, make_llm, tiny_model
+from tests.engine.tiny import VOCAB_SIZE, generate, greedy, make_llm, tiny_model
 
 
 def test_plan_counts_what_is_allocated():
@@ -61,6 +62,54 @@ def test_null_rows_are_memory_but_no_requests():
     assert plan.kv_bytes == 201 * plan.block_bytes and plan.state_bytes == 8 * plan.slot_bytes
     drawn = llm.engine.slots.draft_probs[0]
     assert plan.slot_bytes == llm.engine.layout.slot_bytes + drawn.nbytes
+
+
+def plan_of(llm, num_blocks=None, device="cpu", utilization=0.9, **changes):
+    config = replace(llm.engine.config, **changes)
+    model = llm.model.mtpkit_config
+    return plan_memory(model, llm.engine.layout, config, torch.device(device), utilization, num_blocks)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_blocks_are_what_the_state_leaves(monkeypatch, graphs):
+    """To the byte; the null block is one of them, and one request of full length must fit."""
+    llm = make_llm(tiny_model(), 3)
+    whole = plan_of(llm, 200)
+    one = whole.blocks_for(128)
+    for blocks in (one, one + 1, 3 * one, 8 * one, 8 * one + 5):
+        needed = whole.state_bytes + (blocks + graphs) * whole.block_bytes
+        monkeypatch.setattr(memory, "_CPU_CACHE_BYTES", needed + whole.block_bytes - 1)
+        assert plan_of(llm, graphs=graphs).num_blocks == min(blocks, 8 * one)
+        monkeypatch.setattr(memory, "_CPU_CACHE_BYTES", needed)
+        assert plan_of(llm, graphs=graphs).num_blocks == min(blocks, 8 * one)
+    monkeypatch.setattr(memory, "_CPU_CACHE_BYTES", whole.state_bytes + (one + graphs) * whole.block_bytes - 1)
+    with pytest.raises(UserError, match="one request of max_model_len 128 needs"):
+        plan_of(llm, graphs=graphs)
+    assert plan_of(llm, 200, graphs=graphs).num_blocks == 200  # as many as asked for, whatever is the default
+
+
+def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
+    """Of all decode tokens in the largest eager step, or in a graph, beside the activations of the tokens."""
+    llm = make_llm(tiny_model(), 3)
+    logits = VOCAB_SIZE * (4 + 4)
+    eager, graphed = (plan_of(llm, 200, graphs=graphs) for graphs in (False, True))
+    assert eager.graphs == 0 and eager.activations - graphed.activations == 3 * 8 * logits
+    assert graphed.graphs == plan_of(llm, 200, max_num_batched_tokens=4 * 8).activations
+    tokens = [plan_of(llm, 200, max_num_batched_tokens=count).activations - 4 * 8 * logits for count in (100, 50)]
+    assert tokens[0] == 2 * tokens[1] > 100 * 4 * 48  # at least the widest activation of each token
+
+
+def test_a_gpu_is_divided_without_one(monkeypatch):
+    """What the caching allocator holds without using it is free; activations and graphs come off the share."""
+    llm, gb = make_llm(tiny_model(), 3), 10**9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * gb, 10 * gb))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gb)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: gb // 2)
+    for graphs in (False, True):
+        plan = plan_of(llm, device="cuda", utilization=0.8, graphs=graphs, max_model_len=10**7, max_num_seqs=800)
+        assert (plan.total, plan.in_use) == (10 * gb, 2 * gb + gb // 2)
+        left = 8 * gb - plan.in_use - plan.activations - plan.graphs - plan.state_bytes
+        assert plan.num_blocks == left // plan.block_bytes - graphs and 0 <= left - plan.kv_bytes < plan.block_bytes
 
 
 @pytest.mark.gpu
