@@ -87,11 +87,11 @@ def test_rows_whose_drafts_were_not_made_for_the_step_say_nothing():
     """Neither those that verified no fresh draft, nor of depths beyond those that they had fresh."""
     mixed, plain = AdaptiveSpeculation(CHEAP), AdaptiveSpeculation(CHEAP)
     for _ in range(20):
-        mixed.observe([0, 3, 0, 2, 0], [0, 3, 0, 3, 0])
+        mixed.observe([0, 0, 3, 2, 0], [0, 0, 3, 3, 0])
         plain.observe([3, 2], [3, 3])
     assert mixed.rates == plain.rates and plain.rates[0] > 0.97
     shallow = AdaptiveSpeculation(CHEAP)
-    shallow.observe([1, 3, 0], [1, 3, 1])
+    shallow.observe([1, 0, 3], [1, 1, 3])
     assert shallow.rates == pytest.approx([(0.99 * 2.8 + 2) / (0.99 * 4 + 3), *[(0.99 * 2.8 + 1) / (0.99 * 4 + 1)] * 2])
 
 

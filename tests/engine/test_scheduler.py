@@ -138,6 +138,48 @@ def test_commit_releases_every_block_that_a_rewind_emptied(block_size):
             assert len(request.block_table) == -(-request.num_computed // block_size)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_rows_that_sample_have_room_for_what_the_drafts_write(k, ahead):
+    """Depths 2 .. K write at the K - 1 positions after a step's last: after a prompt's end, too."""
+    engine = fake_engine(
+        MODEL, num_blocks=60, block_size=2, num_speculative_tokens=k, max_num_batched_tokens=9, async_scheduling=ahead
+    )
+    launch, seen = engine._launch, []
+
+    def watch(plan):
+        for row in plan.rows:
+            steps_before = row.request.in_flight - row.emits if plan.num_decode_rows else 0
+            written = row.start + steps_before * (1 + k) + row.length + (k - 1 if row.samples else 0)
+            assert len(row.request.block_table) * 2 >= written
+            seen.append((row.samples, plan.num_decode_rows > 0))
+        return launch(plan)
+
+    engine._launch = watch
+    for length in (1, 2, 5, 12):
+        engine.add_request([1] * length, GREEDY)
+    run(engine)
+    assert {(True, True), (True, False), (False, False)} <= set(seen)
+
+
+@pytest.mark.parametrize("k, budget", [(0, 5), (2, 7), (2, 12), (3, 9)])
+def test_a_step_has_at_most_the_tokens_of_the_budget(k, budget):
+    """Of decode rows, chunks that go on and chunks that begin; and as many as there are."""
+    engine = fake_engine(MODEL, num_blocks=200, num_speculative_tokens=k, max_num_batched_tokens=budget)
+    plan, sizes = engine.scheduler.plan, []
+
+    def watch():
+        plans = plan()
+        sizes.append(sum(row.length for one in plans for row in one.rows))
+        return plans
+
+    engine.scheduler.plan = watch
+    for length in (3, 11, 1, 2, 2, 6, 1, 9):
+        engine.add_request([1] * length, GREEDY)
+    run(engine)
+    assert max(sizes) == budget
+
+
 def test_chunks_follow_the_budget_and_decode_rows_come_first():
     engine = fake_engine(MODEL, num_speculative_tokens=2, max_num_batched_tokens=7)
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=30))
