@@ -104,17 +104,17 @@ def find_companions(directory: Path | str) -> Path:
     return next((place for place in _beside(directory) if any(is_there(place / mark) for mark in marks)), directory)
 
 
-def end_token_ids(directory: Path | str) -> frozenset[int]:
+def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
     """What the generation settings in a directory call the end of a sequence; none where there are no settings.
 
     Raises:
-        UserError: the settings cannot be read, or have something else than token ids there.
+        UserError: the settings cannot be read, or have something else there than ids of a vocabulary of that size.
     """
     settings = Path(directory) / "generation_config.json"
     found = as_token_ids(read_json(settings).get("eos_token_id")) if is_there(settings) else ()
-    odd = [shown(token) for token in found if type(token) is not int or not 0 <= token < 2**31]
+    odd = [shown(token) for token in found if type(token) is not int or not 0 <= token < vocab_size]
     if odd:
-        raise UserError(f"{settings}: eos_token_id {listed(odd, width=120)} is not a token id")
+        raise UserError(f"{settings}: eos_token_id {listed(odd, width=120)} is none of the {vocab_size} token ids")
     return frozenset(found)
 
 

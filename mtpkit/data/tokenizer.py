@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.files import is_there, require_file
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of a wrong type are read only now
         return tokenizer
     except Exception as error:  # transformers raises whatever its readers do
+        reason = listed([" ".join(str(error).split())])
         raise UserError(
-            lacks_vocabulary(directory) or f"the tokenizer in {directory} cannot be read: {error}"
+            lacks_vocabulary(directory) or f"the tokenizer in {directory} cannot be read: {reason}"
         ) from error
 
 

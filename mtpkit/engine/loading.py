@@ -61,7 +61,8 @@ def open_model(
     beside = find_companions(model)
     if tokenizer is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
         tokenizer = load_tokenizer(beside)
-    return loaded, tokenizer, sorted(_end_tokens(loaded, tokenizer) | end_token_ids(beside))
+    vocab_size = loaded.mtpkit_config.vocab_size
+    return loaded, tokenizer, sorted(_end_tokens(loaded, tokenizer) | end_token_ids(beside, vocab_size))
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

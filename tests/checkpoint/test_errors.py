@@ -220,7 +220,7 @@ def test_exports_that_have_no_place_in_the_family(tmp_path):
 @pytest.mark.parametrize(
     ("place", "file", "read"),
     [
-        ("hf", "generation_config.json", end_token_ids),
+        ("hf", "generation_config.json", lambda directory: end_token_ids(directory, 96)),
         ("hf", "config.json", load_config),
         ("hf", "model.safetensors.index.json", load_model),
         ("megatron", "mtpkit.json", load_config),

@@ -165,14 +165,14 @@ def test_tracker_files(tmp_path, content):
         assert outcome(action, str(tracker))
 
 
-@pytest.mark.parametrize("value", ["2", -1, 1.5, True, HUGE, [1, None], [[2]], {"id": 2}, [1, "x"]])
+@pytest.mark.parametrize("value", ["2", -1, 40, 1.5, True, HUGE, [1, None], [[2]], {"id": 2}, [1, "x"]])
 def test_generation_settings(tmp_path, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id .* is not a token id"):
-        end_token_ids(tmp_path)
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id .* is none of the 40 token ids"):
+        end_token_ids(tmp_path, 40)
 
 
 @pytest.mark.parametrize(("value", "ids"), [(None, set()), (3, {3}), ([3, 5], {3, 5}), ([], set())])
 def test_generation_settings_that_are_right(tmp_path, value, ids):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    assert end_token_ids(tmp_path) == ids
+    assert end_token_ids(tmp_path, 40) == ids

@@ -21,6 +21,7 @@ from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.layout import open_weights
 from mtpkit.checkpoint.megatron import COMMON_STATE
 from mtpkit.checkpoint.verify import compare_weights
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.checkpoint.builders import GOLDEN, write_megatron_copy
@@ -361,3 +362,21 @@ def test_a_link_to_a_directory_is_written_through(hf_dir, tmp_path):
 def test_a_hole_would_show():
     """What the test of overlapping pieces relies on."""
     assert math.isnan(torch.empty(2, 2)[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("tokenizer_config.json", "model_max_length", "long"),
+        ("tokenizer_config.json", "model_max_length", [1]),
+        ("tokenizer_config.json", "tokenizer_class", 3),
+        ("tokenizer.json", "version", "x" * 10**5),
+        ("tokenizer.json", "model", None),
+        ("tokenizer.json", "added_tokens", {}),
+    ],
+)
+def test_tokenizers_that_cannot_be_read(tokenizer_dir, tmp_path, file, key, value):
+    shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer" / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    refused(lambda: load_tokenizer(tmp_path / "tokenizer"), str(tmp_path / "tokenizer"))
