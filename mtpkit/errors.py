@@ -51,6 +51,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__name__}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural but for one.
+
+    >>> counted(2000, "answer")
+    '2,000 answers'
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def raise_problems(what: object, found: Sequence[str]) -> None:
     """One error for all problems of an object.
 

@@ -26,6 +26,11 @@ def changed(value: Any) -> Iterator[tuple[str, Any]]:
         yield "more", {**value, "more": 1}
 
 
+def cases(whole: str) -> list[tuple[str, bytes]]:
+    """What was done to the text of an object, and what the file holds then."""
+    return [*((what, json.dumps(value).encode()) for what, value in changed(json.loads(whole))), *texts(whole)]
+
+
 def texts(whole: str) -> Iterator[tuple[str, bytes]]:
     """The text cut off, in other encodings, and what is no object."""
     for end in range(0, len(whole.rstrip()) - 1, max(1, len(whole) // 40)):

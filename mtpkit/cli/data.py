@@ -146,6 +146,7 @@ def regenerate(
     from mtpkit.data.regenerate import regenerate as answer_prompts
     from mtpkit.data.tokenizer import fingerprint
     from mtpkit.engine import LLM, SamplingParams
+    from mtpkit.errors import counted
 
     _check_file(output, force)
     sampling: dict[str, Any] = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
@@ -167,7 +168,7 @@ def regenerate(
     prepared = output.with_name(f"{output.stem}-prepared")
     command = ["mtpkit", "data", "prepare", "--model", find_companions(model), "--data", output, "--output", prepared]
     command += [] if chat_template is None else ["--chat-template", chat_template]
-    print(f"wrote {output}: {count:,} answers; prepare them with {shlex.join(map(str, command))}")
+    print(f"wrote {output}: {counted(count, 'answer')}; prepare them with {shlex.join(map(str, command))}")
 
 
 @app.command(cls=options.Command)

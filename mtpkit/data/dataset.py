@@ -196,6 +196,11 @@ class PackedDataset:
         for start in range(0, len(rows), size):
             yield self.batch(rows[start : start + size])
 
+    def _source_of(self, row: int) -> str:
+        """The name of the source that a sequence is of."""
+        ends = np.cumsum([counts.num_sequences for counts in self.counts])
+        return self.counts[int(np.searchsorted(ends, row, side="right"))].name
+
     def _read(self, row: int) -> list[np.ndarray]:
         """Token ids, loss mask and document lengths of a sequence.
 
@@ -208,15 +213,15 @@ class PackedDataset:
         ids, mask, lengths = (values.to_numpy(zero_copy_only=False) for values in columns)
         if not len(mask) == len(ids) == lengths.sum() <= self.sequence_length or (len(lengths) and lengths.min() < 1):
             raise UserError(
-                f"data: prepared data is damaged: sequence {row} has {len(ids)} tokens, a loss mask of {len(mask)}, "
-                f"documents of {lengths.sum()} and at most {self.sequence_length}; prepare the data again"
+                f"data: {self._source_of(row)} is damaged: sequence {row} has {len(ids)} tokens, a loss mask of "
+                f"{len(mask)}, documents of {lengths.sum()} and at most {self.sequence_length}; prepare the data again"
             )
         vocab_size = np.inf if self._vocab_size is None else self._vocab_size
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
             wrong = ids.min() if ids.min() < 0 else ids.max()
             raise UserError(
-                f"data: prepared data is damaged: sequence {row} has token {wrong}, which the model does not have; "
-                "prepare the data again"
+                f"data: {self._source_of(row)} is damaged: sequence {row} has token {wrong}, which the model does not "
+                "have; prepare the data again"
             )
         return [ids, mask, lengths]
 

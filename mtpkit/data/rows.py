@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import UserError, counted, listed
 from mtpkit.files import parse_json, read_text
 
 Row = dict[str, Any]
@@ -128,7 +128,7 @@ def _read_csv(file: Path) -> Numbered:
             elif cells and header is not None:
                 if len(cells) != len(header):
                     raise UserError(
-                        f"data: {file}:{number} has {len(cells)} cells, but the header has {len(header)}; "
+                        f"data: {file}:{number} has {counted(len(cells), 'cell')}, but the header has {len(header)}; "
                         "put cells with separators or line breaks in quotes"
                     )
                 yield number, {key: cell or None for key, cell in zip(header, cells, strict=True)}

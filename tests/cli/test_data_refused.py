@@ -75,7 +75,7 @@ def contents(generated: dict) -> dict[str, tuple[bytes, str]]:
         "list.jsonl": (b"[1]\n", "list.jsonl:1 is not an object"),
         "cut.parquet": (whole[:-9], "cut.parquet cannot be read as parquet"),
         "no.parquet": (b"text", "no.parquet cannot be read as parquet"),
-        "ragged.csv": (b"text,n\na\n", "ragged.csv:2 has 1 cells"),
+        "ragged.csv": (b"text,n\na\n", "ragged.csv:2 has 1 cell,"),
         "data.bin": (b"text", "data.bin is of a kind that is not known"),
         "data.csv.gz": (b"text", "data.csv.gz is of a kind that is not known"),
         "empty.jsonl": (b"", "empty.jsonl is empty"),

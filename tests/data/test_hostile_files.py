@@ -15,7 +15,7 @@ from mtpkit.data.draft_vocab import build_draft_vocab, load_draft_vocab
 from mtpkit.data.prompts import Prompt
 from mtpkit.data.regenerate import Answer, Journal, regenerate
 from mtpkit.errors import UserError
-from tests.mutations import changed, texts
+from tests.mutations import cases, changed, texts
 
 LENGTH = 16
 
@@ -47,9 +47,8 @@ HARMLESS = ("tokenizer_name", "source_files", "name", "num_documents", "num_left
 def test_manifests_of_prepared_data(prepared, tokenizer) -> None:
     path = prepared / "mtpkit_data.json"
     whole = path.read_text()
-    cases = [*((what, json.dumps(value).encode()) for what, value in changed(json.loads(whole))), *texts(whole)]
-    assert len(cases) > 300
-    for what, content in cases:
+    assert len(cases(whole)) > 300
+    for what, content in cases(whole):
         path.write_bytes(content)
         try:
             dataset = build_dataset([prepared], tokenizer, LENGTH)
@@ -108,7 +107,12 @@ def test_tokens_that_the_model_does_not_have(prepared, tokenizer, token) -> None
     rewrite(prepared, table.set_column(0, "input_ids", lists(ids, pa.int32())))
     dataset = build_dataset([prepared], tokenizer, LENGTH, vocab_size=300)
     assert dataset.batch([2]).token_ids.shape == (1, LENGTH)
-    refuse("token", lambda: dataset.batch([1, 3]), f"sequence 3 has token {token}", "prepare the data again")
+    refuse(
+        "token",
+        lambda: dataset.batch([1, 3]),
+        f"data: a is damaged: sequence 3 has token {token}",
+        "prepare the data again",
+    )
     refuse("token", lambda: build_draft_vocab([prepared], tokenizer, 300, 10), f"token {token}")
 
 
@@ -180,10 +184,7 @@ def test_data_files_with_other_bytes(prepared, tokenizer) -> None:
 def test_draft_vocabularies(tmp_path) -> None:
     path = tmp_path / "vocab.json"
     whole = json.dumps({"token_ids": [1, 5, 7], "vocab_size": 300, "coverage": 0.5, "files": ["a"]})
-    for what, content in (
-        *((what, json.dumps(value).encode()) for what, value in changed(json.loads(whole))),
-        *texts(whole),
-    ):
+    for what, content in cases(whole):
         path.write_bytes(content)
         for size in (300, None):
             try:
@@ -225,22 +226,24 @@ def test_journals_go_on_or_are_refused_and_kept(tmp_path) -> None:
     output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     first, answer = json.dumps(SETTINGS), ANSWER.to_json().rstrip()
     lines = [(what, json.dumps(value)) for what, value in changed(json.loads(answer))]
-    cases = [(what, f"{first}\n{line}\n{answer}\n".encode()) for what, line in lines]
-    cases += [(what, json.dumps(value).encode() + f"\n{answer}\n".encode()) for what, value in changed(SETTINGS)]
-    cases += [(what, first.encode() + b"\n" + text + b"\n" + answer.encode() + b"\n") for what, text in texts(answer)]
-    cases += [(what, text + b"\n" + answer.encode() + b"\n") for what, text in texts(first)]
-    cases += [
+    contents = [(what, f"{first}\n{line}\n{answer}\n".encode()) for what, line in lines]
+    contents += [(what, json.dumps(value).encode() + f"\n{answer}\n".encode()) for what, value in changed(SETTINGS)]
+    contents += [
+        (what, first.encode() + b"\n" + text + b"\n" + answer.encode() + b"\n") for what, text in texts(answer)
+    ]
+    contents += [(what, text + b"\n" + answer.encode() + b"\n") for what, text in texts(first)]
+    contents += [
         ("twice", f"{first}\n{answer}\n{answer}\n".encode()),
         ("foreign", b"my notes"),
         ("foreign", b"my notes\n"),
     ]
-    cases += [
+    contents += [
         ("settings of others", b'{"a": 1}\n'),
         ("UTF-16", f"{first}\n".encode("utf-16")),
         ("negative", first.encode()),
     ]
     kept = 0
-    for what, content in cases:
+    for what, content in contents:
         journal.write_bytes(content)
         output.unlink(missing_ok=True)
         try:

@@ -368,7 +368,7 @@ def test_csv_is_read_by_columns(tmp_path, tokenizer, generated) -> None:
     [
         (b"text\n", " has no rows"),
         (b"\n\n", " has no rows"),
-        (b"text,n\na,1\nb\n", ":3 has 1 cells, but the header has 2"),
+        (b"text,n\na,1\nb\n", ":3 has 1 cell, but the header has 2"),
         (b'text,n\n"a\nb",1\nb,2,3\n', ":4 has 3 cells, but the header has 2"),
         (b'text,n\na,1\n"b,2\nc,3\n', ":3 cannot be read as CSV"),
         (b'text,n\n"a"b,1\n', ":2 cannot be read as CSV"),
