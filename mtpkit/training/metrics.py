@@ -60,11 +60,11 @@ class MetricsLog:
         # disable=None: silent where stderr is not a terminal.
         disable = None if enabled else True
         if enabled:
+            self._wandb = _start_wandb(wandb, output, settings) if wandb else None  # first: it may refuse
             path = output / METRICS
             _drop_lines_after(path, first_step)
             self._file = path.open("a", encoding="utf-8")
             self._board = _tensorboard(output / "tensorboard", first_step)
-            self._wandb = _start_wandb(wandb, output, settings) if wandb else None
         self._steps = steps
         self._bar = tqdm(total=steps, initial=first_step, desc="training", unit=" steps", disable=disable)
 
