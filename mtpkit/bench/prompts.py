@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpkit.errors import UserError
-from mtpkit.files import parse_json
+from mtpkit.files import parse_json, read_text
 
 Prompt = str | list[int]
 MOST_RANDOM_TOKENS = 2**28
@@ -41,12 +41,9 @@ def read_named_prompts(path: Path, limit: int | None = None) -> list[dict[str, A
         UserError: a file that cannot be read, a line of another form, or no prompt at all.
     """
     try:
-        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # the byte order mark of other systems
-        lines = text.split("\n")  # other ends of lines may stand in a text
-    except OSError as error:
-        raise UserError(f"prompts file {path}: {error.strerror}; name a .jsonl or a text file") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompts file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        lines = read_text(path).split("\n")  # other ends of lines may stand in a text
+    except UserError as error:
+        raise UserError(f"prompts file {error}; name a .jsonl or a text file") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"prompts file {path} holds no prompts; write one a line")

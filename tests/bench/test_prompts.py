@@ -1,5 +1,6 @@
 """Prompt files: their forms, and what is wrong with others."""
 
+import os
 import re
 
 import pytest
@@ -68,12 +69,15 @@ def test_a_bad_file_is_named_with_its_line(write, content, message):
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(UserError, match=r"nothing.txt: No such file or directory; name a .jsonl or a text file"):
+    with pytest.raises(UserError, match=r"nothing.txt cannot be read: No such file or directory; name a .jsonl"):
         read_prompts(tmp_path / "nothing.txt")
-    with pytest.raises(UserError, match="Is a directory"):
+    with pytest.raises(UserError, match="it is a directory, not a file"):
         read_prompts(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe cannot be read: it is a pipe"):
+        read_prompts(tmp_path / "pipe")
     (tmp_path / "binary").write_bytes(b"ab\xff")
-    with pytest.raises(UserError, match="binary is not UTF-8 text: invalid start byte at byte 2"):
+    with pytest.raises(UserError, match="binary is not UTF-8 text: .*0xff in position 2"):
         read_prompts(tmp_path / "binary")
 
 

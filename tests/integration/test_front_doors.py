@@ -39,7 +39,11 @@ def files(tmp_path):
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
-        ("eval_speedup", "--prompts {tmp}/none.txt", "prompts file {tmp}/none.txt: No such file or directory; name a"),
+        (
+            "eval_speedup",
+            "--prompts {tmp}/none.txt",
+            "prompts file {tmp}/none.txt cannot be read: No such file or directory; name a",
+        ),
         ("eval_speedup", "--prompts {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
         ("eval_speedup", "--prompts {tmp}/one.txt --k 0 -1", "speedup: k is -1, must be 0 (no drafts) or more"),
         ("eval_speedup", "--prompts {tmp}/one.txt --temperature -1", "sampling parameters: temperature is -1.0, must"),
