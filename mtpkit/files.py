@@ -44,11 +44,11 @@ def read_text(path: Path | str) -> str:
         UserError: the file cannot be read, or is not UTF-8.
     """
     try:
-        return require_file(path).read_text(encoding="utf-8-sig")
+        return require_file(path).read_text(encoding="utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8") from error
 
 
 def parse_json(text: str | bytes, where: str) -> Any:

@@ -74,8 +74,6 @@ def evaluate(
         ignore_eos=ignore_eos,
     )
     ks = options.several_drafts(load_config(model), k, (0, 1, 2, 3))
-    if k is None and ks == (0,):
-        print(f"{model} has no MTP heads: K = 0 is measured alone", file=sys.stderr)
     config = SpeedupConfig(
         ks=ks,
         batch_sizes=tuple(batch_size),
@@ -93,6 +91,8 @@ def evaluate(
     listed = read_named_prompts(prompts, num_prompts)
     report = measure_speedup(model, listed, config, dtype)
     report.save(out)
+    if k is None and ks == (0,):
+        print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)
     print(f"the report is in {out}", file=sys.stderr)
     show(report)
     if sampling.greedy and report.dtype == "float32":

@@ -97,7 +97,7 @@ def test_sampling_options_reach_the_requests(model_dir, prompts, call, capsys, o
         (dict(mtp_num_depths=2, mtp_use_repeated_layer=False, mtp_pattern="M-"), [0, 1], None),
         (dict(mtp_num_depths=1), [0, 1], None),
         (dict(mtp_num_depths=5), [0, 1, 2, 3], None),
-        (dict(mtp_num_depths=0, mtp_pattern=""), [0], "has no MTP heads: K = 0 is measured alone"),
+        (dict(mtp_num_depths=0, mtp_pattern=""), [0], "has no MTP heads: K = 0 was measured alone"),
     ],
     ids=["distinct", "distinct mamba", "one depth", "five depths", "no heads"],
 )
