@@ -104,6 +104,29 @@ def test_walker_allows_the_order(layer: str, source: str) -> None:
     assert not violations(layer, source)
 
 
+def joined_in_errors(source: str) -> list[int]:
+    """Lines of `raise` statements that list things by `join`, however many there are."""
+    return [
+        call.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Raise)
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == "join"
+        and isinstance(call.func.value, ast.Constant)
+        and call.func.value.value.strip()
+    ]
+
+
+def test_errors_list_things_by_listed() -> None:
+    """Which cuts what would not fit a line."""
+    assert joined_in_errors("raise UserError(f\"{', '.join(names)} are missing\")") == [1]
+    assert not joined_in_errors("raise UserError(f\"{listed(names)}: {' '.join(text.split())}\")")
+    found = {path: lines for path in package_modules() if (lines := joined_in_errors(path.read_text()))}
+    assert not found, "list them by mtpkit.errors.listed"
+
+
 def test_scripts_are_thin() -> None:
     for path in scripts():
         tree = ast.parse(path.read_text())

@@ -20,7 +20,7 @@ from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, release
 from mtpkit.bench.result import Result
 from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.config import ModelConfig
-from mtpkit.errors import MtpkitError, UserError, raise_problems
+from mtpkit.errors import MtpkitError, UserError, listed, raise_problems
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
 """Relative errors that are let pass, for a glance: kernels' own tests are stricter."""
@@ -179,8 +179,8 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
     unknown = sorted(set(config.ops) - set(names))
     if unknown:
         raise UserError(
-            f"ops {', '.join(unknown)} are unknown, or not of this model with K = {config.k}; there are "
-            f"{', '.join(names)}"
+            f"ops {listed(unknown)} are unknown, or not of this model with K = {config.k}; there are "
+            f"{listed(names, most=len(names))}"
         )
     for name in names:
         if not config.ops or name in config.ops:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mtpkit.bench.plot import draw
 from mtpkit.checkpoint.atomic import staged_file, storage_errors
-from mtpkit.errors import MtpkitError
+from mtpkit.errors import MtpkitError, listed
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Report:
         if changed:
             raise MtpkitError(
                 f"drafts changed the tokens of greedy {self.dtype} decoding, in a share of the prompts of "
-                f"{'; '.join(changed)}: the speedups are of no worth until that is mended"
+                f"{listed(changed, separator='; ')}: the speedups are of no worth until that is mended"
             )
 
 

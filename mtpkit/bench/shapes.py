@@ -10,7 +10,7 @@ from mtpkit.bench.prompts import read_prompts
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
@@ -105,9 +105,7 @@ def get_config(model: str, pattern: str | None = None) -> ModelConfig:
         return SHAPES[model].replace(mtp_pattern=pattern) if pattern is not None else SHAPES[model]
     directory = _directory(model)
     if pattern is not None:
-        raise UserError(
-            f"pattern {pattern!r} is for a shape ({', '.join(SHAPES)}), not for a model directory as {model}"
-        )
+        raise UserError(f"pattern {pattern!r} is for a shape ({listed(SHAPES)}), not for a model directory as {model}")
     return load_config(directory)
 
 
@@ -170,7 +168,7 @@ def read_token_ids(path: Path, model: str) -> list[list[int]]:
 
 def _directory(model: str) -> Path:
     if not Path(model).is_dir():
-        raise UserError(f"model {model!r} is neither a shape ({', '.join(SHAPES)}) nor a model directory")
+        raise UserError(f"model {model!r} is neither a shape ({listed(SHAPES)}) nor a model directory")
     return Path(model)
 
 

@@ -17,7 +17,7 @@ from mtpkit.bench.result import Result
 from mtpkit.bench.stopwatch import Stopwatch
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedBatch
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, raise_problems
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model import build_model
 from mtpkit.model.fp8 import use_fp8_base
@@ -99,8 +99,7 @@ class TrainBenchConfig:
             wrong.append("offload moves a step's update into the next step: take warm_up of 1 or more")
         if self.cached and self.base_fp8:
             wrong.append("cached hidden states leave no base for base_fp8; take one of them")
-        if wrong:
-            raise UserError("training benchmark: " + "; ".join(wrong))
+        raise_problems("training benchmark", wrong)
 
     def settings(self, sequence_length: int, loss: LossKind, ranks: int) -> TrainConfig:
         """The trainer's, given how many data-parallel ranks there are.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpkit.config import ModelConfig, config_of_file
-from mtpkit.errors import UserError, raise_problems, shown
+from mtpkit.errors import UserError, listed, raise_problems, shown
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "vocab_size": ("padded_vocab_size", "vocab_size"),
@@ -100,7 +100,7 @@ def config_from_megatron(values: Any, where: Path | str = "Megatron config") -> 
         " or ".join(FIELDS[name]) for name in ("vocab_size", "hidden_size") if _first(values, FIELDS[name]) is None
     ]
     if missing:
-        raise UserError(f"{where}: {', '.join(missing)} is missing")
+        raise UserError(f"{where}: {listed(missing)} is missing")
     fixed = UNSUPPORTED | (MOE_FIXED if "E" in letters else {})
     problems = [
         f"{key} {shown(values[key])} is not supported, only {value!r}"

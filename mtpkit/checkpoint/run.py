@@ -46,7 +46,7 @@ from mtpkit.checkpoint.layout import (
 from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.platform import on_first_rank
 
 # Every save would advise an asynchronous writer; saves here are synchronous.
@@ -176,7 +176,7 @@ def load_checkpoint(
     shapes = _over_all_ranks({t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)})
     objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
     if objects.keys() - stored.keys():
-        raise UserError(f"{path}: missing {', '.join(sorted(objects.keys() - stored.keys()))}")
+        raise UserError(f"{path}: missing {listed(sorted(objects.keys() - stored.keys()))}")
     tensors = {key: info for key, info in stored.items() if info is not None}
     require_same_names(path, tensors, shapes, extra_ok=partial)
     try:

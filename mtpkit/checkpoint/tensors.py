@@ -137,7 +137,7 @@ def require_same_names(
     width = 240 // (sum(map(bool, kinds.values())) or 1)
     problems = [f"{len(names)} {kind}: {listed(names, width=width)}" for kind, names in kinds.items() if names]
     if problems:
-        raise UserError(f"{where}: tensors do not fit the model config; " + "; ".join(problems))
+        raise UserError(f"{where}: tensors do not fit the model config; " + listed(problems, width=400, separator="; "))
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:

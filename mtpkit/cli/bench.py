@@ -8,6 +8,7 @@ import typer
 from mtpkit.cli import options
 from mtpkit.cli.options import ListCommand
 from mtpkit.config import MOST_DRAFTS
+from mtpkit.errors import listed
 
 if TYPE_CHECKING:
     from mtpkit.bench.decode import DecodeRow
@@ -203,9 +204,7 @@ def train(
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     unknown = sorted(set(loss) - set(get_args(LossKind)))
     if unknown:
-        raise typer.BadParameter(
-            f"{', '.join(unknown)}: not among {', '.join(get_args(LossKind))}", param_hint="--loss"
-        )
+        raise typer.BadParameter(f"{listed(unknown)}: not among {listed(get_args(LossKind))}", param_hint="--loss")
     config = TrainBenchConfig(
         sequence_lengths=tuple(sequence_length),
         losses=tuple(loss),  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from typing import Any
 
 from mtpkit.engine.checks import is_list, is_whole
 from mtpkit.engine.params import SamplingParams
-from mtpkit.errors import UserError, shown
+from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
 """A text, token ids, or a dict with `prompt` (either) or `prompt_token_ids`; its `name` is for messages."""
@@ -47,7 +47,7 @@ def list_params(
         raise UserError(f"sampling_params is {shown(sampling_params)}: give SamplingParams(...), or a list of such")
     wrong = [f"[{i}] is {shown(one)}" for i, one in enumerate(sampling_params) if not isinstance(one, SamplingParams)]
     if wrong:
-        raise UserError(f"sampling_params{', '.join(wrong[:5])}: give SamplingParams(...) for each prompt")
+        raise UserError(f"sampling_params{listed(wrong)}: give SamplingParams(...) for each prompt")
     if len(sampling_params) != num_prompts:
         raise UserError(
             f"{num_prompts} prompts but {len(sampling_params)} sampling parameters: give one, or one a prompt"

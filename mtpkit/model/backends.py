@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.attention import CoreAttention
 from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mtpkit.model.layers.norm import NormColumnParallelLinear, RMSNorm
@@ -67,7 +67,7 @@ def get_backend(name: str) -> Backend:
         UserError: there is none of that name, or what it needs is not there.
     """
     if name not in BACKENDS:
-        raise UserError(f"backend {name!r} is unknown; choose one of: {', '.join(BACKENDS)}")
+        raise UserError(f"backend {name!r} is unknown; choose one of: {listed(BACKENDS)}")
     return BACKENDS[name]()
 
 

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import get_backend
 from mtpkit.model.inputs import CacheSpec
 from mtpkit.model.layers.attention import SelfAttention
@@ -59,7 +59,7 @@ def build_model(
         UserError: unknown backend, init or balance, or parallel sizes that do not fit the processes.
     """
     if init not in get_args(Init):
-        raise UserError(f"init is {init!r}, must be one of {', '.join(get_args(Init))}")
+        raise UserError(f"init is {init!r}, must be one of {listed(get_args(Init))}")
     modules = get_backend(backend)
     ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel)
     groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model.matrices import head_matrices, used_matrices
 
 Balance = Literal["memory", "time"]
@@ -41,7 +41,7 @@ def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory"
     if stages > len(pattern):
         raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
     if balance not in get_args(Balance):
-        raise UserError(f"balance is {balance!r}, must be one of {', '.join(get_args(Balance))}")
+        raise UserError(f"balance is {balance!r}, must be one of {listed(get_args(Balance))}")
     embedding, depths = config.vocab_size * config.hidden_size, config.mtp_num_depths
     if balance == "time":
         costs = [2 * used_matrices(config, letter) for letter in pattern]

@@ -125,7 +125,8 @@ def _plan(
     if before is not None:
         if differences := before.differences(now):
             raise UserError(
-                f"cache {directory} is of something else: {'; '.join(differences)}; set cache to another directory"
+                f"cache {directory} is of something else: {listed(differences, separator='; ')}; set cache to another "
+                "directory"
             )
         # Its own sizes of shards, which may have been made for other settings.
         splits = {split.name: split for split in (*now.splits, *before.splits)}

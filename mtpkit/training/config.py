@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from mtpkit.checkpoint.atomic import write_file
-from mtpkit.errors import UserError, raise_problems, shown
+from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import read_text
 from mtpkit.model.stages import Balance
 from mtpkit.training.loss import LossKind
@@ -357,7 +357,7 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
 
     malformed = [override for override in overrides if "=" not in override]
     if malformed:
-        raise UserError(f"overrides must be key=value, such as steps=100, not {', '.join(malformed)}")
+        raise UserError(f"overrides must be key=value, such as steps=100, not {listed(malformed)}")
     try:
         text = quote_patterns(read_text(path)) if path is not None else "{}"
         if _size(yaml.compose(text)) > MOST_VALUES:
@@ -424,7 +424,7 @@ def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) 
         else:
             good = tried
     if problems:
-        raise UserError("; ".join(problems))
+        raise UserError(listed(problems, width=1000, separator="; "))
     return merged
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from mtpkit.errors import MtpkitError
+from mtpkit.errors import MtpkitError, listed
 
 HEAD_PREFIX = "mtp."
 
@@ -40,7 +40,7 @@ def check_unchanged(model: nn.Module, before: dict[str, int]) -> None:
     after = fingerprint(model)
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
-        raise MtpkitError(f"training changed tensors of the frozen base: {', '.join(changed)}")
+        raise MtpkitError(f"training changed tensors of the frozen base: {listed(changed)}")
 
 
 def _is_frozen(name: str, tensor: object) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedBatch
-from mtpkit.errors import UserError
+from mtpkit.errors import raise_problems
 from mtpkit.training.config import ParallelConfig
 
 SPLIT_BY_TENSOR = {
@@ -46,9 +46,7 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
     Raises:
         UserError: it cannot; names every setting and what it may be.
     """
-    problems = list(_problems(parallel, model))
-    if problems:
-        raise UserError("parallel: " + "; ".join(problems))
+    raise_problems("parallel", list(_problems(parallel, model)))
 
 
 def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:

@@ -30,7 +30,7 @@ from mtpkit.checkpoint.atomic import check_writable, storage_errors, write_file
 from mtpkit.checkpoint.layout import OWN_CONFIG, iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model.fp8 import is_fp8
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
@@ -214,7 +214,8 @@ class RunDirectory:
         changed = [text for text in changed if text.split(" ", 1)[0] not in MAY_CHANGE]
         if changed:
             raise UserError(
-                f"output {self.path} holds a run of other settings: {'; '.join(changed)}; set another output"
+                f"output {self.path} holds a run of other settings: {listed(changed, separator='; ')}; set another "
+                "output"
             )
         if self.iteration > self._config.steps:  # type: ignore[operator]
             raise UserError(

@@ -144,7 +144,7 @@ def says(line: str, parameter: Parameter, value: str = "") -> bool:
     """Whether an error names the parameter, or the path that it was given."""
     names = (parameter.name, parameter.name.upper(), parameter.flag.replace("-", "_") or parameter.name)
     normal = re.sub("[^a-zA-Z]", "_", line)
-    return any(f"_{name}_" in normal for name in names) or bool(value and value[:80] in line)
+    return any(f"_{name}_" in normal for name in names) or bool(value and value.split("/")[0][:80] in line)
 
 
 def test_all_commands_look_at_their_values() -> None:
@@ -169,8 +169,6 @@ def test_empty_texts(parameter, attempt):
 @pytest.mark.parametrize("parameter", [*PATHS, *(one for one in TEXTS if one.flag in ("--model", "--data"))], ids=str)
 def test_paths_in_circles_and_too_long_ones(parameter, attempt):
     for value in ("loop", LOOP, LONG):
-        if (str(parameter), value) == ("data prepare --data", LONG):
-            continue
         code, line = attempt(parameter, value)
         assert code == 2 and says(line, parameter, value), line
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from mtpkit.checkpoint.families import nemotron_h
 from mtpkit.checkpoint.families.table import Table
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError, shown
+from mtpkit.errors import UserError, listed, shown
 
 
 class Family(Protocol):
@@ -36,7 +36,7 @@ def get_family(name: Any, where: Path | str = "model config", key: str = "family
         UserError: there is none; names those that exist.
     """
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"{where}: {key} {shown(name)} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        raise UserError(f"{where}: {key} {shown(name)} is not supported; supported: {listed(sorted(FAMILIES))}")
     return FAMILIES[name]
 
 

@@ -190,7 +190,7 @@ def _read_pattern(hf: dict[str, Any], where: Path | str, letters_key: str, block
     unknown = [shown(block) for block in blocks if not isinstance(block, str) or block not in BLOCK_TYPES]
     if unknown:
         odd = listed(dict.fromkeys(unknown), width=120)
-        raise UserError(f"{where}: {blocks_key} has unknown layers {odd}; known: {', '.join(BLOCK_TYPES)}")
+        raise UserError(f"{where}: {blocks_key} has unknown layers {odd}; known: {listed(BLOCK_TYPES)}")
     return "".join(BLOCK_TYPES[block] for block in blocks)
 
 
@@ -312,4 +312,4 @@ def _require_representable(config: ModelConfig) -> None:
     if "E" in config.pattern + config.mtp_pattern and not config.moe_shared_expert_intermediate_size:
         problems.append("experts without a shared expert")
     if problems:
-        raise UserError(f"a nemotron_h config.json cannot express: {', '.join(problems)}")
+        raise UserError(f"a nemotron_h config.json cannot express: {listed(problems)}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 
 
 class Transform(Protocol):
@@ -141,7 +141,7 @@ class MappedTensors:
         inputs = [self._source.tensors[name] for name in step.inputs]
         dtypes = {info.dtype for info in inputs}
         if len(dtypes) > 1:
-            raise UserError(f"{', '.join(step.inputs)}: must be of one dtype to be joined, found {dtypes}")
+            raise UserError(f"{listed(step.inputs)}: must be of one dtype to be joined, found {dtypes}")
         blanks = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in inputs]
         for name, blank in zip(step.outputs, step.convert(blanks), strict=True):
             yield name, TensorInfo(tuple(blank.shape), blank.dtype)

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.linear import AddsToResidual
 from mtpkit.model.layers.norm import ACTIVATIONS
 
@@ -142,9 +142,7 @@ def check_fp8(model: Any) -> None:
         and any(size % 16 for size in module.weight.shape)
     ]
     if odd:
-        raise UserError(
-            f"fp8 needs matrices whose sizes are multiples of 16, unlike {', '.join(odd)}; set base_fp8=false"
-        )
+        raise UserError(f"fp8 needs matrices whose sizes are multiples of 16, unlike {listed(odd)}; set base_fp8=false")
 
 
 @contextmanager
