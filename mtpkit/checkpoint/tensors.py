@@ -86,6 +86,8 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if not tensor.numel():
         return True
+    if tensor.dtype not in FLOATS:  # no weight, but bitwise comparisons read it, too
+        tensor = tensor.to(torch.float64)
     low, high = (bound.item() for bound in tensor.aminmax())
     return low >= -_LARGEST and high <= _LARGEST
 

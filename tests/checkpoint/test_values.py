@@ -190,3 +190,11 @@ def test_a_comparison_by_the_command_fails(hf_dir, tmp_path, capsys):
     assert convert("verify", tmp_path / "nan", tmp_path / "nan") == 1
     assert "1 hold NaN or infinity: output_layer.weight" in capsys.readouterr().out
     assert json.loads((tmp_path / "nan" / "mtpkit.json").read_text())["family"] == "nemotron_h"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8, torch.int64])
+def test_tensors_of_any_dtype_are_compared(hf_dir, tmp_path, dtype):
+    write_megatron_copy(hf_dir, tmp_path / "megatron", stored_as(dtype, *MEGATRON_NAMES))
+    assert compare_weights(tmp_path / "megatron", tmp_path / "megatron").identical
+    different = compare_weights(hf_dir, tmp_path / "megatron").different
+    assert [name.split(" ")[0] for name in different] == sorted(MEGATRON_NAMES, reverse=True)
