@@ -303,7 +303,7 @@ def test_a_common_state_runs_nothing(tmp_path):
     (tmp_path / "run" / "mtpkit.json").unlink()
     refused(lambda: load_config(tmp_path / "run"), ".distcp")
     torch.save(Harm(tmp_path / "harm"), tmp_path / "run" / "iter_0000003" / "common.pt")
-    refused(lambda: load_config(tmp_path / "run"), "common.pt")
+    refused(lambda: load_config(tmp_path / "run"), "common.pt", "something else than tensors and plain values")
     assert not (tmp_path / "harm").exists()
 
 
