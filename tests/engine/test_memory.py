@@ -39,6 +39,15 @@ def test_as_many_requests_fit_as_it_says():
         assert (llm.stats().preemptions > 0) == (count > fits)
 
 
+def test_a_request_needs_room_for_what_a_step_reserves_ahead():
+    """One token without drafts, 2K with them."""
+    plan = make_llm(tiny_model(), 0).memory_plan
+    assert [plan.blocks_for(tokens) for tokens in (7, 8, 15, 16)] == [1, 2, 2, 3]
+    ahead = replace(plan, lookahead=6)
+    assert [ahead.blocks_for(tokens) for tokens in (2, 3, 10, 11)] == [1, 2, 2, 3]
+    assert make_llm(tiny_model(), 3).memory_plan.lookahead == 6
+
+
 def test_what_cannot_fit_is_refused_with_the_numbers():
     engine = make_llm(tiny_model(), 1).engine
     with pytest.raises(UserError, match=r"GB are left for caches.*max_model_len 2000000000 needs"):

@@ -8,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mtpkit.engine import SamplingParams
+from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import UserError
 from tests.engine.fakes import HashModel, fake_engine, run
 
@@ -120,6 +121,20 @@ def test_preempted_requests_resume_with_the_same_output(k, ahead):
     assert sum(finished[i].stats.preemptions for i in ids) == engine.stats().preemptions
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert finished[request_id].outputs[0].token_ids == MODEL.decode(prompt, GREEDY)
+
+
+def test_statistics_begin_anew_after_a_reset():
+    engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=3)
+    for _ in range(2):
+        for length in (3, 2, 4, 1):
+            engine.add_request([1] * length, GREEDY)
+        run(engine)
+        stats = engine.stats()
+        assert stats.preemptions and stats.generated_tokens == 48 and stats.seconds and stats.acceptance.steps
+        engine.reset_stats()
+        stats = engine.stats()
+        assert (stats.preemptions, stats.generated_tokens, stats.seconds) == (0, 0, 0)
+        assert stats.acceptance == AcceptanceStats.for_depths(3)
 
 
 def test_the_oldest_request_is_never_preempted():
@@ -253,6 +268,7 @@ def test_stop_tokens_end_the_output_among_accepted_drafts():
         ({}, [], 4, "prompt is empty"),
         ({"max_model_len": 10}, [1] * 7, 4, "7 prompt tokens . max_tokens 4 exceed max_model_len 10"),
         ({"num_blocks": 4}, [1] * 8, 8, "need 5 blocks of 4, the cache has 4"),
+        ({"num_blocks": 4}, [1] * 8, 7, "need 5 blocks of 4, the cache has 4"),
         ({}, [99], 4, r"tokens \[99\] are outside the vocabulary of 11"),
     ],
 )
