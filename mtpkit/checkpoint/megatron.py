@@ -41,6 +41,8 @@ from mtpkit.files import is_there, require_file
 
 # torch says so whenever it runs without a process group, which is how this module means it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+# Nor is it of interest how a file was pickled from which nothing but plain values is taken.
+warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 COMMON_STATE = "common_state/shard_0_1"
 """Where megatron-core keeps what is not a tensor, as a list of one dictionary."""

@@ -74,6 +74,8 @@ def read_index(directory: Path) -> Metadata:
 
 def first_line(error: BaseException) -> str:
     """What an exception says, on one line."""
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):  # torch advises to run what is there
+        return "it holds something else than tensors and plain values"
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
