@@ -34,6 +34,8 @@ class Comparison:
 def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     """Compare every tensor bitwise, shape and dtype included, holding two at a time.
 
+    Tensors that hold NaN or infinity are a finding of their own: two that are equal are named in `not_finite`, too.
+
     Raises:
         UserError: one of them is no checkpoint or is damaged.
     """
