@@ -15,7 +15,7 @@ import typer
 
 from mtpkit.cli.data import app
 from mtpkit.cli.main import app as main_app
-from mtpkit.data import load_tokenizer
+from mtpkit.data import load_tokenizer, read_manifest
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.training import load_config
 
@@ -135,6 +135,16 @@ def test_refused_late_nothing_is_left(place, refuse, model_dir) -> None:
     Path("x").mkdir()
     refuse("prepare", "--model", model_dir, "--data", "b.jsonl", "--output", "x/y/out")
     assert Path("x").is_dir()
+
+
+def test_an_output_that_is_a_link_to_prepared_data(place, call, model_dir) -> None:
+    Path("a.jsonl").write_text(ROWS)
+    options = ["--model", model_dir, "--data", "a.jsonl", "--sequence-length", 32]
+    assert call(app, "prepare", *options, "--output", "real") == 0
+    os.symlink("real", "out")
+    assert call(app, "prepare", *options, "--output", "out", "--force") == 0
+    assert sorted(path.name for path in place.iterdir()) == ["a.jsonl", "out", "real"]
+    assert Path("out").is_symlink() and read_manifest(Path("out")) == read_manifest(Path("real"))
 
 
 def sources(printed: str) -> list[str]:
