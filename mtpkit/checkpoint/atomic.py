@@ -138,14 +138,12 @@ def staged_directory(path: Path) -> Iterator[Path]:
 
 
 def replace_directory(staging: Path, path: Path) -> None:
-    """Rename `staging` to `path`; a previous directory, or link to one, is gone only after the new one stands."""
+    """Rename `staging` to `path`; a previous directory of that name is gone only after the new one stands."""
     previous = path.parent / f".{path.name}.replaced-{os.getpid()}"
     if path.exists():
         path.rename(previous)
     staging.rename(path)
     fsync_path(path.parent)
-    if previous.is_symlink():
-        previous.unlink()
     shutil.rmtree(previous, ignore_errors=True)
 
 
