@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from mtpkit.checkpoint import save_hf_model, save_model
 from mtpkit.data import Columns, build_dataset, load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.training import evaluation
+from mtpkit.training import evaluation, load_config
 from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.evaluation import EvaluationSettings, evaluate_directory, evaluate_sources
 from mtpkit.training.loss import LossOptions
@@ -134,3 +134,12 @@ def test_the_source_of_what_is_not_finite_is_named(model, dataset, monkeypatch):
         results = iter([found.sources["cats"], bad])
         with pytest.raises(MtpkitError, match=f"^held-out data code: NaN or infinity in {says} of depth 2; "):
             run(model, dataset)
+
+
+def test_a_run_is_evaluated_by_its_own_settings():
+    overrides = ["data.micro_batch_size=2", "data.eval_sequences=5", "loss.kind=tv", "loss.depth_weights=[2,1,1]"]
+    needed = ["model=base", "output=run", "data.train=[a.txt]", "heads.attention=serving"]
+    found = EvaluationSettings.of(load_config(None, [*needed, *overrides]))
+    assert found == EvaluationSettings(
+        3, "serving", LossOptions("tv"), (0.5, 0.25, 0.25), batch_size=2, max_sequences=5
+    )

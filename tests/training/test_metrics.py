@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from mtpkit.errors import UserError
-from mtpkit.training.metrics import MetricsLog, check_wandb, read_metrics
+from mtpkit.training.metrics import MetricsLog, Throughput, check_wandb, read_metrics
 
 
 def lines(output):
@@ -106,3 +106,17 @@ def test_tensorboard_has_every_scalar(tmp_path):
     code = "eval/sources/code/conditional_acceptance"
     assert found == {"eval/loss": [(4, 2.0)], f"{code}_1": [(4, 0.5)], f"{code}_2": [(4, 0.25)]}
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 4
+
+
+def test_the_rate_is_that_of_the_steps_since_the_last_line(monkeypatch):
+    times = iter([0.0, 2.0, 50.0, 53.0, 100.0, 101.0])  # what is between steps does not count
+    monkeypatch.setattr("mtpkit.training.metrics.time.perf_counter", lambda: next(times))
+    throughput = Throughput()
+    for tokens, rate in ((10, 5.0), (10, 4.0)):
+        with throughput.step(tokens):
+            pass
+        assert throughput.rate() == rate
+    throughput.reset()
+    with throughput.step(7):
+        pass
+    assert throughput.rate() == 7.0

@@ -22,9 +22,11 @@ from mtpkit.checkpoint.megatron import MegatronReader
 from mtpkit.cli.eval import app as eval_app
 from mtpkit.data import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
+from mtpkit.platform import ensure_distributed
 from mtpkit.training import batches, load_config, loop, train
 from mtpkit.training import metrics as metrics_log
 from mtpkit.training.loop import Trainer
+from mtpkit.training.optimizer import learning_rate
 from tests.ranks import run_ranks
 from tests.training.toy import toy_model
 
@@ -104,6 +106,36 @@ def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, op
     assert losses(whole) == losses(parts) == expected and len(expected) == 6
     first, second = (load_model(path).state_dict() for path in (whole, parts))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items() if tensor is not None)
+
+
+def test_each_step_has_its_learning_rate_and_counts_the_tokens_of_all_ranks(settings, monkeypatch):
+    counted = []
+
+    class Counting(loop.Throughput):
+        def step(self, tokens):
+            counted.append(tokens)
+            return super().step(tokens)
+
+    monkeypatch.setattr(loop, "Throughput", Counting)
+    overrides = ["data.eval=[]", "optimizer.lr=1e-3", "optimizer.min_lr=1e-5"]
+    lines = metrics(run(settings, *overrides))
+    config = load_config(None, [*settings, *overrides])
+    want = [learning_rate(config.optimizer, number, 6) for number in range(6)]
+    assert [line["lr"] for line in lines.values()] == want and len(set(want)) == 5
+    assert counted == [4 * 32] * 6
+
+
+@pytest.mark.parametrize(("tokens", "batches"), [(64, 1), (65, 2), (128, 2), (10**6, None)])
+def test_new_heads_are_fitted_to_as_many_tokens_as_asked_for(settings, monkeypatch, tokens, batches):
+    """In batches of two sequences of 32, of at most all the data."""
+    given = []
+    monkeypatch.setattr(loop, "fit_input_projection", lambda model, found: given.extend(found) or 0.5)
+    config = load_config(None, [*settings, "heads.init=base", f"heads.fit_tokens={tokens}"])
+    ensure_distributed()
+    trainer = Trainer(config)
+    everything = -(-len(trainer.loader.dataset) // 2)
+    assert len(given) == (batches or everything) and everything > 2
+    assert all(batch.token_ids.shape == (2, 32) for batch in given)
 
 
 def test_only_the_newest_checkpoints_are_kept(settings, capsys):
