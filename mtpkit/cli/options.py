@@ -13,7 +13,7 @@ from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
 if TYPE_CHECKING:
     from mtpkit.config import ModelConfig
 
-LARGEST_SEED = 2**62 - 1
+_LARGEST_SEED = 2**62 - 1
 """Leaves room for the seeds of further prompts, each one larger, in 63 bits."""
 
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
@@ -58,7 +58,7 @@ Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Smallest set of tokens with this much probability; 1: all.")]
 TopK = Annotated[int, typer.Option(help="So many most likely tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(help="Tokens at least this share as likely as the most likely one.")]
-Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random numbers.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
 
 
 def parse_drafts(text: str) -> int | Literal["auto"]:
@@ -130,7 +130,8 @@ class Command(TyperCommand):
         params: list[Any] = self.params
         for param in params:
             text, value = texts.get(param.name), ctx.params.get(param.name)
-            problems = [_problem(one, param.max) for one in (value if isinstance(value, list | tuple) else [value])]
+            limit = _LARGEST_SEED if param.name == "seed" else LARGEST_COUNT
+            problems = [_problem(one, limit) for one in (value if isinstance(value, list | tuple) else [value])]
             if "" in (text if isinstance(text, list) else [text]) and (param.opts[0][0] == "-" or value == Path()):
                 problems.append("it is empty: name one, or leave it out")
             for problem in filter(None, problems):
@@ -138,12 +139,12 @@ class Command(TyperCommand):
         return rest
 
 
-def _problem(value: object, limit: float | None) -> str | None:
-    """What is wrong with a value, whatever its option is for; `limit`: its largest value, if it has one of its own."""
+def _problem(value: object, limit: int) -> str | None:
+    """What is wrong with a value, whatever its option is for; `limit`: of whole numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
-    if isinstance(value, int) and limit is None and abs(value) > LARGEST_COUNT:
-        return f"it is beyond {LARGEST_COUNT}"
+    if isinstance(value, int) and abs(value) > limit:
+        return f"it is beyond {limit}"
     if isinstance(value, Path):
         try:
             value.stat()
