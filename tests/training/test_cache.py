@@ -256,6 +256,16 @@ def test_too_little_space_is_said_before_anything_is_written(settings, tmp_path,
     run(settings, cache=tmp_path / "deep" / "cache", cache_dtype="bfloat16")
 
 
+def test_only_what_is_missing_has_to_fit(settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cache_format, "SHARD_BYTES", 40 * 32 * 32 * 4)
+    settings["cache"] = tmp_path / "cache"
+    write_cache(load_config(None, overrides(settings)))
+    assert "0.0006 GB to write in 5 of 5 shards" in capsys.readouterr().out
+    (tmp_path / "cache" / "train-00001-of-00004.safetensors").unlink()
+    write_cache(load_config(None, overrides(settings)))
+    assert "0.00013 GB to write in 1 of 5 shards" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damage", ["cut", "shape", "gone"])
 def test_a_damaged_shard_is_named_and_written_anew(cached, tmp_path, damage):
     shard = tmp_path / "cache" / "train-00000-of-00001.safetensors"
