@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -181,6 +182,8 @@ SECTIONS = {
     "log": "wandb=PROJECT",
 }
 """Sections of the settings, each with an example of what is in it."""
+MOST_BRACKETS = 100
+"""That are open at once in settings."""
 MOST_VALUES = 10_000
 """Values that a file of settings may have."""
 
@@ -359,11 +362,13 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
     if malformed:
         raise UserError(f"overrides must be key=value, such as steps=100, not {listed(malformed)}")
     try:
-        text = quote_patterns(read_text(path)) if path is not None else "{}"
+        text = read_text(path) if path is not None else "{}"
+        _require_shallow(text)
+        text = quote_patterns(text)
         if _size(yaml.compose(text)) > MOST_VALUES:
             raise ValueError("its anchors stand for too much; write the settings out")
         from_file = OmegaConf.load(io.StringIO(text))
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
@@ -378,6 +383,17 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         raise UserError(f"{source}: {error.full_key} is required, set {example or f'{error.full_key}=...'}") from error
     except OmegaConfBaseException as error:  # an interpolation
         raise UserError(f"{source}: {_one_line(error)}") from error
+
+
+def _require_shallow(text: str) -> None:
+    """Check YAML before it is read: the time of its scanner grows with the square of the depth of brackets.
+
+    Raises:
+        RecursionError: too many brackets are open at once.
+    """
+    opened = accumulate((sign in "[{") - (sign in "]}") for sign in text)
+    if max(opened, default=0) > MOST_BRACKETS:
+        raise RecursionError("it is nested too deeply")
 
 
 def _size(node: Any, known: dict[int, float] | None = None) -> float:
@@ -414,6 +430,7 @@ def _merge(source: str, from_file: Any, overrides: list[str] | tuple[str, ...]) 
     merged = settings
     for text in overrides:
         try:
+            _require_shallow(text)
             if text.split("=", 1)[0] in SECTIONS:
                 _with_lists(OmegaConf.from_dotlist([text]))
             tried = [*good, _quoted(text)]

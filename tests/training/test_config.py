@@ -327,3 +327,21 @@ def test_what_is_missing_is_there_when_the_advice_is_followed():
         advice = re.search(r"set (\S+=[^, ]+)", refusal(None, [*NEEDED, f"{section}=[a.txt]"]))[1]
         load_config(None, [*NEEDED, advice])
     assert set(SECTIONS) == {key.split(".")[0] for key, _ in leaves() if "." in key}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("brackets", ["[" * 50_000, "[" * 50_000 + "]" * 50_000, "{a: " * 50_000 + "1" + "}" * 50_000])
+def test_deep_brackets_are_refused_at_once(tmp_path, brackets):
+    """YAML's scanner takes minutes for them."""
+    (tmp_path / "config.yaml").write_text(f"steps: {brackets}\n")
+    with pytest.raises(UserError, match=r"config\.yaml is not YAML: it is nested too deeply"):
+        load_config(tmp_path / "config.yaml")
+    with pytest.raises(UserError, match=r"override steps=.* it is nested too deeply"):
+        load_config(None, [f"steps={brackets}"])
+
+
+@pytest.mark.parametrize("value", ["${model", "${", "${oc.env:", "${a.${b}"])
+def test_an_open_interpolation_is_one_line(tmp_path, value):
+    (tmp_path / "config.yaml").write_text(f"steps: 2\nmodel: {value}\n")
+    with pytest.raises(UserError, match=r"config\.yaml is not YAML: "):
+        load_config(tmp_path / "config.yaml")
