@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.platform import on_first_rank
 
+# torch announces to itself what it will not save in this manner any longer.
+warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
 # Every save would advise an asynchronous writer; saves here are synchronous.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 # Its writers are threads of one process. A queue between processes would start one more, which lives on where this one

@@ -85,6 +85,8 @@ class PackedSource:
 
     counts: SourceCounts
     table: "pyarrow.Table"
+    place: str = ""
+    """The directory that it is mapped from."""
 
 
 class PackedDataset:
@@ -108,6 +110,7 @@ class PackedDataset:
         """Tokens in a sequence, s."""
         self.counts = [source.counts for source in sources]
         """Of each source; a name may occur in several."""
+        self._places = [source.place for source in sources]
         self.read_hidden: Callable[[np.ndarray], Any] | None = None
         """Reads the base's final hidden states of sequences, if they are cached; batches carry it along."""
         self._pad_id, self._vocab_size = pad_id, vocab_size
@@ -197,9 +200,10 @@ class PackedDataset:
             yield self.batch(rows[start : start + size])
 
     def _source_of(self, row: int) -> str:
-        """The name of the source that a sequence is of."""
+        """The source that a sequence is of, and the directory of prepared data."""
         ends = np.cumsum([counts.num_sequences for counts in self.counts])
-        return self.counts[int(np.searchsorted(ends, row, side="right"))].name
+        number = int(np.searchsorted(ends, row, side="right"))
+        return f"{self._places[number]} {self.counts[number].name}".strip()
 
     def _read(self, row: int) -> list[np.ndarray]:
         """Token ids, loss mask and document lengths of a sequence.

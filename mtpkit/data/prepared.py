@@ -128,7 +128,7 @@ def open_prepared(
     sources, first = [], 0
     for counts in manifest.sources:
         rows = table.slice(first, counts.num_sequences)
-        sources.append(PackedSource(replace(counts, name=name or counts.name), rows))
+        sources.append(PackedSource(replace(counts, name=name or counts.name), rows, str(directory)))
         first += counts.num_sequences
     return sources
 

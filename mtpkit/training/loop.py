@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mtpkit.data import PackedBatch, PackedLoader
-from mtpkit.errors import MtpkitError
+from mtpkit.errors import MtpkitError, UserError
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache_write import attach_cache
@@ -24,7 +24,7 @@ from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, check_wandb, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.parallel import check_layout, has_results
-from mtpkit.training.report import write_report
+from mtpkit.training.report import REPORT, write_report
 from mtpkit.training.run import RunDirectory
 from mtpkit.training.signals import StopSignal
 from mtpkit.training.step import train_step
@@ -169,8 +169,14 @@ class Trainer:
         return evaluation.overall.acceptance_length()
 
     def _report(self) -> None:
-        if self.log.enabled and read_metrics(self.directory.path / METRICS):  # none before the first log_interval
-            write_report(self.directory.path)
+        """Draw the curves. Lines in the metrics that cannot be drawn are no reason to lose a run."""
+        if not self.log.enabled:
+            return
+        try:
+            if read_metrics(self.directory.path / METRICS):  # none before the first log_interval
+                write_report(self.directory.path)
+        except UserError as error:
+            self.log.message(f"there is no {REPORT}: {error}")
 
     def _save(self, acceptance_length: float | None = None) -> None:
         self.log.sync()

@@ -1,6 +1,7 @@
 """`report.html` of a run: its curves and its last evaluation in one file that needs nothing else."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ import numpy as np
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
-from mtpkit.files import read_json, read_text
+from mtpkit.files import is_there, read_json, read_record, read_text
 from mtpkit.training.metrics import METRICS, read_metrics
+from mtpkit.training.run import Best
 
 REPORT = "report.html"
 BEST_FILE = "best.json"
@@ -116,16 +118,18 @@ def _values(directory: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
         columns=["source", *COLUMNS],
         rows=table_rows(last) if last else [],
         legend=LEGEND,
-        settings=read_text(settings) if settings.exists() else "",
+        settings=read_text(settings) if is_there(settings) else "",
     )
 
 
 def _state(directory: Path, lines: list[dict[str, Any]]) -> str:
     text = f"{directory}, step {lines[-1]['step']:,}"
     best = directory / BEST_FILE
-    if best.exists():
-        values = read_json(best)
-        text += f"; best held-out acceptance length {values['acceptance_length']:.3f} at step {values['iteration']:,}"
+    if is_there(best):
+        found = read_record(Best, read_json(best), str(best))
+        if not math.isfinite(found.acceptance_length):
+            raise UserError(f"{best}: acceptance_length is {found.acceptance_length}, no number; remove the file")
+        text += f"; best held-out acceptance length {found.acceptance_length:.3f} at step {found.iteration:,}"
     return text
 
 

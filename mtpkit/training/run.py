@@ -27,10 +27,11 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.atomic import check_writable, storage_errors, write_file
-from mtpkit.checkpoint.layout import OWN_CONFIG, iteration_name
+from mtpkit.checkpoint.layout import OWN_CONFIG, TRACKER, iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import read_record
 from mtpkit.model.fp8 import is_fp8
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
@@ -76,6 +77,23 @@ class Best:
 
     iteration: int
     acceptance_length: float
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the stream of training data was, see `PackedLoader.state_dict`."""
+
+    consumed: int
+    order: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What a checkpoint keeps besides tensors."""
+
+    iteration: int
+    loader: _Place
+    best: Best | None = None
 
 
 class RunDirectory:
@@ -183,13 +201,30 @@ class RunDirectory:
         if self.iteration is None:
             return 0
         state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=self._lacks_base)
+        progress = self._progress(state)
         model.load_state_dict(state["model"], strict=not self._lacks_base)
-        optimizer.load_state_dict(state.get("optimizer", {}), state["iteration"])
+        optimizer.load_state_dict(state.get("optimizer", {}), progress.iteration)
         loader.load_state_dict(state["loader"])
-        if state.get("best") and self._config.keep_best:
-            best = Best(**state["best"])
-            self.best = best if (self.path / iteration_name(best.iteration)).is_dir() else None
-        return state["iteration"]
+        if progress.best is not None and self._config.keep_best:
+            self.best = progress.best if (self.path / iteration_name(progress.best.iteration)).is_dir() else None
+        return progress.iteration
+
+    def _progress(self, state: dict[str, Any]) -> "_Progress":
+        """How far the newest checkpoint says that the run was.
+
+        Raises:
+            UserError: it does not say so, or contradicts itself.
+        """
+        where = f"{self.path / iteration_name(self.iteration)}, the state of the run"
+        names = [field.name for field in dataclasses.fields(_Progress)]
+        progress = read_record(_Progress, {name: state[name] for name in names if name in state}, where)
+        consumed = self._config.data.global_batch_size * progress.iteration
+        if (progress.iteration, progress.loader.consumed) != (self.iteration, consumed):
+            raise UserError(
+                f"{where} is damaged: step {shown(progress.iteration)} after {shown(progress.loader.consumed)} "
+                f"sequences; write the number of an earlier checkpoint into {TRACKER}, or set another output"
+            )
+        return progress
 
     @property
     def _lacks_base(self) -> bool:

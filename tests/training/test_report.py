@@ -84,7 +84,13 @@ def test_metrics_that_no_run_wrote_are_one_line(tmp_path, line):
     assert "\n" not in str(error.value) and not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("best", ["{", "5", "{}", '{"iteration": "x", "acceptance_length": "y"}', "\ud800"])
+@pytest.mark.parametrize(
+    "best",
+    [
+        *("{", "5", "{}", '{"iteration": "x", "acceptance_length": "y"}', "\ud800"),
+        *('{"iteration": 2, "acceptance_length": NaN}', '{"iteration": true, "acceptance_length": 2.0}'),
+    ],
+)
 def test_a_best_that_no_run_wrote_is_one_line(tmp_path, best):
     (tmp_path / "best.json").write_text(best, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(UserError, match=r"best\.json") as error:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from mtpkit.training import batches, load_config, loop, train
 from mtpkit.training import metrics as metrics_log
 from mtpkit.training.loop import Trainer
 from mtpkit.training.optimizer import learning_rate
+from tests.checkpoint.test_hostile_files import put_common_state
 from tests.ranks import run_ranks
 from tests.training.toy import toy_model
 
@@ -484,6 +486,39 @@ def test_metrics_that_no_run_wrote_are_refused_before_the_model_is_read(settings
     with pytest.raises(UserError, match=f"metrics.jsonl.*{says}") as error:
         run(settings, "data.eval=[]")
     assert "\n" not in str(error.value) and listing(output) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.pop("iteration"), "iteration is missing"),
+        (lambda state: state.update(iteration="2"), "iteration is '2', must be an integer"),
+        (lambda state: state.update(iteration=1), "is damaged: step 1 after 8 sequences"),
+        (lambda state: state.update(loader=[]), "loader is [], must be an object"),
+        (lambda state: state["loader"].update(consumed=8.0), "consumed is 8.0, must be an integer"),
+        (lambda state: state["loader"].update(consumed=10**30), "is damaged: step 2 after 1000"),
+        (lambda state: state["loader"].update(order=None), "order is None, must be an object"),
+        (lambda state: state.update(best=True), "best is True, must be an object"),
+        (lambda state: state.update(best={"iteration": 2}), "acceptance_length is missing"),
+    ],
+)
+def test_a_checkpoint_whose_state_is_not_a_runs_is_refused(settings, change, says):
+    output = run(settings, "steps=2", "data.eval=[]")
+    state = MegatronReader(output / "iter_0000002").read_common_state()
+    change(state)
+    put_common_state(output / "iter_0000002", [state])
+    before = listing(output)
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        run(settings, "data.eval=[]")
+    assert "iter_0000002" in str(error.value) and listing(output) == before
+
+
+def test_metrics_that_cannot_be_drawn_do_not_end_a_run(settings, capsys):
+    output = run(settings, "steps=2", "data.eval=[]")
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    (output / "metrics.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"lr": {}}) + "\n" + lines[1] + "\n")
+    run(settings, "data.eval=[]", "steps=3")
+    assert iterations(output)[-1] == 3 and "there is no report.html: " in capsys.readouterr().out
 
 
 def train_rank(rank, overrides):
