@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
-from mtpkit.files import parse_json, read_text
+from mtpkit.files import is_there, parse_json, read_text
 
 METRICS = "metrics.jsonl"
 """File of a run with a line for each training step that is logged, and for each evaluation."""
@@ -143,7 +143,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: it is no text, or a line is none of a run's; the line is named.
     """
-    whole, _, last = read_text(path).rpartition("\n") if path.exists() else ("", "", "")
+    whole, _, last = read_text(path).rpartition("\n") if is_there(path) else ("", "", "")
     lines = [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole.splitlines(), start=1)]
     with contextlib.suppress(UserError):  # cut off in the middle of a write
         lines += [_parse(last, str(path))] if last else []
@@ -163,7 +163,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
     A run that starts anew evaluates its untrained heads again, so of step 0 nothing is kept either.
     """
-    if not path.exists():
+    if not is_there(path):
         return
     kept = [line for line in read_metrics(path) if step and line["step"] <= step]
     write_file(path, "".join(json.dumps(line) + "\n" for line in kept))

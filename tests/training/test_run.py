@@ -488,6 +488,17 @@ def test_metrics_that_no_run_wrote_are_refused_before_the_model_is_read(settings
     assert "\n" not in str(error.value) and listing(output) == before
 
 
+@pytest.mark.parametrize("link", ["metrics.jsonl", "nothing"])
+def test_metrics_behind_a_link_that_leads_nowhere_are_refused(settings, link):
+    output = run(settings, "steps=2", "data.eval=[]")
+    (output / "metrics.jsonl").unlink()
+    (output / "metrics.jsonl").symlink_to(link)
+    before = listing(output)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read"):
+        run(settings, "data.eval=[]")
+    assert listing(output) == before
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
