@@ -48,6 +48,7 @@ from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
+from mtpkit.files import require_file
 from mtpkit.platform import on_first_rank
 
 # torch announces to itself what it will not save in this manner any longer.
@@ -173,6 +174,7 @@ def load_checkpoint(
         UserError: tensors are missing, unexpected, of another shape or not finite; or a file is damaged.
     """
     path = find_torch_dist(directory)
+    require_file(path / "metadata.json")  # which megatron-core opens
     stored = MegatronReader(path).disk_tensors()
     asked = _without_absent_extra_states(sharded_state_dict, stored)
     flat = list(nested_values(load_preprocess(asked)[0]))

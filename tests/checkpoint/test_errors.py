@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from mtpkit.checkpoint import detect_layout, end_token_ids, load_config, load_model, save_checkpoint
+from mtpkit.checkpoint import detect_layout, end_token_ids, load_checkpoint, load_config, load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families.table import MappedTensors
 from mtpkit.checkpoint.megatron import MegatronReader
@@ -226,6 +226,7 @@ def test_exports_that_have_no_place_in_the_family(tmp_path):
         ("megatron", "mtpkit.json", load_config),
         ("megatron", "latest_checkpointed_iteration.txt", load_config),
         ("megatron/release", ".metadata", MegatronReader),
+        ("megatron/release", "metadata.json", lambda path: load_checkpoint(path, {})),
         ("megatron/release", "common.pt", lambda path: MegatronReader(path).read_common_state()),
     ],
 )
