@@ -16,7 +16,7 @@ from mtpkit.data.documents import BATCH, Document, describe, tokenize, warn_of_l
 from mtpkit.data.packing import fingerprint, pack
 from mtpkit.data.samples import Columns, read_samples
 from mtpkit.data.sources import find_sources, tell_apart
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -118,8 +118,8 @@ class PackedDataset:
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
         if self.num_tokens < sequence_length:
             raise UserError(
-                f"data: {self.num_tokens} tokens do not fill one sequence of {sequence_length};"
-                " add data or lower the sequence length"
+                f"data: {listed(self.sources)}: {self.num_tokens} tokens do not fill one sequence of"
+                f" {sequence_length}; add data or lower the sequence length"
             )
 
     @classmethod

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mtpkit.data import PackedBatch
 from mtpkit.errors import UserError, listed, raise_problems, shown
-from mtpkit.files import read_json, read_record
+from mtpkit.files import is_there, read_json, read_record, require_file
 from mtpkit.kernels.fp8_linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
 
@@ -254,6 +254,8 @@ class HiddenReader:
 
 def _map_tensor(path: Path, name: str) -> Tensor:
     """A tensor that stays in its file until it is read."""
+    if is_there(path):
+        require_file(path)
     try:
         return safe_open(path, framework="pt").get_tensor(name)
     except FileNotFoundError as error:

@@ -114,7 +114,7 @@ def test_killed_and_begun_again(files, prepare, model_dir) -> None:
         ({"data": "nowhere"}, "nowhere does not exist"),
         ({"model": "nowhere"}, "model directory nowhere does not exist"),
         ({"sequence_length": 1}, "sequence length 1 is too short"),
-        ({"sequence_length": 100_000}, "do not fill one sequence"),
+        ({"sequence_length": 100_000}, "tokens do not fill one sequence of 100000"),
         ({"chat_template": "nowhere.jinja"}, "chat template nowhere.jinja cannot be read"),
         ({"messages_column": "talk"}, "has the columns messages"),
     ],
