@@ -12,7 +12,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.checkpoint.layout import load_config, open_weights
-from mtpkit.checkpoint.megatron import is_stacked
+from mtpkit.checkpoint.megatron_index import is_stacked
 from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model

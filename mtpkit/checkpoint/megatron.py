@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
-from mtpkit.checkpoint.megatron_index import TRAINING_STATE, first_line, read_index
+from mtpkit.checkpoint.megatron_index import TRAINING_STATE, first_line, is_stacked, read_index
 from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, require_file
@@ -57,11 +57,6 @@ def split_slice(name: str) -> tuple[str, int | None]:
     """`key[3]` -> (`key`, 3); any other name -> (name, None)."""
     match = _SLICE.fullmatch(name)
     return (match[1], int(match[2])) if match else (name, None)
-
-
-def is_stacked(key: str) -> bool:
-    """Whether a key on disk holds the weights of all experts of a layer."""
-    return ".experts.experts." in key
 
 
 class MegatronReader:

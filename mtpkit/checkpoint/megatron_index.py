@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from mtpkit.checkpoint.tensors import is_file_name
+from mtpkit.config import RANGES
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import require_file
 
@@ -19,7 +20,6 @@ INDEX = ".metadata"
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 """Prefixes of tensors that belong to a training run and not to the model."""
 
-_MOST_EXPERTS = 2**14
 _TORCH, _MEGATRON = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
 _NAMES = {
     f"{_TORCH}.metadata": {
@@ -37,9 +37,15 @@ _NAMES = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath"},
     _MEGATRON: {"MCoreMetadata", "MCoreSavePlan"},
 }
 """Module -> what an index may name there: none of it does anything but hold values."""
+
+
+def is_stacked(key: str) -> bool:
+    """Whether a key on disk holds the weights of all experts of a layer."""
+    return ".experts.experts." in key
 
 
 class _Unpickler(pickle.Unpickler):
@@ -48,7 +54,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which no index of a checkpoint does")
-        return super().find_class(module, name)
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)  # Python 3.13 alone has it
 
 
 def read_index(directory: Path) -> Metadata:
@@ -109,7 +115,7 @@ def _misfits(directory: Path, index: Any) -> Iterator[str]:
 def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, Any]) -> bool:
     """Whether the pieces of a tensor lie within it and fill it, and have their bytes in a file."""
     size = tuple(entry.size)
-    if ".experts.experts." in key and not (len(size) > 1 and size[0] <= _MOST_EXPERTS):
+    if is_stacked(key) and not (len(size) > 1 and size[0] <= RANGES["num_moe_experts"][1]):
         return False
     filled = 0
     for chunk in entry.chunks:

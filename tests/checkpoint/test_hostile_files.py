@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import struct
 from dataclasses import replace
@@ -258,6 +259,17 @@ def test_files_of_other_bytes(megatron, tmp_path, part):
     path.write_bytes(b"x" * path.stat().st_size)
     for action in (lambda: load_model(megatron), lambda: export_checkpoint(megatron, tmp_path / "out")):
         refused(action, part)
+
+
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_indexes_written_by_another_python(hf_dir, tmp_path, module):
+    """Python 3.13 pickles the path that torch puts into an index as one of `pathlib._local`, others of `pathlib`."""
+    import_checkpoint(hf_dir, tmp_path / "megatron")
+    index = tmp_path / "megatron" / "release" / ".metadata"
+    content = pickle.dumps(FileSystemReader(index.parent).read_metadata(), protocol=2)  # names modules in plain text
+    index.write_bytes(re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", content))
+    assert b"c" + module + b"\nPosixPath\n" in index.read_bytes()
+    load_model(tmp_path / "megatron")
 
 
 class Harm:
