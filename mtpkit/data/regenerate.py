@@ -240,17 +240,17 @@ def regenerate(
             if not open_requests:
                 break
             outputs = engine.step(finished_only=True)
-            whole = [output for output in outputs if output.outputs[0].finish_reason != "error"]
-            for output in whole:
-                answer = _answer(int(output.request_id), prompts, output, tokenizer)
-                journal.add(answer)
-                open_requests -= 1
-                tokens += len(answer.completion_token_ids)
-                progress.update()
+            failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
             for output in outputs:
-                if output not in whole:
-                    name, why = prompts[int(output.request_id)].name, output.outputs[0].error
-                    raise MtpkitError(f"{name}: {why}; the {len(journal.done)} answers so far are kept")
+                if output.outputs[0].finish_reason != "error":
+                    answer = _answer(int(output.request_id), prompts, output, tokenizer)
+                    journal.add(answer)
+                    open_requests -= 1
+                    tokens += len(answer.completion_token_ids)
+                    progress.update()
+            if failed:
+                name, why = prompts[int(failed[0].request_id)].name, failed[0].outputs[0].error
+                raise MtpkitError(f"{name}: {why}; the {len(journal.done)} answers so far are kept")
             elapsed = progress.format_dict["elapsed"]
             progress.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "", refresh=False)
     answered = len(journal.done)

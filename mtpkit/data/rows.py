@@ -4,6 +4,7 @@ import codecs
 import csv
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -139,7 +140,7 @@ def _read_csv(file: Path) -> Numbered:
 
 def _require_distinct(names: Iterable[str], file: Path) -> list[str]:
     names = list(names)
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise UserError(f"data: {file} has more than one column {listed(map(repr, twice))}; rename them")
     return names
 

@@ -4,6 +4,7 @@ import glob
 import logging
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,16 +93,24 @@ def tell_apart(sources: Sequence[tuple[str, Path | None]]) -> list[str]:
 
     Example: ("x", a/x.jsonl), ("x", b/x.jsonl), ("y", a/y.jsonl) gives a/x.jsonl, b/x.jsonl, y
     """
-    taken = {name for name, _ in sources}
+    paths: dict[str, set[Path | None]] = defaultdict(set)
+    for name, path in sources:
+        paths[name].add(path)
+    taken = {end for name in paths for end in _ends(name)}
+    shared = {name: Counter(end for path in rivals if path for end in _ends(path)) for name, rivals in paths.items()}
     names = []
     for name, path in sources:
-        rivals = {other for known, other in sources if known == name and other != path}
-        if path is not None and rivals:
-            ends = ["/".join(path.parts[-count:]) for count in range(1, len(path.parts))]
-            used = {*taken, *(str(other) for other in rivals if other is not None)}
-            name = next((end for end in ends if not any(f"/{one}".endswith(f"/{end}") for one in used)), str(path))
+        if path is not None and len(paths[name]) > 1:
+            ends = (end for end in _ends(path) if end not in taken and shared[name][end] == 1)
+            name = next(ends, str(path))
         names.append(name)
     return names
+
+
+def _ends(path: Path | str) -> list[str]:
+    """The last part of a path, the last two, and so on."""
+    parts = str(path).split("/")
+    return ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _split_name(given: str | Path) -> tuple[str, Path, bool]:
