@@ -1,0 +1,71 @@
+"""Every kind of file that mtpkit reads, which modules read them, and which cases are run."""
+
+from collections import defaultdict
+from hashlib import blake2b
+from pathlib import Path
+
+from tests.integration.hostile import kinds_data, kinds_model, kinds_run
+from tests.integration.hostile.cases import CONTROL, Case, Kind
+
+KINDS = (*kinds_model.KINDS, *kinds_data.KINDS, *kinds_run.KINDS)
+READERS: dict[str, tuple[str, ...]] = {
+    "bench/machine.py": (),  # what the processor is called
+    "bench/prompts.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
+    "checkpoint/atomic.py": (),  # opens what it has written, to flush it
+    "checkpoint/base.py": (".metadata of a run",),
+    "checkpoint/hf.py": ("index", "safetensors"),
+    "checkpoint/layout.py": (
+        *("config.json", "mtpkit.json", "Megatron's config.json", "generation_config.json"),
+        *("tracker", "tracker of a run"),
+    ),
+    "checkpoint/megatron.py": (".metadata", "distcp", "common.pt"),
+    "checkpoint/megatron_index.py": (".metadata", ".metadata of a run"),
+    "checkpoint/run.py": ("trainer state", "metadata.json", "distcp of a run"),
+    "cli/data.py": ("chat template",),
+    "cli/errors.py": (),  # a place for output that nobody reads
+    "cli/generate.py": ("stdin",),
+    "data/chat.py": ("chat data",),
+    "data/draft_vocab.py": ("draft vocabulary",),
+    "data/prepare.py": (),  # its own samples on their way to another process
+    "data/prepared.py": ("manifest of prepared data", "dataset_info.json", "state.json", "prepared sequences"),
+    "data/regenerate.py": ("journal",),
+    "data/rows.py": (
+        *("text data", "jsonl data", "json data", "parquet data", "csv data", "regenerated data"),
+        "data of no known kind",
+    ),
+    "data/samples.py": ("chat data", "regenerated data"),
+    "data/tokenizer.py": ("tokenizer.json", "tokenizer_config.json"),
+    "files.py": (),  # for the others
+    "training/cache.py": ("manifest of hidden states", "hidden states"),
+    "training/cache_write.py": (),  # opens its lock
+    "training/config.py": ("settings", "overrides", "settings of a run"),
+    "training/ending.py": ("best.json", "metrics.jsonl"),
+    "training/metrics.py": ("metrics.jsonl",),
+    "training/run.py": ("tracker of a run", "settings of a run"),
+    "training/report.py": ("best.json",),
+}
+"""Each module that reads files, below `mtpkit`, and the kinds that it reads."""
+
+MOST = 40
+"""Cases of a kind, beside its controls."""
+
+
+def chosen(kind: Kind, world: Path, all_of_them: bool = False) -> list[Case]:
+    """The controls, and of the others as many from each class of damage, in an order that new cases do not change."""
+    cases = list(kind.cases(world))
+    controls = [case for case in cases if case.mutation is CONTROL]
+    classes = defaultdict(list)
+    for case in sorted((case for case in cases if case.mutation is not CONTROL), key=_digest):
+        classes[_class_of(case.mutation.name)].append(case)
+    rounds = [(place, _digest(case), case) for one in classes.values() for place, case in enumerate(one)]
+    ordered = [case for *_, case in sorted(rounds, key=lambda entry: entry[:2])]
+    return controls + ordered[: None if all_of_them else MOST]
+
+
+def _digest(case: Case) -> bytes:
+    return blake2b(case.name.encode("utf-8", "replace"), digest_size=8).digest()
+
+
+def _class_of(name: str) -> str:
+    """The damage in the name of a mutation, without the key."""
+    return name.partition("=")[2] or name.rpartition(" ")[2]
