@@ -5,10 +5,9 @@ import shlex
 from pathlib import Path
 
 from mtpkit.checkpoint import latest_iteration
-from mtpkit.files import read_json
 from mtpkit.training.config import DataConfig, TrainConfig
 from mtpkit.training.metrics import METRICS, read_metrics
-from mtpkit.training.report import BEST_FILE
+from mtpkit.training.run import BEST, read_best
 
 COLUMNS = ("text_column", "prompt_column", "response_column", "messages_column")
 
@@ -18,14 +17,13 @@ def describe_end(config: TrainConfig) -> list[str]:
     directory = Path(config.output)
     step = latest_iteration(directory)
     lines, model = [f"trained heads with their base: {directory}, step {step} of {config.steps}"], directory
-    if (directory / BEST_FILE).exists():
-        best = read_json(directory / BEST_FILE)
-        length = f"held-out acceptance length {best['acceptance_length']:.3f}"
-        if best["iteration"] == step:
+    if best := read_best(directory):
+        length = f"held-out acceptance length {best.acceptance_length:.3f}"
+        if best.iteration == step:
             lines.append(f"the best step is the last one: {length}")
         else:
-            model = directory / "best"
-            lines.append(f"the best step is {best['iteration']}, in {model}: {length}{_last(directory, step)}")
+            model = directory / BEST
+            lines.append(f"the best step is {best.iteration}, in {model}: {length}{_last(directory, step)}")
     lines.append(f"export it:   {_command('convert', 'export', model, _free_name(directory))}")
     data = config.data.eval or config.data.train
     measure = _command("eval", "acceptance", "--model", model, "--data", *data, *_columns(config.data))

@@ -1,7 +1,6 @@
 """`report.html` of a run: its curves and its last evaluation in one file that needs nothing else."""
 
 import io
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,11 @@ import numpy as np
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
-from mtpkit.files import is_there, read_json, read_record, read_text
+from mtpkit.files import is_there, read_text
 from mtpkit.training.metrics import METRICS, read_metrics
-from mtpkit.training.run import Best
+from mtpkit.training.run import BEST_FILE, read_best
 
 REPORT = "report.html"
-BEST_FILE = "best.json"
 MAX_POINTS = 500
 """Points of a curve; more are averaged."""
 
@@ -124,12 +122,8 @@ def _values(directory: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _state(directory: Path, lines: list[dict[str, Any]]) -> str:
     text = f"{directory}, step {lines[-1]['step']:,}"
-    best = directory / BEST_FILE
-    if is_there(best):
-        found = read_record(Best, read_json(best), str(best))
-        if not math.isfinite(found.acceptance_length):
-            raise UserError(f"{best}: acceptance_length is {found.acceptance_length}, no number; remove the file")
-        text += f"; best held-out acceptance length {found.acceptance_length:.3f} at step {found.iteration:,}"
+    if best := read_best(directory):
+        text += f"; best held-out acceptance length {best.acceptance_length:.3f} at step {best.iteration:,}"
     return text
 
 

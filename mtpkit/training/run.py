@@ -14,6 +14,7 @@ OUTPUT/best and each iteration's own directory.
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from mtpkit.checkpoint.layout import OWN_CONFIG, TRACKER, iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import read_record
+from mtpkit.files import is_there, read_json, read_record
 from mtpkit.model.fp8 import is_fp8
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
@@ -64,6 +65,7 @@ MAY_CHANGE = {
 """Settings that a resumed run may have otherwise than before."""
 
 BEST = "best"
+BEST_FILE = f"{BEST}.json"
 LEFT_OVER = re.compile(r"\..+\.(writing|replaced|removing)(-\d+)?")
 """What a killed run leaves of what it was writing or removing."""
 
@@ -77,6 +79,21 @@ class Best:
 
     iteration: int
     acceptance_length: float
+
+
+def read_best(directory: Path) -> Best | None:
+    """The best checkpoint of the run in a directory; None where there is no word of one.
+
+    Raises:
+        UserError: what is there about it is not as a run writes it.
+    """
+    path = directory / BEST_FILE
+    if not is_there(path):
+        return None
+    best = read_record(Best, read_json(path), str(path))
+    if not math.isfinite(best.acceptance_length):
+        raise UserError(f"{path}: acceptance_length is {best.acceptance_length}, no number; remove the file")
+    return best
 
 
 @dataclass(frozen=True)
@@ -119,7 +136,9 @@ class RunDirectory:
         """The newest checkpoint; None before there is one."""
         self._kept = False
         self._before: dict[str, bytes | None] | None = None
-        self._parents: list[Path] = []  # that did not exist
+        """What was in the directory before `started`; None: it did not exist."""
+        self._parents: list[Path] = []
+        """Directories above it that did not exist either."""
         self.best: Best | None = None
         """The best one among those that stand."""
         if self.iteration is not None:
@@ -144,6 +163,7 @@ class RunDirectory:
         Raises:
             StorageError: the directory cannot be written.
         """
+        on_first_rank(self._take_note)  # before anything may be taken back
         try:
             on_first_rank(self._begin)
             yield
@@ -257,15 +277,18 @@ class RunDirectory:
                 f"output {self.path} is at step {self.iteration} already, beyond steps={self._config.steps}"
             )
 
-    def _contents(self) -> dict[str, bytes | None] | None:
-        """Names in the directory, and what is in the files that a run begins by replacing; None: there is none."""
-        if not self.path.exists():
-            return None
+    def _take_note(self) -> None:
+        """Remember the names in the directory, and what is in the files that a run begins by replacing."""
         replaced = (self._settings.name, METRICS)
-        return {path.name: path.read_bytes() if path.name in replaced else None for path in self.path.iterdir()}
+        with storage_errors(self.path):
+            self._parents = [parent for parent in self.path.parents if not parent.exists()]
+            if self.path.exists():
+                self._before = {
+                    path.name: path.read_bytes() if path.name in replaced else None for path in self.path.iterdir()
+                }
 
     def _take_back(self) -> None:
-        """Leave the directory as it was, as far as that can be done."""
+        """Leave the directory as `_take_note` found it, as far as that can be done."""
         before = self._before
         with contextlib.suppress(OSError):
             for path in self.path.iterdir():
@@ -280,8 +303,6 @@ class RunDirectory:
 
     def _begin(self) -> None:
         with storage_errors(self.path):
-            self._before = self._contents()
-            self._parents = [parent for parent in self.path.parents if not parent.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             for path in self.path.iterdir():
                 if LEFT_OVER.fullmatch(path.name):
@@ -290,7 +311,7 @@ class RunDirectory:
             self._mark_best()
 
     def _mark_best(self) -> None:
-        link, description = self.path / BEST, self.path / f"{BEST}.json"
+        link, description = self.path / BEST, self.path / BEST_FILE
         if self.best is None:
             link.unlink(missing_ok=True)
             description.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """Stopping a run cleanly when the scheduler or the user asks for it."""
 
+import contextlib
 import os
 import signal
 from types import FrameType, TracebackType
@@ -12,7 +13,8 @@ def _say(number: int) -> None:
     """Tell what comes of a signal, once for all ranks; not by `print`, which the signal may have come into."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         more = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
-        os.write(2, f"\nmtpkit: the run saves and ends after this step{more}\n".encode())
+        with contextlib.suppress(OSError):  # the terminal may be gone: the run is saved all the same
+            os.write(2, f"\nmtpkit: the run saves and ends after this step{more}\n".encode())
 
 
 class StopSignal:

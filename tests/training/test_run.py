@@ -454,6 +454,17 @@ def test_a_run_that_ends_in_its_first_step_leaves_nothing(settings, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_that_cannot_be_read_keeps_all_that_is_in_it(settings, tmp_path):
+    """A run that could not take note of what is there takes nothing back."""
+    output = tmp_path / "run"
+    (output / "config.yaml").mkdir(parents=True)
+    (output / "notes.txt").write_text("mine")
+    there = listing(output)
+    with pytest.raises(StorageError, match="run"):
+        run(settings, f"output={output}")
+    assert listing(output) == there
+
+
 @pytest.mark.parametrize("link", ["loop", "loop/run", "dangling"])
 def test_an_output_behind_a_link_that_leads_nowhere_is_refused_at_once(settings, tmp_path, monkeypatch, link):
     monkeypatch.setattr(loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late"))

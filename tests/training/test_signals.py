@@ -1,5 +1,6 @@
 """Signals that come at bad moments."""
 
+import os
 import signal
 
 import pytest
@@ -53,3 +54,18 @@ def test_each_signal_is_answered_once(handlers, capfd):
     first, second = filter(None, said)
     assert first == "mtpkit: the run saves and ends after this step"
     assert second == f"{first}; a second Ctrl-C ends it at once"
+
+
+def test_a_signal_is_noted_where_stderr_is_gone(handlers):
+    """As of a terminal that was closed, or a pipe whose reader has ended."""
+    stderr, (reader, writer) = os.dup(2), os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    try:
+        with StopSignal() as stop:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(writer)
+    assert stop.interrupted
