@@ -224,12 +224,12 @@ class Scheduler:
         changed = []
         for index, (row, result) in enumerate(zip(plan.rows, results, strict=False)):
             request, decodes = row.request, index < plan.num_decode_rows
-            if request.slot is None or not row.emits:
+            if request.slot is None or not (row.emits or result.bad_draft):
                 continue
-            request.in_flight -= 1
+            request.in_flight -= row.emits
             if decodes:
                 request.num_computed += result.accepted + 1
-            count = self._emit(request, result.token_ids)
+            count = self._emit(request, result.token_ids) if row.emits else 0
             if decodes and result.believed:
                 request.stats.record(result.accepted, count, row.fresh_drafts)
                 self.acceptance.record(result.accepted, count, row.fresh_drafts)

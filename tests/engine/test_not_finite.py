@@ -162,6 +162,35 @@ def test_heads_that_break_end_the_request_after_its_own_tokens(depth, ahead):
     assert {name: output.outputs[0].token_ids for name, output in finished.items()} == want
 
 
+class BadAfterPreemption(BadDrafts):
+    """A drafter whose heads break where a preempted request is computed anew."""
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        token_ids = self.inner.draft(hidden, batch, verdict).token_ids.clone()
+        again = [not row.emits for row in batch.plan.rows[: batch.plan.num_sampling_rows]]
+        token_ids[torch.tensor(again, dtype=torch.bool), self.depth - 1 :] = NO_TOKEN
+        return Drafts(token_ids)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_heads_that_break_after_a_preemption_end_the_request_too(ahead):
+    """The step that computes its tokens anew chooses none, but drafts for the next one."""
+    model, blocks = HashModel(), {"num_blocks": 16, "block_size": 2}
+    want = {name: model.decode(prompt, params_of(name, 0.0)) for name, prompt in PROMPTS.items()}
+    engine = fake_engine(model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, **blocks)
+    engine.drafter = BadAfterPreemption(engine.drafter, 2)
+    finished = serve(engine, 0.0)
+    engine.scheduler.check_integrity()
+    preempted = {name for name, output in finished.items() if output.stats.preemptions}
+    assert 0 < len(preempted) < len(PROMPTS)
+    for name, output in finished.items():
+        count = len(output.outputs[0].token_ids)
+        assert output.outputs[0].token_ids == want[name][:count]
+        assert (output.outputs[0].finish_reason == "error", count < 20) == (name in preempted,) * 2
+        where = f"request {name}: draft 2 for position {len(PROMPTS[name]) + count + 1}, after {count} output tokens"
+        assert output.error is None or output.error.startswith(where)
+
+
 def broken_model(name: str, index=slice(None), value: float = math.nan, heads: str = "repeated", device: str = "cpu"):
     """The tiny model with a weight that is not finite."""
     model = build_model(tiny_model(heads).mtpkit_config, device=device, seed=1)
