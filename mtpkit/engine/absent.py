@@ -1,4 +1,4 @@
-"""What vLLM's users bring and mtpkit lacks: arguments and methods that get an answer instead of a TypeError."""
+"""Arguments and methods that vLLM has and mtpkit lacks: an error says what to do instead."""
 
 import difflib
 import functools
@@ -11,12 +11,12 @@ from mtpkit.errors import UserError, listed
 
 
 class Absent(NamedTuple):
-    """An argument of vLLM's that is not there."""
+    """An argument that vLLM has and mtpkit lacks."""
 
     advice: str
     """What to do instead."""
     neutral: tuple[Any, ...] = ()
-    """Values that ask for nothing. None and empty lists, texts and dicts do neither."""
+    """Values that change nothing; None and empty lists, texts and dicts never do."""
 
     def accepts(self, value: Any) -> bool:
         """Whether a value asks for nothing, so that the argument can be left out without a word."""
@@ -28,7 +28,7 @@ class Absent(NamedTuple):
 
 
 class AbsentMethod(UserError, AttributeError):
-    """A method of vLLM's that is not there; `hasattr` is False."""
+    """A method that vLLM has and mtpkit lacks; `hasattr` is False."""
 
 
 def _absent(advice: str, **neutral: Any) -> dict[str, Absent]:
@@ -81,7 +81,7 @@ LLM_ARGUMENTS = {
     **_absent("logits are not changed by callbacks", logits_processors=None),
     **_absent("probabilities are not reported", max_logprobs=20, logprobs_mode="raw_logprobs"),
 }
-"""Of vLLM's `LLM`."""
+"""Arguments of vLLM's `LLM`."""
 
 SAMPLING_ARGUMENTS = {
     **_absent("repeat the prompt, with other seeds", best_of=1),
@@ -103,7 +103,7 @@ SAMPLING_ARGUMENTS = {
     **_absent("use llm.generate or llm.stream", output_kind=None),
     **_absent("there is none", extra_args=None, thinking_token_budget=None, skip_reading_prefix_cache=False),
 }
-"""Of vLLM's `SamplingParams`."""
+"""Arguments of vLLM's `SamplingParams`."""
 
 GENERATE_ARGUMENTS = {
     **_absent("give them as prompts", prompt_token_ids=None),
@@ -113,7 +113,7 @@ GENERATE_ARGUMENTS = {
     **_absent("text alone is decoded", multi_modal_data=None, mm_processor_kwargs=None),
     **_absent("encode the prompt yourself", tokenization_kwargs=None, truncate_prompt_tokens=None),
 }
-"""Of vLLM's `LLM.generate`."""
+"""Arguments of vLLM's `LLM.generate`."""
 
 _NO_VECTORS = "models decode text"
 LLM_METHODS = {

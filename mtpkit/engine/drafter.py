@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpkit.config import ModelConfig
 from mtpkit.engine import sampler
 from mtpkit.engine.batch import kv_slots
-from mtpkit.engine.step import Batch, Drafts, Verdict, fed
+from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.errors import UserError
 from mtpkit.kernels import sampling as ops
 from mtpkit.kernels.linear import linear
@@ -179,7 +179,7 @@ class RepeatedDrafter(_MtpDrafter):
             inputs = self._continue_at(batch, verdict) if depths > 1 else batch.inputs
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + depth - 1)
-                state = mtp_forward(self.model, depth, state, fed(chosen[-1][0])[None], inputs)
+                state = mtp_forward(self.model, depth, state, embeddable(chosen[-1][0])[None], inputs)
                 chosen.append(self._choose(state[:, 0], depth, batch, newest))
                 inputs = self._advance(inputs)
         return self._drafts(chosen, batch)
@@ -225,15 +225,15 @@ def _ring_length(caches: Mapping[str, LayerCache]) -> int:
 
 
 def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
-    """[T] the token after each of the step's, `fed`: t_{j+1} for position j.
+    """[T] the token after each of the step's, `embeddable`: t_{j+1} for position j.
 
-    Example, K = 2: a decode row fed [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before a
+    Example, K = 2: a decode row of input [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before a
     known R gives [Q, R].
     """
     if batch.plan.num_decode_rows:
-        return fed(verdict.token_ids).flatten()
+        return embeddable(verdict.token_ids).flatten()
     shifted = batch.token_ids.roll(-1)
-    shifted[batch.inputs.query_start[1:] - 1] = fed(verdict.token_ids[:, 0])
+    shifted[batch.inputs.query_start[1:] - 1] = embeddable(verdict.token_ids[:, 0])
     return shifted
 
 
@@ -244,7 +244,7 @@ class DistinctDrafter(_MtpDrafter):
     of the deeper caches were made from drafts. Every depth therefore runs over a window of the step's positions and the
     K - 1 before them, whose base hidden states are kept for each slot; tokens not known yet are drafts again.
 
-    Example, K = 3, one row: committed 10, fed positions 10..13, one draft accepted. The window is 8..13, p = 11,
+    Example, K = 3, one row: committed 10, computed positions 10..13, one draft accepted. The window is 8..13, p = 11,
     t_12 was just chosen. Depth 2 reads t_10 .. t_12 at 8..10 and draft 1 at 11; depth 3 reads t_11, t_12, draft 1,
     draft 2 at 8..11. Positions 12 and 13 hold garbage that the next window, from 10 on, replaces.
     """
@@ -278,7 +278,7 @@ class DistinctDrafter(_MtpDrafter):
             state = mtp_forward(self.model, depth, state, window.token_ids(depth)[None], window.inputs)
             if count:
                 chosen.append(self._choose(state[flat, 0], depth, batch, newest))
-                window.future[:count, depth] = fed(chosen[-1][0])
+                window.future[:count, depth] = embeddable(chosen[-1][0])
         return self._drafts(chosen[: batch.plan.num_speculative_tokens], batch)
 
 
@@ -317,7 +317,7 @@ class _Window:
         self.future = torch.cat([known, known[:, :1]], dim=1)
         """[R, 1 + K] tokens after p: the chosen one, then the drafts as they come, or a prompt's known tokens."""
         count = batch.plan.num_sampling_rows
-        self.future[:count, 0] = fed(verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0])
+        self.future[:count, 0] = embeddable(verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0])
         self.inputs = self._step_input(batch, before, host_before, block_size)
 
     def _step_input(self, batch: Batch, before: Tensor, host_before: list[int], block_size: int) -> StepInput:

@@ -277,7 +277,7 @@ class Engine:
                     counted = [
                         (result.accepted, row.fresh_drafts)
                         for row, result in zip(results.plan.rows, rows, strict=True)
-                        if result.believed and row.request.error is None
+                        if result.valid and row.request.error is None
                     ]
                     self.speculation.observe([accepted for accepted, _ in counted], [fresh for _, fresh in counted])
                 changed += self.scheduler.commit(results.plan, rows)

@@ -212,7 +212,7 @@ class Scheduler:
     def commit(self, plan: Plan, results: Sequence[RowResult]) -> list[Request]:
         """Take up what a plan gave: advance, emit, rewind, release, finish.
 
-        A request whose logits are not to be believed keeps the tokens before them and ends with an error, unless these
+        A request whose logits are invalid keeps the tokens before them and ends with an error, unless these
         end it. Of the step in which the base's are not, no draft is counted.
 
         Args:
@@ -230,21 +230,21 @@ class Scheduler:
             if decodes:
                 request.num_computed += result.accepted + 1
             count = self._emit(request, result.token_ids) if row.emits else 0
-            if decodes and result.believed:
+            if decodes and result.valid:
                 request.stats.record(result.accepted, count, row.fresh_drafts)
                 self.acceptance.record(result.accepted, count, row.fresh_drafts)
             self.num_generated += count
             if not request.finished:
-                self._fail_unless_believed(request, result)
+                self._fail_if_invalid(request, result)
             self._settle(request)
             changed.append(request)
         return changed
 
     @staticmethod
-    def _fail_unless_believed(request: Request, result: RowResult) -> None:
+    def _fail_if_invalid(request: Request, result: RowResult) -> None:
         """End a request that has taken up all tokens of a step, where that step's logits were not all finite."""
         output = f"after {request.num_output} output tokens"
-        if not result.believed:
+        if not result.valid:
             request.fail(
                 f"the logits for position {len(request.token_ids)}, {output}, are NaN or infinite: weights or "
                 "activations of the base are not finite; check the checkpoint, or try dtype float32"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.sampler import SamplingTensors, SamplingUse
-from mtpkit.engine.step import Batch, Drafts, Verdict, fed
+from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.kernels.ssm_update import ring_base
 
 _FILTERS = ("top_k", "top_p", "min_p")
@@ -95,6 +95,8 @@ class Slots:
             self.ring_lens[slots] = 0
         sampling_slots = slots[:count]
         newest = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count]
-        self.tokens[sampling_slots, : 1 + drafts.token_ids.shape[1]] = fed(torch.cat([newest, drafts.token_ids], 1))
+        self.tokens[sampling_slots, : 1 + drafts.token_ids.shape[1]] = embeddable(
+            torch.cat([newest, drafts.token_ids], 1)
+        )
         if self.draft_probs is not None and drafts.probs is not None:
             self.draft_probs[sampling_slots] = drafts.probs

@@ -1,8 +1,8 @@
 """The values that the five calls of a step hand on. All are frozen; only a plan is kept until its
 results are there.
 
-Logits that are not to be believed give `NO_TOKEN` in the verdict or among the drafts. It travels to the host with the
-tokens, and the scheduler ends the request there; until then its rows go on from token 0 (`fed`).
+Invalid logits (see `NO_TOKEN`) give `NO_TOKEN` in the verdict or among the drafts. It travels to the host with the
+tokens, and the scheduler ends the request there; until then its rows go on from token 0 (`embeddable`).
 
 Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), N logits: 1 + K a decode row, one a
 chunk that samples; K drafts, V vocabulary, h hidden size.
@@ -111,7 +111,7 @@ class Verdict:
     token_ids: Tensor
     """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. A chunk that does not sample has the known
     token after it in its first column, so that column `accepted` is the next token of every row. `NO_TOKEN` in one of
-    the first 1 + `accepted` columns: what the base says there is not to be believed."""
+    the first 1 + `accepted` columns: the base's logits there are invalid."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ class Drafts:
     """What the next step verifies."""
 
     token_ids: Tensor
-    """[S, K] int64; `NO_TOKEN` where what the heads say is not to be believed."""
+    """[S, K] int64; `NO_TOKEN` where the heads' logits are invalid."""
     probs: Tensor | None = None
     """[S, K, V] when the drafts were drawn from a distribution."""
 
 
-def fed(token_ids: Tensor) -> Tensor:
+def embeddable(token_ids: Tensor) -> Tensor:
     """Tokens that can be embedded: `NO_TOKEN` becomes token 0."""
     return token_ids.clamp_min(0)
 
@@ -144,7 +144,7 @@ class RowResult:
     token_ids: list[int]
     """What the verdict adds to the request: 1 + `accepted` tokens, or those before the first that is `NO_TOKEN`."""
     bad_draft: int | None
-    """The first depth, from 1, at which the heads' logits are not to be believed."""
+    """The first depth, from 1, at which the heads' logits are invalid."""
 
     @classmethod
     def unpack(cls, values: list[int], depths: int) -> "RowResult":
@@ -155,6 +155,6 @@ class RowResult:
         return cls(accepted, token_ids, drafts.index(NO_TOKEN) + 1 if NO_TOKEN in drafts else None)
 
     @property
-    def believed(self) -> bool:
-        """Whether the base's logits are finite wherever the verdict used them."""
+    def valid(self) -> bool:
+        """Whether the base's logits are valid wherever the verdict used them."""
         return len(self.token_ids) == 1 + self.accepted

@@ -17,7 +17,7 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
     """Verify the drafts of decode rows, or choose the first token of the chunks that end a prompt.
 
     The output is distributed as the base's own. With drafts that are the heads' best tokens (`draft_probs` None) it is,
-    for a given seed, also the same for every K. Where a row's logits are not to be believed it stops with `NO_TOKEN`;
+    for a given seed, also the same for every K. Where a row's logits are invalid it stops with `NO_TOKEN`;
     those after the position at which a row stops do not matter. Tensor code throughout: nothing waits for the device.
 
     Args:

@@ -233,7 +233,7 @@ class HiddenReader:
         self._pin = torch.cuda.is_available()
 
     def read(self, rows: np.ndarray) -> HiddenStates:
-        """Of the sequences `rows` [b], in memory; pinned where there is a GPU.
+        """The states of sequences `rows` [b], in memory; pinned where there is a GPU.
 
         Raises:
             UserError: they are not finite.

@@ -183,7 +183,7 @@ SECTIONS = {
 }
 """Sections of the settings, each with an example of what is in it."""
 MOST_BRACKETS = 100
-"""That are open at once in settings."""
+"""Brackets that may be open at once in settings: the time of YAML's scanner grows with the square of their depth."""
 MOST_VALUES = 10_000
 """Values that a file of settings may have."""
 
@@ -386,7 +386,7 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
 
 
 def _require_shallow(text: str) -> None:
-    """Check YAML before it is read: the time of its scanner grows with the square of the depth of brackets.
+    """Check the depth of brackets before YAML is read, see MOST_BRACKETS.
 
     Raises:
         RecursionError: too many brackets are open at once.

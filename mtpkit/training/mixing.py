@@ -25,7 +25,7 @@ class HiddenMix:
     """`sample`: each position reads h_{i+k} with probability `share`, else g^k_i. `blend`: every position reads
     share * h_{i+k} + (1 - share) * g^k_i."""
     generators: Sequence[torch.Generator] = ()
-    """Of the draws of each of the b sequences, on the device of the states; none: torch's own draws for all."""
+    """One for the draws of each of the b sequences, on the device of the states; empty: torch's own for all."""
     part: tuple[int, int] = (0, 1)
     """Which part of the sequence the states are, of how many equal ones: each reads its own part of the same draws."""
 

@@ -98,7 +98,7 @@ def test_blocks_are_what_the_state_leaves(monkeypatch, graphs):
 
 
 def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
-    """Of all decode tokens in the largest eager step, or in a graph, beside the activations of the tokens."""
+    """Those of all decode tokens in the largest eager step, or in a graph, beside the activations of the tokens."""
     llm = make_llm(tiny_model(), 3)
     logits = VOCAB_SIZE * (4 + 4)
     eager, graphed = (plan_of(llm, 200, graphs=graphs) for graphs in (False, True))

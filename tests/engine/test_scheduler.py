@@ -179,7 +179,7 @@ def test_rows_that_sample_have_room_for_what_the_drafts_write(k, ahead):
 
 @pytest.mark.parametrize("k, budget", [(0, 5), (2, 7), (2, 12), (3, 9)])
 def test_a_step_has_at_most_the_tokens_of_the_budget(k, budget):
-    """Of decode rows, chunks that go on and chunks that begin; and as many as there are."""
+    """Counted over decode rows, chunks that go on and chunks that begin; and it is used up."""
     engine = fake_engine(MODEL, num_blocks=200, num_speculative_tokens=k, max_num_batched_tokens=budget)
     plan, sizes = engine.scheduler.plan, []
 

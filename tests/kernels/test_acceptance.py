@@ -148,7 +148,7 @@ def test_a_draft_without_a_residual_is_replaced_from_the_target(twin):
 
 
 @pytest.mark.parametrize("vocab_size", [50, 5000])
-def test_rejection_has_no_token_where_the_target_is_not_to_be_believed(twin, vocab_size):
+def test_rejection_has_no_token_where_the_target_is_invalid(twin, vocab_size):
     """It stops there, and at no row before or after that; what comes after the stop does not matter."""
     drafts = torch.tensor([[1, 2]]).expand(5, -1)
     p = torch.eye(vocab_size)[[1, 2, 3]].repeat(5, 1, 1)

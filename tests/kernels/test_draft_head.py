@@ -58,7 +58,7 @@ def test_argmax_of_equal_and_masked_logits(twin):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary, place", [(1, 0), (17, 16), (9000, 0), (9000, 5000), (9000, 8999)])
-def test_no_token_of_logits_that_are_not_to_be_believed(twin, vocabulary, place, dtype):
+def test_no_token_of_invalid_logits(twin, vocabulary, place, dtype):
     """One NaN or +inf anywhere, or -inf everywhere."""
     logits = torch.randn(5, vocabulary).to(dtype)
     logits[1, place], logits[2, place], logits[3] = math.nan, math.inf, -math.inf

@@ -241,7 +241,7 @@ def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary_or_none(twin, monk
 
 @pytest.mark.parametrize("vocab_size, place", [(200, 0), (200, 199), (5000, 4500)])
 @pytest.mark.parametrize("filters", [(None, None, None), (20, 0.9, 0.05), (150, 0.99, 0.0)])
-def test_no_token_is_taken_from_what_is_not_to_be_believed(twin, monkeypatch, vocab_size, place, filters):
+def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, vocab_size, place, filters):
     """One NaN or +inf anywhere, or -inf everywhere; of the filters and temperatures none hides or feigns it."""
     if twin.name == "interpreter" and vocab_size == 5000 and filters[0] == 150:
         pytest.skip("takes too long")
@@ -263,7 +263,7 @@ def test_no_token_is_taken_from_what_is_not_to_be_believed(twin, monkeypatch, vo
         assert (run(twin, "sample", probs, numbers(8)) == NO_TOKEN).tolist() == wrong
 
 
-def test_penalties_neither_hide_nor_feign_what_is_not_to_be_believed(twin):
+def test_penalties_neither_hide_nor_feign_invalid_logits(twin):
     x = torch.tensor([[2.0, -2.0, 0.0, 3e38], [torch.nan, 1, 1, 1], [torch.inf, 1, 1, 1], [-torch.inf, 1, 1, 1]])
     seen, counts = torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), 9)
     for repetition in (0.0, 1e-45, 1e-30, 1e30, torch.inf):

@@ -8,8 +8,8 @@ from mtpkit.kernels import NO_TOKEN
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[M] int64, the first of the largest of logits [M, V]; `NO_TOKEN` in a row that is not to be believed: with NaN or
-    +inf, or of nothing but -inf."""
+    """[M] int64, the first of the largest of logits [M, V]; `NO_TOKEN` in an invalid row: with NaN or +inf, or of
+    nothing but -inf."""
     best, index = logits.max(-1)
     return torch.where(best.abs() < torch.inf, index, NO_TOKEN)
 

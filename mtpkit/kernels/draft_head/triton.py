@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """The best token in Triton. Each program finds the best of one part of the vocabulary, a second kernel the best part.
 
-NaN counts as +inf here, so that the largest logit tells without another pass whether all can be believed.
+NaN counts as +inf here, so that the largest logit tells without another pass whether all are valid.
 """
 
 from typing import NamedTuple

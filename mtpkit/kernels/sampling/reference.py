@@ -97,11 +97,11 @@ def probabilities(
         min_p: [N] float in [0, 1] (0: off), or None.
 
     Returns:
-        [N, V] float32; NaN in a row that is not to be believed: with NaN or +inf, or of nothing but -inf.
+        [N, V] float32; NaN in an invalid row: with NaN or +inf, or of nothing but -inf.
     """
     greedy = temperature == 0
     best = argmax(logits)
-    believed = (best != NO_TOKEN)[:, None]
+    valid = (best != NO_TOKEN)[:, None]
     # Beside the largest, so that nothing overflows however small the temperature is.
     scaled = logits.float() - logits.float().amax(-1, keepdim=True)
     scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
@@ -111,7 +111,7 @@ def probabilities(
     if top_k is not None or top_p is not None:
         scaled = _keep_top(scaled, top_k, top_p)
     certain = torch.zeros_like(scaled).scatter_(-1, best.clamp_min(0)[:, None], 1.0)
-    return torch.where(believed, torch.where(greedy[:, None], certain, scaled.softmax(-1)), torch.nan)
+    return torch.where(valid, torch.where(greedy[:, None], certain, scaled.softmax(-1)), torch.nan)
 
 
 def _keep_top(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ def statistics_kernel(
     """Each chunk's largest logit, the sum of its weights beside that, and where the row wants it its best token.
 
     With HEADS also the largest logit of each group. NaN counts as +inf, so that a row's largest logit tells whether
-    all can be believed, without another pass.
+    all are valid, without another pass.
     """
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     place = tl.program_id(0).to(tl.int64)
