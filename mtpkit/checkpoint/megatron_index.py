@@ -4,11 +4,12 @@ import math
 import os
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from mtpkit.checkpoint.tensors import is_file_name
 from mtpkit.config import RANGES
@@ -32,15 +33,20 @@ _NAMES = {
         "ChunkStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
-    f"{_TORCH}.filesystem": {"_StorageInfo"},
+    f"{_TORCH}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    f"{_TORCH}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath"},
-    _MEGATRON: {"MCoreMetadata", "MCoreSavePlan"},
 }
 """Module -> what an index may name there: none of it does anything but hold values."""
+_OTHER_NAMES: dict[tuple[str, str], type] = {
+    ("pathlib._local", "PosixPath"): PosixPath,
+    (_MEGATRON, "MCoreMetadata"): Metadata,
+    (_MEGATRON, "MCoreSavePlan"): SavePlan,
+}
+"""The same, as Python 3.13 calls it, and megatron-core up to 0.15, whose classes had one field more."""
 
 
 def is_stacked(key: str) -> bool:
@@ -52,9 +58,11 @@ class _Unpickler(pickle.Unpickler):
     """Makes nothing but what an index consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if other := _OTHER_NAMES.get((module, name)):
+            return other
         if name not in _NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which no index of a checkpoint does")
-        return super().find_class("pathlib" if module == "pathlib._local" else module, name)  # Python 3.13 alone has it
+        return super().find_class(module, name)
 
 
 def read_index(directory: Path) -> Metadata:

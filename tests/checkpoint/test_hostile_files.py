@@ -9,11 +9,13 @@ import re
 import shutil
 import struct
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mtpkit.checkpoint import load_checkpoint, load_config, load_model, save_checkpoint, save_hf_model, save_model
@@ -261,15 +263,31 @@ def test_files_of_other_bytes(megatron, tmp_path, part):
         refused(action, part)
 
 
-@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
-def test_indexes_written_by_another_python(hf_dir, tmp_path, module):
-    """Python 3.13 pickles the path that torch puts into an index as one of `pathlib._local`, others of `pathlib`."""
+OLD_MEGATRON = b"megatron.core.dist_checkpointing.strategies.torch\n"
+OTHER_WRITERS = {
+    b"pathlib\nPosixPath": b"pathlib._local\nPosixPath",
+    b"torch.distributed.checkpoint.metadata\nMetadata": OLD_MEGATRON + b"MCoreMetadata",
+    b"torch.distributed.checkpoint.planner\nSavePlan": OLD_MEGATRON + b"MCoreSavePlan",
+}
+"""Class in an index -> what Python 3.13 calls it, or megatron-core up to 0.15."""
+
+
+@pytest.mark.parametrize("own", [None, *OTHER_WRITERS])
+def test_indexes_of_other_versions(hf_dir, tmp_path, own):
+    """They may hold all ranks' plans: megatron-core puts them there, and only newer versions of torch drop them."""
     import_checkpoint(hf_dir, tmp_path / "megatron")
-    index = tmp_path / "megatron" / "release" / ".metadata"
-    content = pickle.dumps(FileSystemReader(index.parent).read_metadata(), protocol=2)  # names modules in plain text
-    index.write_bytes(re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", content))
-    assert b"c" + module + b"\nPosixPath\n" in index.read_bytes()
+    path = tmp_path / "megatron" / "release" / ".metadata"
+    index = FileSystemReader(path.parent).read_metadata()
+    plan = create_default_local_save_plan({"w": torch.ones(2), "o": io.BytesIO(b"o")}, True)
+    index.all_local_plans = [plan, replace(plan, storage_data=_StoragePrefix("__1_"))]
+    index.storage_meta = replace(index.storage_meta, checkpoint_id=PosixPath("/of/the/writer"))
+    content = re.sub(rb"cpathlib(\._local)?\n", b"cpathlib\n", pickle.dumps(index, protocol=2))  # names as plain text
+    if own is not None:
+        assert b"c" + own + b"\n" in content
+        content = content.replace(b"c" + own + b"\n", b"c" + OTHER_WRITERS[own] + b"\n")
+    path.write_bytes(content)
     load_model(tmp_path / "megatron")
+    assert compare_weights(hf_dir, tmp_path / "megatron").identical
 
 
 class Harm:
