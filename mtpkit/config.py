@@ -16,10 +16,10 @@ CACHING_KINDS = "M*"
 """Those of layers that keep something of earlier tokens: a state, or keys and values."""
 
 LARGEST_COUNT = 2**31 - 1
-"""Of settings that count something."""
+"""The largest value of a setting that counts something."""
 
 MOST_DRAFTS = 1000
-"""Of a step, whatever the heads."""
+"""The most drafts of a step, whatever the heads."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 2**24),
@@ -54,7 +54,7 @@ Token ids lie in the vocabulary."""
 
 MOST_LAYERS = {"pattern": 2048, "mtp_pattern": 64}
 MOST_EXPERTS = 2**17
-"""Of all layers together."""
+"""The most experts of all layers together."""
 
 LAYER_SIZES = {
     "M": (

@@ -6,7 +6,7 @@ from typing import Any
 
 DEEP = json.loads("[" * 500 + "]" * 500)
 WRONG = [None, True, -1, 0, 2.5, 10**18, 10**400, float("nan"), "", "x", [], [1], [None], {}, {"a": 1}, DEEP]
-"""Of all types and sizes that JSON has."""
+"""Values of all types and sizes that JSON has."""
 
 
 def changed(value: Any) -> Iterator[tuple[str, Any]]:

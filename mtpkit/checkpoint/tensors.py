@@ -15,7 +15,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights: every tensor of a model is of one of them."""
 
 _MOST_CHARACTERS = 255
-"""Of a file's name, on any file system."""
+"""The longest name of a file, on any file system."""
 _LARGEST = torch.finfo(torch.bfloat16).max
 """Beyond it a weight is infinite in bf16, which models run in."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the layout; one that is not known is refused."""
 COLUMNS = {"input_ids": "int32", "loss_mask": "bool", "document_lengths": "int32"}
-"""Of the data files, all of lists."""
+"""Columns of the data files and what their lists hold."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mtpkit.files import parse_json
 NAMING = "--text-column and the like; data.text_column=.. in training"
 """How columns are named."""
 _MOST_DEPTH = 64
-"""Of lists and objects in each other, in messages and tools."""
+"""How deep lists and objects may be nested in messages and tools."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sample:
     text: str = ""
     prompt: str = ""
     messages: list[dict[str, Any]] | None = None
-    """Of a chat template, in the form of transformers; the assistant's are learnt."""
+    """Messages for a chat template, in the form of transformers; the assistant's are learnt."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that a conversation may call."""
     prompt_token_ids: list[int] | None = None

@@ -20,7 +20,7 @@ from tests.checkpoint.test_config import megatron_args
 HUGE, NAN, INFINITE = 10**400, float("nan"), float("inf")
 VALUES = [None, True, False, 0, -1, 3, 10**12, HUGE, 0.5, 2.0, 1e308, NAN, INFINITE, "", "three", "M" * 10**5]
 VALUES += [[], [1], [None], ["a"], [[1]], {}, {"a": 1}]
-"""Of every JSON type, and of every size."""
+"""Values of every JSON type, and of every size."""
 
 NO_NUMBERS = [True, NAN, INFINITE, "three", "3", [], [1], {}, {"a": 1}, -1, HUGE]
 """None of them is the value of any size or number of a model."""
