@@ -195,8 +195,8 @@ class LLM:
         first output until its end or its closing, calls of other threads wait.
 
         Raises:
-            UserError: a prompt that cannot be served, raised by the call itself; another stream of this thread that is
-                still open.
+            UserError: a prompt that cannot be served, raised by the call itself; another stream that is still open and
+                that this thread read last.
         """
         return self._run(self._requests(prompts, sampling_params))
 
@@ -227,6 +227,7 @@ class LLM:
                         if output.finished:
                             unfinished.discard(output.request_id)
                         yield output
+                        self._turn.hold()  # another thread may read on
             finally:
                 for request_id in unfinished:
                     self.engine.abort(request_id)
@@ -262,8 +263,12 @@ class _Turn:
         if self._thread == threading.get_ident():
             raise UserError("an earlier stream of this thread is still open: read it to its end or close it first")
         with self._lock:
-            self._thread = threading.get_ident()
+            self.hold()
             try:
                 yield
             finally:
                 self._thread = None
+
+    def hold(self) -> None:
+        """Make the calling thread the one that has the turn."""
+        self._thread = threading.get_ident()

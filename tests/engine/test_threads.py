@@ -88,6 +88,35 @@ def test_a_stream_of_another_thread_is_waited_for_and_one_of_this_thread_refused
     assert llm.generate([[3]], greedy())[0].finished
 
 
+def test_the_thread_that_reads_a_stream_is_refused_not_the_one_that_began_it():
+    """It would wait for itself for ever."""
+    llm = make_llm(tiny_model(), 0)
+    stream, begun, over = llm.stream([[1]], greedy()), threading.Event(), threading.Event()
+
+    def begin() -> None:
+        next(stream)
+        begun.set()
+        over.wait()
+
+    threading.Thread(target=begin, daemon=True).start()
+    begun.wait(timeout=60)
+    results = []
+
+    def read_on_and_call() -> None:
+        next(stream)
+        try:
+            llm.generate([[3]], greedy())
+        except UserError as error:
+            results.append(str(error))
+
+    reader = threading.Thread(target=read_on_and_call, daemon=True)
+    reader.start()
+    reader.join(timeout=20)
+    over.set()
+    assert not reader.is_alive() and "still open" in results[0]
+    assert list(stream)[-1].finished and llm.generate([[3]], greedy())[0].finished
+
+
 def test_a_call_that_fails_lets_the_next_one_run(monkeypatch):
     llm, step = make_llm(tiny_model(), 0), Engine.step
 
