@@ -113,7 +113,8 @@ def _show(found: dict) -> None:
 
     from mtpkit.training.report import COLUMNS, table_rows
 
-    table = Table(title=f"{found['model']}, K = {found['num_depths']}, {found['attention']}", box=box.SIMPLE_HEAD)
+    about = f"K = {found['num_depths']}, {found['attention']}, sequences of {found['sequence_length']} tokens"
+    table = Table(title=f"{found['model']}, {about}", box=box.SIMPLE_HEAD)
     table.add_column("source")
     for name in COLUMNS:
         table.add_column(name, justify="right")

@@ -183,7 +183,8 @@ def evaluate_directory(
     if dist.get_rank():
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    about = {"model": str(directory), "num_depths": num_depths, "attention": attention, "dtype": dtype, "device": name}
+    about = {"model": str(directory), "num_depths": num_depths, "attention": attention}
+    about |= {"sequence_length": sequence_length, "dtype": dtype, "device": name}
     return {**about, **found.to_dict()}
 
 
