@@ -110,7 +110,7 @@ def test_tokens_that_the_model_does_not_have(prepared, tokenizer, token) -> None
     refuse(
         "token",
         lambda: dataset.batch([1, 3]),
-        f"data: a is damaged: sequence 3 has token {token}",
+        f"data: {prepared} a is damaged: sequence 3 has token {token}",
         "prepare the data again",
     )
     refuse("token", lambda: build_draft_vocab([prepared], tokenizer, 300, 10), f"token {token}")

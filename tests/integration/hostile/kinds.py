@@ -39,7 +39,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "training/cache.py": ("manifest of hidden states", "hidden states"),
     "training/cache_write.py": (),  # opens its lock
     "training/config.py": ("settings", "overrides", "settings of a run"),
-    "training/ending.py": ("best.json", "metrics.jsonl"),
     "training/metrics.py": ("metrics.jsonl",),
     "training/run.py": ("tracker of a run", "settings of a run"),
     "training/report.py": ("best.json",),
