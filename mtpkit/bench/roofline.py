@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from mtpkit.config import ModelConfig, caching_length
-from mtpkit.engine.drafter import check_depths
+from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model.matrices import layer_matrices, moe_matrices

@@ -83,7 +83,7 @@ def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
         UserError: the heads cannot make so many drafts.
     """
     from mtpkit.checkpoint import load_config
-    from mtpkit.engine.drafter import default_depths
+    from mtpkit.engine.drafting import default_depths
 
     config = load_config(model)
     (drafts,) = several_drafts(config, None if text is None else [parse_drafts(text)], [default_depths(config)])
@@ -98,7 +98,7 @@ def several_drafts[K: (int, int | Literal["auto"])](
     Raises:
         UserError: the heads cannot make so many drafts.
     """
-    from mtpkit.engine.drafter import check_depths, default_depths
+    from mtpkit.engine.drafting import check_depths, default_depths
 
     if given is None:
         most = default_depths(config)

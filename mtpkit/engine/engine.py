@@ -16,7 +16,7 @@ from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.checks import is_whole
 from mtpkit.engine.detokenizer import Detokenizer
-from mtpkit.engine.drafter import Drafter
+from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.graphs import DecodeGraphs
 from mtpkit.engine.params import EngineConfig, SamplingParams
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats

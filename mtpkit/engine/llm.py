@@ -13,7 +13,7 @@ import torch
 
 from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
 from mtpkit.engine.checks import plain
-from mtpkit.engine.drafter import check_depths, make_drafter
+from mtpkit.engine.drafting import check_depths, make_drafter
 from mtpkit.engine.engine import Engine
 from mtpkit.engine.loading import DTYPES, config_of, open_model
 from mtpkit.engine.memory import plan_memory

@@ -23,7 +23,7 @@ from mtpkit.engine.checks import (
     plain,
     problems,
 )
-from mtpkit.engine.drafter import Drafter
+from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.params import ENGINE_RULES
 from mtpkit.errors import UserError, raise_problems

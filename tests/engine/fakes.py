@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams
-from mtpkit.engine.drafter import NoDrafter
+from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.sampler import TOKEN_STREAM
 from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Drafts, StepOutput

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams, sampler, verifier
-from mtpkit.engine.drafter import NoDrafter
+from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Drafts, StepOutput
 from mtpkit.kernels import sampling

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from mtpkit.engine import drafter as drafter_module
 from mtpkit.engine import engine as engine_module
-from mtpkit.engine.drafter import DistinctDrafter, RepeatedDrafter
+from mtpkit.engine.drafting import repeated
+from mtpkit.engine.drafting.distinct import DistinctDrafter, _Window
+from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Verdict
 from mtpkit.kernels.ssm_update import ring_base
@@ -85,23 +86,23 @@ def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
 
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])
 def test_head_input_shifted_by_one(monkeypatch, heads):
-    monkeypatch.setattr(drafter_module, "shifted_token_ids", lambda batch, verdict: batch.token_ids)
-    token_ids = drafter_module._Window.token_ids
-    monkeypatch.setattr(drafter_module._Window, "token_ids", lambda self, depth: token_ids(self, depth - 1))
+    monkeypatch.setattr(repeated, "shifted_token_ids", lambda batch, verdict: batch.token_ids)
+    token_ids = _Window.token_ids
+    monkeypatch.setattr(_Window, "token_ids", lambda self, depth: token_ids(self, depth - 1))
     assert not drafts_survive(heads)
     assert tokens_survive(heads)  # bad drafts cost speed, never tokens
 
 
 def test_entries_made_from_drafts_left_in_distinct_caches(monkeypatch):
     """Without the window before the step, deeper caches keep what was made from rejected drafts."""
-    init = drafter_module._Window.__init__
+    init = _Window.__init__
 
     def no_window(self, batch, verdict, depths, block_size):
         init(self, batch, verdict, depths, block_size)
         before = self.positions < batch.inputs.context_lens[self.rows]
         self.inputs.kv_slots[before] = -1
 
-    monkeypatch.setattr(drafter_module._Window, "__init__", no_window)
+    monkeypatch.setattr(_Window, "__init__", no_window)
     assert not drafts_survive("distinct")
 
 

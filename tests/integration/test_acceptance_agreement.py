@@ -8,7 +8,7 @@ import torch
 
 from mtpkit.checkpoint import load_model
 from mtpkit.engine import LLM
-from mtpkit.engine import drafter as drafter_module
+from mtpkit.engine.drafting import repeated
 from mtpkit.training import served_acceptance
 from tests.integration.front_doors import AHEAD, PROMPTS, TOKENS, call, greedy
 
@@ -84,17 +84,17 @@ def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path):
 
 def shift_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Depth 1 reads the token of its own position instead of the next one."""
-    monkeypatch.setattr(drafter_module, "shifted_token_ids", lambda batch, verdict: batch.token_ids)
+    monkeypatch.setattr(repeated, "shifted_token_ids", lambda batch, verdict: batch.token_ids)
 
 
 def shift_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Depth 1 reads the hidden state of the position before its own."""
-    mtp_forward = drafter_module.mtp_forward
+    mtp_forward = repeated.mtp_forward
 
     def shifted(model, depth, hidden, *args, **kwargs):
         return mtp_forward(model, depth, hidden.roll(1, 0) if depth == 1 else hidden, *args, **kwargs)
 
-    monkeypatch.setattr(drafter_module, "mtp_forward", shifted)
+    monkeypatch.setattr(repeated, "mtp_forward", shifted)
 
 
 @pytest.mark.parametrize("sabotage", [shift_tokens, shift_hidden])

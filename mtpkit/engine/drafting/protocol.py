@@ -1,0 +1,28 @@
+"""What the engine asks of a drafter, and the drafter of plain decoding."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from mtpkit.engine.step import Batch, Drafts, Verdict
+
+
+class Drafter(Protocol):
+    """Anything that can propose drafts."""
+
+    device_only: bool
+    """Whether it looks at nothing of the host's, so that a step may run before the results of the last are known."""
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        """[S, K] drafts that continue the rows that sample, given the base's hidden states [T, 1, h]."""
+        ...
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    device_only = True
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        """Zero drafts a row."""
+        return Drafts(verdict.token_ids.new_zeros(batch.plan.num_sampling_rows, 0))
