@@ -24,7 +24,7 @@ from mtpkit.engine.sampler import GREEDY
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.states import CacheLayout
-from mtpkit.engine.step import Batch, Plan, RowResult, StepOutput, Verdict, pack_results
+from mtpkit.engine.step import Batch, Plan, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
 
@@ -44,8 +44,8 @@ class StepRunner(Protocol):
         ...
 
 
-class _Results:
-    """What a batch gives the host, on its way there."""
+class _Launched:
+    """The result of a plan on its way to the host."""
 
     def __init__(self, plan: Plan, values: Tensor) -> None:
         self.plan = plan
@@ -55,11 +55,11 @@ class _Results:
             self._values.copy_(values, non_blocking=True)
             self._arrived.record()
 
-    def wait(self) -> list[RowResult]:
-        """What each row that samples gave, once it is there."""
+    def wait(self) -> StepResult:
+        """The result, once it is there."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [RowResult.unpack(row, self.plan.num_speculative_tokens) for row in self._values.tolist()]
+        return StepResult.unpack(self._values.numpy(), self.plan.num_speculative_tokens)
 
 
 class Engine:
@@ -109,7 +109,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._num_requests = self._next_number = 0
         self._seconds = 0.0
-        self._under_way: deque[list[_Results]] = deque()
+        self._under_way: deque[list[_Launched]] = deque()
         self.speculation: Speculation = FixedSpeculation(config.num_speculative_tokens)
 
     def add_request(
@@ -254,34 +254,40 @@ class Engine:
         """Penalties are computed from tokens that the host knows."""
         return self.config.async_scheduling and not any(r.params.has_penalties for r in self.scheduler.running)
 
-    def _launch(self, plan: Plan) -> _Results:
+    def _launch(self, plan: Plan) -> _Launched:
         if self.graphs and plan.num_decode_rows and not any(row.request.params.has_penalties for row in plan.rows):
-            return _Results(plan, self.graphs.run(self._execute, plan))
-        return _Results(plan, self._execute(self.builder.build(plan)))
+            return _Launched(plan, self.graphs.run(self._execute, plan))
+        return _Launched(plan, self._execute(self.builder.build(plan)))
 
     def _execute(self, batch: Batch) -> Tensor:
-        """The device's part of a step: `pack_results`."""
+        """The device's part of a step: `pack_result`."""
         out = self.runner.run(batch)
         verdict = self.verifier(out.logits, batch)
         drafts = self.drafter.draft(out.hidden, batch, verdict)
         self.slots.store(batch, verdict, drafts)
-        return pack_results(verdict, drafts)
+        return pack_result(verdict, drafts)
 
     def _take_up(self, keep: int) -> list[Request]:
         """Commit the results of all but the latest `keep` steps, the oldest first."""
         changed = []
         while len(self._under_way) > keep:
-            for results in self._under_way.popleft():
-                rows = results.wait()
-                if results.plan.num_decode_rows:
-                    counted = [
-                        (result.accepted, row.fresh_drafts)
-                        for row, result in zip(results.plan.rows, rows, strict=True)
-                        if result.valid and row.request.error is None
-                    ]
-                    self.speculation.observe([accepted for accepted, _ in counted], [fresh for _, fresh in counted])
-                changed += self.scheduler.commit(results.plan, rows)
+            for launched in self._under_way.popleft():
+                plan, result = launched.plan, launched.wait()
+                if plan.num_decode_rows:
+                    self._observe(plan, result)
+                changed += self.scheduler.commit(plan, result)
         return changed
+
+    def _observe(self, plan: Plan, result: StepResult) -> None:
+        """Tell the choice of K what the decode rows accepted, but for those whose logits are invalid."""
+        counted = [
+            (accepted, row.fresh_drafts)
+            for row, accepted, count in zip(
+                plan.rows, result.accepted.tolist(), result.num_tokens.tolist(), strict=True
+            )
+            if count == 1 + accepted and row.request.error is None
+        ]
+        self.speculation.observe([accepted for accepted, _ in counted], [fresh for _, fresh in counted])
 
     def abort(self, request_id: str) -> None:
         """Forget a request; one that is finished or unknown is ignored."""

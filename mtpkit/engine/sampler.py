@@ -15,7 +15,7 @@ from mtpkit.kernels.draft_head import argmax
 from mtpkit.platform import to_device
 
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)
-"""Independent random numbers of a token position: its token, the acceptance of its draft, the draft itself."""
+"""Independent random numbers of a token: the token itself, the acceptance of its draft, the draft."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,11 @@ def _filters(sampling: SamplingTensors, rows: Tensor) -> tuple[Tensor | None, Te
     return top_k, top_p, min_p
 
 
-def uniforms(sampling: SamplingTensors, rows: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """[N] float64 random numbers for the tokens at `positions` [N]."""
-    return ops.uniform(sampling.seeds[rows], positions, stream)
+def uniforms(
+    sampling: SamplingTensors, rows: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None
+) -> Tensor:
+    """[N] float64 random numbers for the tokens at `positions` [N], and `branches` [N] where rows are no chains."""
+    return ops.uniform(sampling.seeds[rows], positions, stream, branches)
 
 
 def sample(logits: Tensor, sampling: SamplingTensors, rows: Tensor, positions: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.params import EngineConfig
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
-from mtpkit.engine.step import Plan, Row, RowResult
+from mtpkit.engine.step import Plan, Row, StepResult
 from mtpkit.errors import MtpkitError, UserError
 
 
@@ -209,49 +209,53 @@ class Scheduler:
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.config.block_size)
 
-    def commit(self, plan: Plan, results: Sequence[RowResult]) -> list[Request]:
+    def commit(self, plan: Plan, result: StepResult) -> list[Request]:
         """Take up what a plan gave: advance, emit, rewind, release, finish.
 
         A request whose logits are invalid keeps the tokens before them and ends with an error, unless these
         end it. Of the step in which the base's are not, no draft is counted.
 
-        Args:
-            results: of each row that samples.
-
         Returns:
             The requests that emitted tokens or ended. Rows whose request ended meanwhile are passed over.
         """
         changed = []
-        for index, (row, result) in enumerate(zip(plan.rows, results, strict=False)):
-            request, decodes = row.request, index < plan.num_decode_rows
-            if request.slot is None or not (row.emits or result.bad_draft):
+        arrays = (result.accepted, result.token_ids, result.num_tokens, result.bad_draft)
+        rows = zip(plan.rows, *(array.tolist() for array in arrays), strict=False)
+        for row, accepted, token_ids, num_tokens, bad_draft in rows:
+            request, valid = row.request, num_tokens == 1 + accepted
+            if request.slot is None or not (row.emits or bad_draft):
                 continue
             request.in_flight -= row.emits
-            if decodes:
-                request.num_computed += result.accepted + 1
-            count = self._emit(request, result.token_ids) if row.emits else 0
-            if decodes and result.valid:
-                request.stats.record(result.accepted, count, row.fresh_drafts)
-                self.acceptance.record(result.accepted, count, row.fresh_drafts)
+            count = self._emit(request, token_ids[:num_tokens]) if row.emits else 0
+            if plan.num_decode_rows:
+                request.num_computed += accepted + 1
+                if valid:
+                    request.stats.record(accepted, count, row.fresh_drafts)
+                    self.acceptance.record(accepted, count, row.fresh_drafts)
             self.num_generated += count
             if not request.finished:
-                self._fail_if_invalid(request, result)
+                self._fail_if_invalid(request, valid, bad_draft)
             self._settle(request)
             changed.append(request)
         return changed
 
     @staticmethod
-    def _fail_if_invalid(request: Request, result: RowResult) -> None:
-        """End a request that has taken up all tokens of a step, where that step's logits were not all finite."""
+    def _fail_if_invalid(request: Request, valid: bool, bad_draft: int) -> None:
+        """End a request that has taken up all tokens of a step, where that step's logits were not all finite.
+
+        Args:
+            valid: whether those of the base are, wherever they were used.
+            bad_draft: the first depth, from 1, at which those of the heads are not; 0: none.
+        """
         output = f"after {request.num_output} output tokens"
-        if not result.valid:
+        if not valid:
             request.fail(
                 f"the logits for position {len(request.token_ids)}, {output}, are NaN or infinite: weights or "
                 "activations of the base are not finite; check the checkpoint, or try dtype float32"
             )
-        elif result.bad_draft is not None:
+        elif bad_draft:
             request.fail(
-                f"draft {result.bad_draft} for position {len(request.token_ids) + result.bad_draft - 1}, {output}, has "
+                f"draft {bad_draft} for position {len(request.token_ids) + bad_draft - 1}, {output}, has "
                 "logits that are NaN or infinite: weights or activations of the MTP heads are not finite; check the "
                 "heads, or decode without them (K = 0)"
             )

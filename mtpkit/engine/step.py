@@ -10,6 +10,7 @@ chunk that samples; K drafts, V vocabulary, h hidden size.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,32 +130,48 @@ def embeddable(token_ids: Tensor) -> Tensor:
     return token_ids.clamp_min(0)
 
 
-def pack_results(verdict: Verdict, drafts: Drafts) -> Tensor:
-    """What the host is to know of a step, [S, 2 + 2K] int64, see `RowResult`."""
+def pack_result(verdict: Verdict, drafts: Drafts) -> Tensor:
+    """What the host is to know of a step, [S, 2 + 2K] int64: one tensor, so that one copy takes it there."""
     count = len(drafts.token_ids)
     return torch.cat([verdict.accepted[:count, None], verdict.token_ids[:count], drafts.token_ids], 1)
 
 
 @dataclass(frozen=True)
-class RowResult:
-    """What a step gave of a row that samples, as the host knows it."""
+class StepResult:
+    """What a step gave the S rows that sample, as the host knows it.
 
-    accepted: int
-    """Drafts."""
-    token_ids: list[int]
-    """What the verdict adds to the request: 1 + `accepted` tokens, or those before the first that is `NO_TOKEN`."""
-    bad_draft: int | None
-    """The first depth, from 1, at which the heads' logits are invalid."""
+    Example, K = 3, a row that accepted one draft: path [0, 1, -1, -1], token_ids [draft 1, next token, 0, 0].
+    """
+
+    path: np.ndarray
+    """[S, 1 + K] int64, the row's logits that were followed, by their index among the row's, then -1. A chain that
+    accepted n drafts has the path 0, 1, .., n."""
+    token_ids: np.ndarray
+    """[S, 1 + K] int64, the token chosen at each entry of the path, or `NO_TOKEN`."""
+    drafts: np.ndarray
+    """[S, K] int64, what the next step verifies; `NO_TOKEN` where the heads' logits are invalid."""
+    log_probs: np.ndarray | None = None
+    """[S, 1 + K] float32 of `token_ids`; None: not computed."""
 
     @classmethod
-    def unpack(cls, values: list[int], depths: int) -> "RowResult":
-        """A row of `pack_results` with K = `depths`."""
-        accepted, token_ids, drafts = values[0], values[1 : 2 + values[0]], values[2 + depths :]
-        if NO_TOKEN in token_ids:
-            token_ids = token_ids[: token_ids.index(NO_TOKEN)]
-        return cls(accepted, token_ids, drafts.index(NO_TOKEN) + 1 if NO_TOKEN in drafts else None)
+    def unpack(cls, packed: np.ndarray, depths: int) -> "StepResult":
+        """The result that `pack_result` packed, of a step with K = `depths`."""
+        accepted, token_ids, drafts = np.split(packed, [1, 2 + depths], axis=1)
+        place = np.arange(1 + depths)
+        return cls(np.where(place <= accepted, place, -1), token_ids, drafts)
 
     @property
-    def valid(self) -> bool:
-        """Whether the base's logits are valid wherever the verdict used them."""
-        return len(self.token_ids) == 1 + self.accepted
+    def accepted(self) -> np.ndarray:
+        """[S] accepted drafts."""
+        return (self.path >= 0).sum(1) - 1
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """[S] tokens that each row adds to its request: 1 + `accepted`, or those before the first `NO_TOKEN`."""
+        return ((self.path >= 0) & (self.token_ids != NO_TOKEN)).cumprod(1).sum(1)
+
+    @property
+    def bad_draft(self) -> np.ndarray:
+        """[S] the first depth, from 1, at which the heads' logits are invalid; 0: none."""
+        good = (self.drafts != NO_TOKEN).cumprod(1).sum(1)
+        return np.where(good < self.drafts.shape[1], good + 1, 0)

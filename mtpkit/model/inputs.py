@@ -158,6 +158,9 @@ class StepInput(LayerInput):
     prefill_lens: tuple[int, ...]
     caches: Mapping[str, LayerCache]
     """Cache of each layer by its `cache_name`."""
+    parents: Tensor | None = None
+    """[T] int64, index in its row of the token that each token follows, -1 for the last committed one. None: every row
+    is a chain, in which each token follows the one before it."""
 
     @property
     def num_decode_tokens(self) -> int:

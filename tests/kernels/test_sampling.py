@@ -103,6 +103,18 @@ def test_uniforms_are_the_same_bits_everywhere(twin, count, stream):
     assert torch.equal(run(twin, "uniform", seeds, positions, stream), sampling.uniform(seeds, positions, stream))
 
 
+def test_branches_of_a_position_have_numbers_of_their_own(twin):
+    """Branch 0 is what there is without branches; a branch is the last word of philox's counter."""
+    seeds, positions = torch.tensor([5, 5, 5, 9]), torch.tensor([7, 7, 7, 7])
+    branches = torch.tensor([0, 1, 2**32 - 1, 1])
+    got = run(twin, "uniform", seeds, positions, 2, branches)
+    assert got[0] == sampling.uniform(seeds, positions, 2)[0] and len(got.unique()) == 4
+    zeros = torch.zeros_like(positions)
+    high, low, _, _ = sampling.philox(seeds, (positions, zeros, zeros + 2, branches))
+    assert torch.equal(got, ((high << 16) + (low >> 16)).double() / 2.0**48)
+    assert torch.equal(got, sampling.uniform(seeds, positions, 2, branches))
+
+
 @pytest.mark.parametrize("vocab_size", [1, 3, 17, 63, 500, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_probabilities_are_a_softmax(twin, vocab_size, dtype):

@@ -1,4 +1,4 @@
-"""Sampling from logits, with randomness that depends on seed and position alone."""
+"""Sampling from logits, with randomness that depends on seed, position and branch alone."""
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.sampling import reference

@@ -42,19 +42,21 @@ def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple
     return c0, c1, c2, c3
 
 
-def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """The uniform number that belongs to a seed, a token position and a stream, whatever else is in the batch.
+def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None) -> Tensor:
+    """The uniform number of a seed, a token position, a stream and a branch, whatever else is in the batch.
 
     Args:
         seeds: [N] int64.
         positions: [N] int64, position of the token that the number decides.
         stream: which of the independent numbers of that position.
+        branches: [N] int64 below 2^32: of several tokens at one position, which one; None: branch 0 for all.
 
     Returns:
         [N] float64 in [0, 1), multiples of 2^-48: the product with any total stays below that total.
     """
     zeros = torch.zeros_like(positions)
-    high, low, _, _ = philox(seeds, (positions & _WORD, (positions >> 32) & _WORD, zeros + stream, zeros))
+    counter = (positions & _WORD, (positions >> 32) & _WORD, zeros + stream, zeros if branches is None else branches)
+    high, low, _, _ = philox(seeds, counter)
     return ((high << 16) + (low >> 16)).double() / 2.0**48
 
 

@@ -24,8 +24,10 @@ BLOCK = 1024
 _SMALLEST, _LARGEST = tl.constexpr(reference.SMALLEST), tl.constexpr(reference.LARGEST)
 
 
-@triton.jit(do_not_specialize=["count", "stream"], do_not_specialize_on_alignment=["seeds", "positions"])
-def _uniform_kernel(seeds, seed_stride, positions, position_stride, out, count, stream, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "stream"], do_not_specialize_on_alignment=["seeds", "positions", "branches"])
+def _uniform_kernel(
+    seeds, seed_stride, positions, position_stride, branches, branch_stride, out, count, stream, BLOCK: tl.constexpr
+):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     seed = tl.load(seeds + place * seed_stride, mask=inside, other=0)
@@ -33,6 +35,8 @@ def _uniform_kernel(seeds, seed_stride, positions, position_stride, out, count, 
     key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1 = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     c2, c3 = tl.zeros([BLOCK], tl.uint32) + stream, tl.zeros([BLOCK], tl.uint32)
+    if branches is not None:
+        c3 = tl.load(branches + place * branch_stride, mask=inside, other=0).to(tl.uint32)
     for _ in tl.static_range(10):
         left = c0.to(tl.uint64) * 0xD2511F53
         right = c2.to(tl.uint64) * 0xCD9E8D57
@@ -77,13 +81,23 @@ def _penalties_kernel(
     tl.store(out + row * vocab_size + index, x, mask=inside)
 
 
-def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None) -> Tensor:
     """See the reference; bit for bit the same."""
     out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
     if len(out):
         block = min(BLOCK, triton.next_power_of_2(len(out)))
         _uniform_kernel[(triton.cdiv(len(out), block),)](
-            seeds, seeds.stride(0), positions, positions.stride(0), out, len(out), stream, BLOCK=block, num_warps=4
+            seeds,
+            seeds.stride(0),
+            positions,
+            positions.stride(0),
+            branches,
+            0 if branches is None else branches.stride(0),
+            out,
+            len(out),
+            stream,
+            BLOCK=block,
+            num_warps=4,
         )
     return out
 
