@@ -10,7 +10,7 @@ from tqdm import tqdm
 from mtpkit.bench.decode_run import Contender, Window
 from mtpkit.bench.machine import Machine, measure_machine, release_memory
 from mtpkit.bench.prompts import too_many_tokens
-from mtpkit.bench.result import Result
+from mtpkit.bench.report import Result
 from mtpkit.bench.roofline import check_draft_vocab_size, depth_rates
 from mtpkit.bench.trace import can_trace
 from mtpkit.errors import raise_problems

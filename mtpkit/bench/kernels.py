@@ -17,7 +17,7 @@ from tqdm import tqdm
 from mtpkit.bench.kernel_cases import decode_cases, prefill_cases, training_cases
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, release_memory
-from mtpkit.bench.result import Result
+from mtpkit.bench.report import Result
 from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.config import ModelConfig
 from mtpkit.errors import MtpkitError, UserError, listed, raise_problems

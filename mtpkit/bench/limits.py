@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mtpkit.bench.result import Result, significant
+from mtpkit.bench.report import Result, significant
 from mtpkit.bench.roofline import Cost, Roofline
 
 

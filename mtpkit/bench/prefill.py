@@ -11,7 +11,7 @@ from tqdm import tqdm
 from mtpkit.bench.machine import measure_machine, synchronize
 from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.prompts import too_many_tokens
-from mtpkit.bench.result import Result, significant
+from mtpkit.bench.report import Result, significant
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.engine import LLM, SamplingParams, require_whole

@@ -1,124 +1,130 @@
-"""What a measurement found, as a table for people, one JSON object for programs, and a picture."""
+"""What a benchmark found: tables for people, one JSON object for programs, and perhaps a picture."""
 
 import io
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mtpkit.bench.plot import draw
+from mtpkit.bench.machine import Machine
 from mtpkit.checkpoint.atomic import staged_file, storage_errors
-from mtpkit.errors import MtpkitError, listed
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_WIDTH = 180
+"""Columns of text that goes to a file."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One batch size and K."""
-
-    batch_size: int
-    """Requests that run at once."""
-    k: int
-    """Drafts a step."""
-    tokens_per_s: float
-    """Generated tokens over the wall time of `LLM.generate`, prefill and detokenization included."""
-    speedup: float
-    """`tokens_per_s` over that of K = 0 at the same batch size."""
-    acceptance_length: float
-    """1 + mean accepted drafts a decode step and request."""
-    conditional_acceptance: list[float]
-    """Per depth, the rate at which a draft is accepted where all before it were."""
-    identical: float
-    """Share of the prompts whose tokens are those of K = 0 at the same batch size."""
+def significant(value: float, digits: int = 4) -> str:
+    """A number with so many digits, or all of those before the point: 15125, 1.512, 0.001512."""
+    decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(0, decimals)}f}"
 
 
-@dataclass(frozen=True)
+def tabulate[Row](title: str, columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> Table:
+    """A table of rows; `columns` says, by heading, what is shown of each row."""
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(show(row) for show in columns.values()))
+    return table
+
+
 class Report:
-    """All rows of a measurement, and what was measured."""
+    """How a report is printed and saved; subclasses say what it holds."""
 
-    rows: list[Row]
-    model: str
-    device: str
-    dtype: str
-    commit: str | None
-    before: list[Row] | None = None
-    """Rows of the same model with untrained heads."""
-    settings: dict[str, Any] | None = None
-    """Kept in the file alone."""
+    name: str
+    """Name of its files."""
+    machine: Machine | None
+    """Where the numbers were measured; None: nothing was timed, or the object alone says it."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The object that commands print as their last line."""
-        values = asdict(self)
-        del values["settings"]
-        if self.before is None:
-            del values["before"]
-        return values
+    def to_dict(self, whole: bool = False) -> dict[str, object]:
+        """The JSON object, which commands print as their last line; `whole`: with what the file alone holds."""
+        raise NotImplementedError
 
-    def tables(self, style: box.Box = box.SIMPLE_HEAD) -> list[Table]:
-        """The rows for people, those of untrained heads in a table of their own."""
-        if self.before is None:
-            return [_table("speedup", self.rows, style)]
-        return [_table("untrained heads", self.before, style), _table("trained heads", self.rows, style)]
+    def tables(self) -> list[Table]:
+        """The rows for people."""
+        raise NotImplementedError
+
+    def picture(self) -> bytes | None:
+        """A PNG of the rows; None: there is none."""
+        return None
+
+    def show(self) -> None:
+        """Print the tables, and the JSON object as the last line."""
+        self.show_tables()
+        print(json.dumps(self.to_dict()))
+
+    def show_tables(self) -> None:
+        """Print the tables, and the machine in a line."""
+        console = Console()
+        if not console.is_terminal:  # no reason to squeeze what goes to a file
+            console.width = _WIDTH
+        for table in self.tables():
+            console.print(table)
+        if self.machine:
+            print(self.machine)
 
     def save(self, directory: Path) -> None:
-        """Write report.json, report.md and report.png, each whole or not at all.
+        """Write NAME.json, NAME.md and, where there is a picture, NAME.png, each whole or not at all.
 
         Raises:
             StorageError: writing failed.
         """
-        picture = io.BytesIO()
-        draw(self.rows, self.before, f"{self.model}, {self.dtype}, {self.device}", picture)
         files = {
-            "report.json": (json.dumps({**self.to_dict(), "settings": self.settings}, indent=2) + "\n").encode(),
-            "report.md": self._markdown().encode(),
-            "report.png": picture.getvalue(),
+            "json": (json.dumps(self.to_dict(whole=True), indent=2) + "\n").encode(),
+            "md": self._markdown().encode(),
+            "png": self.picture(),
         }
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                with staged_file(directory / name) as staging:
-                    staging.write_bytes(content)
+            for suffix, content in files.items():
+                if content is not None:
+                    with staged_file(directory / f"{self.name}.{suffix}") as staging:
+                        staging.write_bytes(content)
 
     def _markdown(self) -> str:
-        console = Console(file=io.StringIO(), width=120, color_system=None)
-        for table in self.tables(box.MARKDOWN):
-            console.print(f"{table.title}:")
-            table.title = None
-            console.print(table)
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-
-    def require_identical(self) -> None:
-        """The gate for greedy fp32 decoding, which drafts must not change.
-
-        Raises:
-            MtpkitError: rows whose tokens are not K = 0's, all of them named.
-        """
-        changed = [f"{1 - r.identical:.0%} at batch {r.batch_size}, K = {r.k}" for r in self.rows if r.identical < 1]
-        if changed:
-            raise MtpkitError(
-                f"drafts changed the tokens of greedy {self.dtype} decoding, in a share of the prompts of "
-                f"{listed(changed, separator='; ')}: the speedups are of no worth until that is mended"
-            )
+        """The tables, each with its title in a line above it, and the machine in the last line."""
+        lines = []
+        for table in self.tables():
+            text: TextIO = io.StringIO()
+            title, table.title, table.box = table.title, None, box.MARKDOWN
+            Console(file=text, width=_WIDTH, color_system=None).print(table)
+            text.seek(0)
+            lines += [str(title), "", *(line.strip() for line in text.read().strip().splitlines()), ""]
+        lines += [str(self.machine), ""] if self.machine else []
+        return "\n".join(lines)
 
 
-def _table(title: str, rows: Sequence[Row], style: box.Box) -> Table:
-    columns: dict[str, Callable[[Row], str]] = {
-        "batch": lambda row: str(row.batch_size),
-        "K": lambda row: str(row.k),
-        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
-        "speedup": lambda row: f"{row.speedup:.2f}x",
-        "acceptance length": lambda row: f"{row.acceptance_length:.2f}" if row.k else "-",
-        "conditional acceptance": lambda row: " ".join(f"{rate:.0%}" for rate in row.conditional_acceptance) or "-",
-        "same tokens": lambda row: f"{row.identical:.0%}",
-    }
-    table = Table(title=title, box=style)
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(show(row) for show in columns.values()))
-    return table
+@dataclass(frozen=True)
+class Result[Row: "DataclassInstance"](Report):
+    """One table of rows of one dataclass, and what they are about."""
+
+    name: str
+    """Of the benchmark."""
+    title: str
+    columns: Mapping[str, Callable[[Row], str]]
+    """What the table shows of a row, by heading."""
+    rows: Sequence[Row]
+    machine: Machine | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    details: Sequence[str] = ()
+    """Fields of a row that are kept in the file alone."""
+
+    def to_dict(self, whole: bool = False) -> dict[str, object]:
+        """The benchmark's name, the rows, the machine's fields and the settings."""
+        machine = asdict(self.machine) if self.machine else {}
+        rows = [{k: v for k, v in asdict(row).items() if whole or k not in self.details} for row in self.rows]
+        return {"benchmark": self.name, "rows": rows, **machine, "settings": {**self.settings}}
+
+    def tables(self) -> list[Table]:
+        """The one table."""
+        return [tabulate(self.title, self.columns, self.rows)]

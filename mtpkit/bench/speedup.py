@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from mtpkit.bench.machine import commit, describe_device
-from mtpkit.bench.report import Report, Row
+from mtpkit.bench.speedup_report import SpeedupReport, SpeedupRow
 from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.engine.checks import problems
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
@@ -70,7 +70,7 @@ def measure_speedup(
     config: SpeedupConfig,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     tokenizer: Any = None,
-) -> Report:
+) -> SpeedupReport:
     """Decode all prompts at every batch size and K.
 
     Every engine is warmed up first. All K take turns on a few prompts at a time, so that a machine that slows down for
@@ -101,7 +101,7 @@ def measure_speedup(
     _run_all(contenders, config)
     baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
     weight = next(first.model.parameters())
-    return Report(
+    return SpeedupReport(
         rows=[contender.row(baselines[contender.batch_size]) for contender in contenders],
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         device=describe_device(weight.device),
@@ -196,12 +196,12 @@ class _Contender:
         require_whole(outputs)
         self.outputs[-1] += [output.outputs[0].token_ids for output in outputs]
 
-    def row(self, baseline: "_Contender") -> Row:
+    def row(self, baseline: "_Contender") -> SpeedupRow:
         """Its numbers beside those of K = 0."""
         reference = baseline.outputs[0]
         same = [all(run[index] == tokens for run in self.outputs) for index, tokens in enumerate(reference)]
         stats = self.llm.stats()
-        return Row(
+        return SpeedupRow(
             batch_size=self.batch_size,
             k=self.k,
             tokens_per_s=self.rate,

@@ -13,7 +13,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from tqdm import tqdm
 
 from mtpkit.bench.machine import Machine, measure_machine
-from mtpkit.bench.result import Result
+from mtpkit.bench.report import Result
 from mtpkit.bench.stopwatch import Stopwatch
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedBatch

@@ -12,7 +12,7 @@ from mtpkit.errors import listed
 
 if TYPE_CHECKING:
     from mtpkit.bench.decode import DecodeRow
-    from mtpkit.bench.result import Result
+    from mtpkit.bench.report import Result
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -127,7 +127,7 @@ def decode(
 
     result = measure_decode(_open(model, dtype, pattern), config, token_ids, model, keep)
     if kernels:
-        kernel_shares(result).show_table()
+        kernel_shares(result).show_tables()
     result.show()
 
 
@@ -332,7 +332,7 @@ def roofline(
     )
     steps, pieces = tabulate_limits(line, batch_size, rates, context_len, *speeds, model)
     if works:
-        pieces.show_table()
+        pieces.show_tables()
     _finish(steps, out)
 
 

@@ -19,7 +19,7 @@ from mtpkit.cli import options
 from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
-    from mtpkit.bench import Row, SpeedupConfig
+    from mtpkit.bench import SpeedupConfig, SpeedupRow
     from mtpkit.training import TrainConfig
 
 app = typer.Typer(add_completion=False)
@@ -54,7 +54,6 @@ def demo(
     import torch
 
     from mtpkit.bench import SpeedupConfig, measure_speedup, read_prompts
-    from mtpkit.cli.evaluate import show
     from mtpkit.engine import SamplingParams
     from mtpkit.training import load_config
 
@@ -80,13 +79,13 @@ def demo(
         report = replace(measure_speedup(hf, prompts, config, dtype="float32"), before=before)
     report.save(out)
     print(f"the report is in {out}: report.json, report.md, report.png")
-    show(report)
+    report.show()
     report.require_identical()
     if not overrides:
         _require_learnt(report.rows)
 
 
-def _require_learnt(rows: "list[Row]") -> None:
+def _require_learnt(rows: "list[SpeedupRow]") -> None:
     """Refuse heads that learnt less than the same settings teach elsewhere.
 
     Raises:
@@ -143,7 +142,7 @@ def _call(command: list[str], **environment: str) -> None:
         raise MtpkitError(f"{shlex.join(command)} failed with exit code {code}; see its output above")
 
 
-def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[Row]":
+def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[SpeedupRow]":
     """Random heads: they draft nothing right, and change nothing."""
     from mtpkit.bench import measure_speedup
     from mtpkit.data import load_tokenizer

@@ -1,18 +1,14 @@
 """`mtpkit evaluate`: how much faster a model decodes with its MTP heads."""
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.options import ListCommand
 from mtpkit.config import MOST_DRAFTS
-
-if TYPE_CHECKING:
-    from mtpkit.bench import Report
 
 app = typer.Typer(add_completion=False)
 
@@ -94,18 +90,6 @@ def evaluate(
     if k is None and ks == (0,):
         print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)
     print(f"the report is in {out}", file=sys.stderr)
-    show(report)
+    report.show()
     if sampling.greedy and report.dtype == "float32":
         report.require_identical()
-
-
-def show(report: "Report") -> None:
-    """Print the tables, and the JSON object as the last line."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # no reason to squeeze what goes to a file
-        console.width = 120
-    for table in report.tables():
-        console.print(table)
-    print(json.dumps(report.to_dict()))

@@ -10,7 +10,7 @@ import torch
 from mtpkit.bench import decode_run
 from mtpkit.bench.decode import COLUMNS, DecodeConfig, DecodeRow, kernel_shares, measure_decode
 from mtpkit.bench.machine import Machine
-from mtpkit.bench.result import Result
+from mtpkit.bench.report import Result
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
 from mtpkit.bench.trace import Kernel, Trace
@@ -379,7 +379,7 @@ def test_kernels_of_a_step_are_kept_in_the_file_and_shown_apart(tmp_path):
     assert json.loads((tmp_path / "decode.json").read_text())["rows"][0]["kernels"] == kernels
     shares = kernel_shares(result, most=1)
     assert [(row.kernel, row.share) for row in shares.rows] == [("gemm", 0.75)]
-    assert shares.title == "kernels of a decode step: tiny" and len(shares.table().rows) == 1
+    assert shares.title == "kernels of a decode step: tiny" and len(shares.tables()[0].rows) == 1
 
 
 def test_settings_that_cannot_be_measured_are_all_named():

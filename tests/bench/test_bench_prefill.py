@@ -22,7 +22,7 @@ def test_the_figures_hang_together(model):
     assert result.machine is not None
     assert row.matrix_share == pytest.approx(row.flops_per_s / result.machine.matrix_rate)
     assert 0 < row.matrix_share < row.limit_share < 1
-    assert result.title.startswith("prefill: tiny") and len(result.table().columns) == 8
+    assert result.title.startswith("prefill: tiny") and len(result.tables()[0].columns) == 8
 
 
 def test_a_wrong_first_token_is_refused(model, monkeypatch):

@@ -203,7 +203,7 @@ def test_tables_hold_every_step_and_its_works():
     assert [row.bound for row in own][:2] == ["matrix rate", "bandwidth"]
     assert sum(row.seconds for row in own) == pytest.approx(steps.rows[3].seconds)
     assert [show(steps.rows[0]) for show in steps.columns.values()][3] == f"{steps.rows[0].bytes / 1e9:.2f}"
-    assert len(steps.table().columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
+    assert len(steps.tables()[0].columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
     engines, _ = tabulate_limits(Roofline(NEMOTRON_H_8B), [1], [RATES, [1.0] * 4], 512, *H200)
     assert engines.settings["ring_entries"] == [16, 32]
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mtpkit.bench import Row
+from mtpkit.bench import SpeedupRow
 from mtpkit.cli import demo
 from mtpkit.errors import MtpkitError
 
@@ -53,7 +53,7 @@ def test_without_the_examples_it_says_so(tmp_path, call, capsys, monkeypatch):
 
 def test_heads_that_learnt_too_little_fail_the_demo():
     def rows(*lengths):
-        return [Row(1, k, 40.0, 1.0, length, [], 1.0) for k, length in enumerate(lengths)]
+        return [SpeedupRow(1, k, 40.0, 1.0, length, [], 1.0) for k, length in enumerate(lengths)]
 
     demo._require_learnt(rows(1.0, 1.5, 1.7, 1.8))
     with pytest.raises(MtpkitError, match=r"acceptance length of 1\.79, where 1\.8 is the least"):

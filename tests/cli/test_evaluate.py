@@ -54,8 +54,8 @@ def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_pat
 def test_changed_tokens_fail_greedy_fp32_alone(
     dtype, options, code, prompts, call, capsys, tmp_path, monkeypatch, model_dir
 ):
-    rows = [bench.Row(1, 0, 10, 1, 1, [], 1), bench.Row(1, 1, 20, 2, 1.5, [0.5], 2 / 3)]
-    report = bench.Report(rows, "dir", "cpu", dtype, None)
+    rows = [bench.SpeedupRow(1, 0, 10, 1, 1, [], 1), bench.SpeedupRow(1, 1, 20, 2, 1.5, [0.5], 2 / 3)]
+    report = bench.SpeedupReport(rows, "dir", "cpu", dtype, None)
     monkeypatch.setattr(bench, "measure_speedup", lambda *_: report)
     out = tmp_path / "out"
     assert call(app, "--model", model_dir, "--prompts", prompts, "--out", out, *options) == code

@@ -6,17 +6,17 @@ import json
 import pytest
 from rich.console import Console
 
-from mtpkit.bench import Report, Row
+from mtpkit.bench import SpeedupReport, SpeedupRow
 from mtpkit.errors import MtpkitError, StorageError
 
 
-def row(batch_size: int, k: int, identical: float = 1.0) -> Row:
-    return Row(batch_size, k, 30.0 * (1 + k), 1.0 + k, 1 + 0.5 * k, [0.5] * k, identical)
+def row(batch_size: int, k: int, identical: float = 1.0) -> SpeedupRow:
+    return SpeedupRow(batch_size, k, 30.0 * (1 + k), 1.0 + k, 1 + 0.5 * k, [0.5] * k, identical)
 
 
-def report(*rows: Row, **changes) -> Report:
+def report(*rows: SpeedupRow, **changes) -> SpeedupReport:
     values = dict(model="dir", device="cpu", dtype="float32", commit="abc")
-    return Report(list(rows) or [row(1, 0), row(1, 2)], **{**values, **changes})
+    return SpeedupReport(list(rows) or [row(1, 0), row(1, 2)], **{**values, **changes})
 
 
 def test_the_object_has_the_documented_keys_in_order():
@@ -57,7 +57,7 @@ def test_saving_replaces_all_files_and_leaves_no_others(tmp_path, rows):
     saved = json.loads((out / "report.json").read_text())
     assert len(saved["rows"]) == len(rows) and saved["settings"] == {"prompts": 3}
     text = (out / "report.md").read_text()
-    assert text.startswith("untrained heads:\n\n| batch | K |") and text.count("\n|") == len(rows) + 2 + 4
+    assert text.startswith("untrained heads\n\n| batch | K |") and text.count("\n|") == len(rows) + 2 + 4
 
 
 def test_a_failure_leaves_nothing_half_written(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, median_seconds
-from mtpkit.bench.result import Result, significant
+from mtpkit.bench.report import Result, significant
 
 
 @dataclass(frozen=True)
