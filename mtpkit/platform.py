@@ -67,6 +67,11 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def device_name(device: torch.device) -> str:
+    """A GPU's name as its driver has it; `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 class _CpuInsteadOfCuda(TorchFunctionMode):
     """Redirects `device="cuda"` to the CPU inside factory calls, and `tensor.cuda()` to the tensor itself."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from mtpkit.errors import UserError
+from mtpkit.platform import device_name
 
 LARGE_SHAPES = ("nemotron-h-8b", "nemotron-3-nano")
 """Those of `mtpkit.bench.shapes` with billions of weights: too many for a CPU to hold, or to be through with."""
@@ -30,7 +31,7 @@ def require_gpu(model: str, device: torch.device) -> None:
 def describe_device(device: torch.device) -> str:
     """Name of the GPU, or of the CPU with the number of threads that torch uses."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return device_name(device)
     threads = torch.get_num_threads()
     return f"{_cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
 

@@ -23,7 +23,8 @@ from mtpkit.config import ModelConfig, caching_length
 from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
-from mtpkit.model.matrices import layer_matrices, moe_matrices
+from mtpkit.model.flops import FORWARD
+from mtpkit.model.matrices import eh_proj_matrix, layer_matrices, moe_matrices
 
 StateRollback = Literal["replay", "snapshot"]
 
@@ -193,7 +194,7 @@ class Roofline:
 
         Those alone go through what follows the last cache of a repeated head, see `mtp_forward`.
         """
-        eh_proj, pattern = 2 * self.config.hidden_size**2, self.config.mtp_pattern
+        eh_proj, pattern = eh_proj_matrix(self.config), self.config.mtp_pattern
         cut = caching_length(pattern) if self.config.mtp_use_repeated_layer else len(pattern)
         return _join(
             self._matrices(eh_proj, fed, passes),
@@ -246,10 +247,10 @@ class Roofline:
         missed = (1 - config.moe_router_topk / config.num_moe_experts) ** (fed / passes)
         read = always + expert * config.num_moe_experts * (1 - missed)
         used = always + expert * config.moe_router_topk
-        return Work("matrices", passes * read * self.dtype.itemsize, 2 * used * fed)
+        return Work("matrices", passes * read * self.dtype.itemsize, FORWARD * used * fed)
 
     def _matrices(self, count: float, fed: float, passes: int = 1) -> Work:
-        return Work("matrices", passes * count * self.dtype.itemsize, 2 * count * fed)
+        return Work("matrices", passes * count * self.dtype.itemsize, FORWARD * count * fed)
 
     def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
         """`rows` rows of the lm_head over `fed` tokens; a pass that none of them falls to reads nothing."""

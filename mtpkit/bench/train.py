@@ -1,8 +1,9 @@
 """How fast heads are trained: the trainer's own step on random tokens, its parts, and its share of the matrix rate."""
 
 import dataclasses
+import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import nn
 from tqdm import tqdm
 
 from mtpkit.bench.machine import Machine, measure_machine
@@ -20,6 +22,7 @@ from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError, raise_problems
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model import build_model
+from mtpkit.model.flops import step_flops
 from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.platform import default_device, ensure_distributed
 from mtpkit.training.cache import HiddenStates
@@ -31,12 +34,13 @@ from mtpkit.training.config import (
     ParallelConfig,
     TrainConfig,
 )
-from mtpkit.training.flops import step_flops
 from mtpkit.training.freeze import freeze_base
+from mtpkit.training.mfu import find_peak, utilization
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import check_layout, has_results
 from mtpkit.training.step import train_step
 
+_logger = logging.getLogger(__name__)
 _LEARNING_RATE = 1e-5
 
 
@@ -158,6 +162,8 @@ class TrainRow:
     """Of a device."""
     matrix_share: float
     """Of the matrix rate measured in the same run."""
+    mfu: float | None
+    """Share of the GPU's stated bf16 peak, see `mtpkit.training.mfu`; None where that is not known."""
     mean_loss: float
     """After the last step, of all depths as they are weighted: of no meaning with random weights, but finite."""
 
@@ -175,6 +181,7 @@ COLUMNS: dict[str, Callable[[TrainRow], str]] = {
     "GFLOP a token": lambda row: f"{row.flops_per_token / 1e9:.3g}",
     "TFLOP/s": lambda row: f"{row.flops_per_s / 1e12:.3g}",
     "of the matrix rate": lambda row: f"{row.matrix_share:.1%}",
+    "MFU": lambda row: "-" if row.mfu is None else f"{row.mfu:.1%}",
 }
 
 
@@ -213,6 +220,19 @@ def measure_training(
     return result
 
 
+class _TimedOptimizer(HeadOptimizer):
+    """Times its own steps."""
+
+    def __init__(self, watch: Stopwatch, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
+        super().__init__(parameters, config)
+        self._watch = watch
+
+    def step(self, lr: float) -> float:
+        """As `HeadOptimizer.step`."""
+        with self._watch.span("optimizer"):
+            return super().step(lr)
+
+
 class _Bench:
     """A model with its optimizer and stopwatch."""
 
@@ -239,18 +259,14 @@ class _Bench:
         if config.base_fp8:
             use_fp8_base(self.model)
         settings = config.settings(config.sequence_lengths[0], config.losses[0], self.group.size())
-        self.optimizer = HeadOptimizer(freeze_base(self.model).values(), settings.optimizer)
-        self.flops = step_flops(self.model, config.k)
         self.watch = Stopwatch(self.device)
+        self.optimizer = _TimedOptimizer(self.watch, freeze_base(self.model).values(), settings.optimizer)
+        self.flops = step_flops(shape, config.k, base_layers=not config.cached)
+        self.peak, no_peak = find_peak(self.device)
+        if no_peak and has_results():
+            _logger.warning(no_peak)
         self.model.decoder.register_forward_pre_hook(lambda *_: self.watch.start("base"))
         self.model.decoder.register_forward_hook(lambda *_: self.watch.stop("base"))
-        update = self.optimizer.step
-
-        def timed_update(lr: float) -> float:
-            with self.watch.span("optimizer"):
-                return update(lr)
-
-        self.optimizer.step = timed_update  # type: ignore[method-assign]
 
     def measure(self, sequence_length: int, loss: LossKind) -> TrainRow:
         """One row."""
@@ -295,6 +311,7 @@ class _Bench:
             flops_per_token=self.flops,
             flops_per_s=rate,
             matrix_share=rate / self.machine.matrix_rate,
+            mfu=utilization(tokens / seconds, self.flops, dist.get_world_size(), self.peak),
             mean_loss=mean_loss,
         )
 

@@ -1,4 +1,4 @@
-"""How many elements the matrices of a layer have, from a `ModelConfig` alone."""
+"""How many elements the weights of a layer have, from a `ModelConfig` alone."""
 
 from mtpkit.config import ModelConfig
 
@@ -31,9 +31,24 @@ def used_matrices(config: ModelConfig, letter: str, experts: int | None = None) 
     return always + expert * (config.moe_router_topk if experts is None else experts)
 
 
+def layer_vectors(config: ModelConfig, letter: str) -> int:
+    """Elements of one layer's other parameters: norms, biases, the convolution, rates per head or expert."""
+    hidden = config.hidden_size
+    if letter != "M":
+        return hidden + (config.num_moe_experts if letter == "E" else 0)
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    channels = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    return hidden + inner + channels * (config.mamba_conv_kernel + 1) + 3 * config.mamba_num_heads
+
+
+def eh_proj_matrix(config: ModelConfig) -> int:
+    """Elements of the projection with which a depth begins."""
+    return 2 * config.hidden_size**2
+
+
 def head_matrices(config: ModelConfig, experts: int | None = None) -> int:
     """Elements of one depth of the heads without the lm_head: eh_proj, and its layers as `used_matrices` has them."""
-    return 2 * config.hidden_size**2 + sum(used_matrices(config, letter, experts) for letter in config.mtp_pattern)
+    return eh_proj_matrix(config) + sum(used_matrices(config, letter, experts) for letter in config.mtp_pattern)
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:

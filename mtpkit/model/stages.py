@@ -13,6 +13,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
+from mtpkit.model.flops import FORWARD, FROZEN, TRAINED
 from mtpkit.model.matrices import head_matrices, used_matrices
 
 Balance = Literal["memory", "time"]
@@ -44,8 +45,8 @@ def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory"
         raise UserError(f"balance is {balance!r}, must be one of {listed(get_args(Balance))}")
     embedding, depths = config.vocab_size * config.hidden_size, config.mtp_num_depths
     if balance == "time":
-        costs = [2 * used_matrices(config, letter) for letter in pattern]
-        first, last = 0, (6 * head_matrices(config) + 4 * embedding) * depths + 2 * embedding
+        costs = [FORWARD * used_matrices(config, letter) for letter in pattern]
+        first, last = 0, (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
     else:
         experts = config.num_moe_experts
         costs = [2 * used_matrices(config, letter, experts) for letter in pattern]

@@ -17,7 +17,7 @@ from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.data import Columns, PackedBatch, PackedDataset, build_dataset, load_tokenizer
 from mtpkit.errors import UserError
 from mtpkit.model.backends import resolve_backend
-from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.platform import default_device, device_name, ensure_distributed
 from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums
 from mtpkit.training.heads import resolve_attention
@@ -182,9 +182,8 @@ def evaluate_directory(
     found = evaluate_sources(model, dataset, settings, parallel_state.get_data_parallel_group())
     if dist.get_rank():
         return None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}
-    about |= {"sequence_length": sequence_length, "dtype": dtype, "device": name}
+    about |= {"sequence_length": sequence_length, "dtype": dtype, "device": device_name(device)}
     return {**about, **found.to_dict()}
 
 

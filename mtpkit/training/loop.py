@@ -12,16 +12,17 @@ from megatron.core import parallel_state
 
 from mtpkit.data import PackedBatch, PackedLoader
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model.flops import step_flops
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config import TrainConfig
 from mtpkit.training.evaluation import EvaluationSettings, evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
-from mtpkit.training.flops import model_flops_utilization, step_flops
 from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, check_wandb, read_metrics
+from mtpkit.training.mfu import find_peak, utilization
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.parallel import check_layout, has_results
 from mtpkit.training.report import REPORT, write_report
@@ -82,7 +83,8 @@ class Trainer:
             drop_base_layers(self.model)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
-        self.flops = step_flops(self.model, config.heads.num_depths)
+        self.flops = step_flops(self.model.mtpkit_config, config.heads.num_depths, base_layers=not config.cache)
+        self.peak, self.no_peak = find_peak(self.device)
         self.base = fingerprint(self.model)
 
     @contextmanager
@@ -107,6 +109,8 @@ class Trainer:
         config, throughput = self.config, Throughput()
         if self.explained is not None:
             self.log.message(f"the heads' fitted inputs explain {self.explained:.0%} of what their layers expect")
+        if self.no_peak:
+            self.log.message(self.no_peak)
         if 0 < self.step < config.steps:
             self.log.message(f"going on after step {self.step} of {config.steps}, saved in {self.directory.newest}")
         if self.step == 0:
@@ -143,7 +147,7 @@ class Trainer:
 
     def _log_step(self, values: dict[str, Any], throughput: Throughput) -> None:
         rate = values["tokens_per_s"] = throughput.rate()
-        used = model_flops_utilization(rate, self.flops, dist.get_world_size(), self.device)
+        used = utilization(rate, self.flops, dist.get_world_size(), self.peak)
         shown = f"loss {values['loss']:.4f}, AL {values['acceptance_length']:.2f}, {rate:,.0f} tokens/s"
         if used is not None:
             values["mfu"] = used

@@ -45,13 +45,19 @@ def test_the_figures_hang_together(cached, monkeypatch):
     want = flops(NEMOTRON_H_TINY, "*-", 3, base=not cached)
     assert want < row.flops_per_token < 1.05 * want
     assert row.flops_per_s == pytest.approx(row.flops_per_token * row.tokens_per_s)
-    assert 0 < row.matrix_share < 1 and row.peak_memory is None
+    assert 0 < row.matrix_share < 1 and row.peak_memory is None and row.mfu is None
     assert (row.base_seconds == 0) == cached
     model, batches = calls[0][:2]
     assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
     assert batches[0].documents[0].tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 2
     assert batches[0].document_lens == (10, 10, 10, 2) * 2
     assert not torch.equal(batches[0].token_ids, batches[1].token_ids)
+
+
+def test_mfu_is_of_the_stated_peak_and_not_of_the_measured_rate(monkeypatch):
+    monkeypatch.setattr(train, "find_peak", lambda device: (1e15, None))
+    row = measure()
+    assert row.mfu == pytest.approx(row.flops_per_s / 1e15) and row.mfu != row.matrix_share
 
 
 def test_a_loss_that_is_not_finite_is_refused(monkeypatch):

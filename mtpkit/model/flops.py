@@ -1,0 +1,32 @@
+"""FLOPs per token of training heads, counted from a `ModelConfig` alone.
+
+Counted are the weights that a token uses: of a mixture of experts those of the experts it is sent to. Embeddings,
+attention scores and recurrent states are left out.
+"""
+
+from mtpkit.config import ModelConfig
+from mtpkit.model.matrices import head_matrices, layer_vectors, used_matrices
+
+FORWARD = 2
+"""FLOPs per weight and token of a forward pass: a multiplication and an addition."""
+TRAINED = 6
+"""FLOPs per weight and token of a forward pass and the gradients of inputs and weights."""
+FROZEN = 4
+"""FLOPs per weight and token of a forward pass and the gradient of the inputs: the lm_head's, which is not trained."""
+
+
+def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -> float:
+    """FLOPs per token of a training step with K depths: base forward, heads and lm_head forward and backward.
+
+    The base's own logits, which only some losses need, are left out.
+
+    Args:
+        base_layers: False: the base's hidden states are cached, and it does not run.
+    """
+    hidden = config.hidden_size
+    layers = sum(used_matrices(config, letter) + layer_vectors(config, letter) for letter in config.pattern)
+    norms = 3 * hidden + sum(layer_vectors(config, letter) for letter in config.mtp_pattern)
+    head = head_matrices(config) + norms if config.mtp_num_depths else 0
+    applied = num_depths if config.mtp_use_repeated_layer else config.mtp_num_depths
+    base = layers + hidden if base_layers else 0
+    return float(FORWARD * base + TRAINED * head * applied + FROZEN * config.vocab_size * hidden * num_depths)
