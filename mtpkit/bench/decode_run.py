@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,11 +16,12 @@ from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.roofline import Roofline, expected_length
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.trace import Trace, trace_kernels
+from mtpkit.data.draft_vocab import load_draft_vocab
 from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.kernels.ssm_update import ring_capacity
+from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 
 if TYPE_CHECKING:
     from mtpkit.bench.decode import DecodeConfig
@@ -101,14 +103,7 @@ class Contender:
         """Tokens of the newest run's requests so far, in the order of its prompts."""
         self.lengths: dict[str, list[int]] = {}
         """How many tokens each of them had after each of its steps."""
-        options: dict[str, Any] = {}
-        if self.depths and config.acceptance is not None:
-            options["synthetic_acceptance"] = config.rates(self.depths)
-        if self.depths and config.draft_vocab is not None:
-            vocab = config.draft_vocab
-            options["draft_vocab"] = list(range(vocab)) if isinstance(vocab, int) else vocab
-        if config.enforce_eager:
-            options["enforce_eager"] = True
+        self.draft_vocab = _draft_vocab(config.draft_vocab, vocab_size) if self.depths else None
         self.llm = LLM(
             model,
             num_speculative_tokens=k,
@@ -119,7 +114,9 @@ class Contender:
             max_num_batched_tokens=config.max_num_batched_tokens,
             state_rollback=config.state_rollback,
             state_dtype=config.state_dtype,
-            **options,
+            draft_vocab=self.draft_vocab,
+            enforce_eager=config.enforce_eager,
+            synthetic_acceptance=config.rates(self.depths) if self.depths else None,
         )
 
     def warm_up(self) -> None:
@@ -183,15 +180,14 @@ class Contender:
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
         """Tokens a second at the machine's copy bandwidth and matrix rate, at the mean context of a run."""
-        draft_token_ids = getattr(self.llm.engine.drafter, "draft_token_ids", None)
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
             self.model_config,
             next(self.llm.model.parameters()).dtype,
             DTYPES[self.config.state_dtype],
             self.config.state_rollback,
-            ring_entries=ring_capacity(self.llm.engine.layout.ring_length),
-            draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
+            ring_entries=ring_capacity(ring_length(1 + self.depths)),
+            draft_vocab_size=None if self.draft_vocab is None else len(self.draft_vocab),
         )
         costs = [
             roofline.decode(self.batch_size, rates[:k], context_len)
@@ -277,6 +273,13 @@ class Contender:
                 f"batch {self.batch_size}, K = {self.k}: acceptance length {stats.acceptance_length:.3f} over "
                 f"{stats.steps} steps, but synthetic rates {rates} make {expected:.3f}: the engine does not draw them"
             )
+
+
+def _draft_vocab(vocab: Path | int | None, vocab_size: int) -> list[int] | None:
+    """The tokens that drafts are chosen among: a file's, or the first so many; None: all."""
+    if isinstance(vocab, int):
+        return list(range(vocab))
+    return None if vocab is None else load_draft_vocab(vocab, vocab_size)
 
 
 def _deviation(rates: Sequence[float]) -> float:

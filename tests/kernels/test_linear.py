@@ -154,7 +154,7 @@ def test_tiles_of_the_table_divide_what_they_are_for():
 def test_other_weights_are_split_to_fill_the_gpu(outputs, width, splits):
     """Among as many programs as are resident at once, at most eight, of whole tiles each."""
     module = importlib.import_module("mtpkit.kernels.linear.triton")
-    tile = module._tile(outputs, width)
+    tile = module.choose_tile(outputs, width)
     assert tile.splits == splits and tile.fits(width)
 
 

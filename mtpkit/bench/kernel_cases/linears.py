@@ -40,7 +40,7 @@ class Call:
             return False
         from mtpkit.kernels.linear import triton as kernel  # there may be none without a GPU
 
-        return _count(shapes) <= kernel.MAX_ROWS and kernel._tile(self.outputs, self.width) is not None
+        return _count(shapes) <= kernel.MAX_ROWS and kernel.choose_tile(self.outputs, self.width) is not None
 
     def note(self, shapes: Shapes) -> str:
         """What of the call is in the kernel of the product, and what is not."""

@@ -57,7 +57,7 @@ _RESIDENT = 3
 """Such programs that a multiprocessor holds at once."""
 
 
-def _tile(outputs: int, width: int) -> Tile | None:
+def choose_tile(outputs: int, width: int) -> Tile | None:
     """The table's tile or, for other weights, one that fills the GPU with programs that are resident at once.
 
     None where `width` channels are not whole tiles.
@@ -203,7 +203,7 @@ def linear(
     """
     assert activation in (None, "relu2") and (gate is None) == (group_size is None)
     (rows, width), outputs = x.shape, len(weight)
-    chosen = tile or _tile(outputs, width)
+    chosen = tile or choose_tile(outputs, width)
     if x.dtype != torch.bfloat16 or not 0 < rows <= MAX_ROWS or chosen is None:
         return compose(norms, activations, x, weight, norm_weight, eps, group_size, gate, activation, residual)
     assert chosen.fits(width), f"{chosen} does not divide {width} channels"
