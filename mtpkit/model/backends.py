@@ -27,7 +27,7 @@ class Backend:
     norm_column_linear: type
     """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
     row_linear: type
-    """Row-parallel linear that can add its output to a residual stream, see `RowParallelLinear.adding_to`."""
+    """Row-parallel linear that can add its output to a residual stream, see `layers.linear.RowParallelLinear`."""
     core_attention: type
     """Causal attention over sequences, called as `kernels.attention.sequence_attention`."""
     moe_provider: Any

@@ -53,13 +53,19 @@ class SelfAttention(MegatronSelfAttention):
         return AttentionCacheSpec(self.num_query_groups_per_partition, self.hidden_size_per_attention_head)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, inference_context: Any = None, **_: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        residual: Tensor | None = None,
+        **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             hidden_states: [s, b, h].
             inference_context: a `SequenceInput`, `DepthInput` or `StepInput` (then b = 1, s = T).
+            residual: [s, b, h], to which the output is added; may be overwritten by the sum.
 
         Returns:
             ([s, b, h], bias or None).
@@ -80,7 +86,7 @@ class SelfAttention(MegatronSelfAttention):
                 out = self._depth(q, k, v, inputs).transpose(0, 1)
             else:
                 out = self.core_attention(q, k, v, inputs.documents).transpose(0, 1)
-        return self.linear_proj(out.reshape(*out.shape[:2], -1))
+        return self.linear_proj(out.reshape(*out.shape[:2], -1), residual)
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a step, as views of the projection: megatron-core's own split copies the queries

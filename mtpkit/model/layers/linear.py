@@ -1,7 +1,5 @@
 """megatron-core's parallel linears, as plain matrix products where there is nothing to differentiate or reduce."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,49 +46,29 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         return super().forward(input_, weight, runtime_gather_output)
 
 
-class AddsToResidual:
-    """A linear whose next output can be added to a residual stream, which the mixer that owns it need not know of."""
+class RowParallelLinear(MegatronRowParallelLinear):
+    """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream.
 
-    _residual: Tensor | None = None
-
-    @contextmanager
-    def adding_to(self, residual: Tensor) -> Iterator[None]:
-        """The one call inside returns `residual` [s, b, out] plus its output.
-
-        `residual` may be overwritten by that sum: the matrix product accumulates into it where it can, and the addition
-        costs neither a kernel nor a copy.
-        """
-        self._residual = residual
-        try:
-            yield
-            assert self._residual is None, "the linear was not called"
-        finally:
-            self._residual = None
-
-    def take_residual(self) -> Tensor | None:
-        """What the output is to be added to, once."""
-        residual, self._residual = self._residual, None
-        return residual
-
-
-class RowParallelLinear(AddsToResidual, MegatronRowParallelLinear):
-    """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
+    A `residual` [s, b, out] may be overwritten by the sum: the matrix product accumulates into it where it can, and the
+    addition costs neither a kernel nor a copy.
+    """
 
     weight_scale: Tensor | None = None
     """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """input_ [s, b, in / tp] to (output [s, b, out], bias for the caller to add)."""
-        return self._forward(input_, None, None)
+    def forward(self, input_: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
+        return self._forward(input_, None, None, residual)
 
-    def gated(self, input_: Tensor, gate: Tensor, norm: "GatedRMSNorm") -> tuple[Tensor, Tensor | None]:
-        """The linear of norm(input_, gate), which takes no kernel of its own at few rows."""
-        return self._forward(input_, gate, norm)
+    def gated(
+        self, input_: Tensor, gate: Tensor, norm: "GatedRMSNorm", residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of norm(input_, gate), which takes no kernel of its own at few rows."""
+        return self._forward(input_, gate, norm, residual)
 
     def _forward(
-        self, input_: Tensor, gate: Tensor | None, norm: "GatedRMSNorm | None"
+        self, input_: Tensor, gate: Tensor | None, norm: "GatedRMSNorm | None", residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        residual = self.take_residual()
         if not is_plain(self, input_, self.weight, residual, gate, None if norm is None else norm.weight):
             input_ = input_ if norm is None else norm(input_, gate)
             output, bias = super().forward(input_) if self.weight_scale is None else (_in_fp8(self, input_), None)

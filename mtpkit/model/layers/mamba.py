@@ -101,12 +101,15 @@ class MambaMixer(MegatronModule):
             self.conv_dim, self.conv_kernel, self.num_heads, self.head_dim, self.state_dim, self.num_groups
         )
 
-    def forward(self, hidden_states: Tensor, inference_context: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, inference_context: Any = None, residual: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Mix along the sequence.
 
         Args:
             hidden_states: [s, b, h].
             inference_context: a `SequenceInput`, `DepthInput` or `StepInput` (then b = 1, s = T).
+            residual: [s, b, h], to which the output is added; may be overwritten by the sum.
 
         Returns:
             ([s, b, h], bias or None).
@@ -116,7 +119,7 @@ class MambaMixer(MegatronModule):
         z, conv_in, dt = projected.split([self.inner, self.conv_dim, self.num_heads], -1)
         if isinstance(inputs, StepInput):
             y = self._step(conv_in[0], dt[0], inputs).flatten(-2)[:, None]
-            return self.out_proj.gated(y, z.transpose(0, 1), self.norm)
+            return self.out_proj.gated(y, z.transpose(0, 1), self.norm, residual)
         if isinstance(inputs, DepthInput):
             y = self._depth(conv_in, self._step_size(dt), inputs)
         elif self._as_prefill(conv_in):
@@ -124,7 +127,7 @@ class MambaMixer(MegatronModule):
         else:
             conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
             y = self._scan(self._scan_inputs(conv_out, self._step_size(dt)), documents=inputs.documents)[0]
-        return self.out_proj(self.norm(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)))
+        return self.out_proj(self.norm(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)), residual)
 
     @property
     def _A(self) -> Tensor:

@@ -23,8 +23,7 @@ class MambaLayer(MegatronMambaLayer):
         """hidden_states [s, b, h] to the same shape."""
         if not isinstance(inference_context, StepInput):
             return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
-        with self.mixer.out_proj.adding_to(hidden_states):
-            return self.mixer(hidden_states, inference_context=inference_context)[0]
+        return self.mixer(hidden_states, inference_context=inference_context, residual=hidden_states)[0]
 
 
 class _StepTransformerLayer(TransformerLayer):
@@ -45,8 +44,7 @@ class AttentionLayer(_StepTransformerLayer):
     """Self-attention and its residual connection."""
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        with self.self_attention.linear_proj.adding_to(x):
-            return self.self_attention(x, inference_context=step)[0]
+        return self.self_attention(x, inference_context=step, residual=x)[0]
 
 
 class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):
@@ -54,8 +52,7 @@ class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
         inner = self.mlp.linear_fc1.activated(x, self.config.mtpkit.activation)
-        with self.mlp.linear_fc2.adding_to(x):
-            return self.mlp.linear_fc2(inner)[0]
+        return self.mlp.linear_fc2(inner, residual=x)[0]
 
 
 class MixtureLayer(_StepTransformerLayer):

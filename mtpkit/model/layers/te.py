@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from mtpkit.errors import UserError, listed
-from mtpkit.model.layers.linear import AddsToResidual
-from mtpkit.model.layers.norm import ACTIVATIONS
+from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm
 
 
 class _NoExtraState:
@@ -59,18 +58,19 @@ class NormColumnParallelLinear(_NoExtraState, megatron_te.TELayerNormColumnParal
         return ACTIVATIONS[activation](self(input_)[0])
 
 
-class RowParallelLinear(AddsToResidual, _NoExtraState, megatron_te.TERowParallelLinear):
+class RowParallelLinear(_NoExtraState, megatron_te.TERowParallelLinear):
     """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """input_ [s, b, in / tp] to (output [s, b, out], bias for the caller to add)."""
-        residual = self.take_residual()
+    def forward(self, input_: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
         output, bias = super().forward(input_)
         return (output if residual is None else residual + output), bias
 
-    def gated(self, input_: Tensor, gate: Tensor, norm: Any) -> tuple[Tensor, Tensor | None]:
-        """The linear of norm(input_, gate)."""
-        return self(norm(input_, gate))
+    def gated(
+        self, input_: Tensor, gate: Tensor, norm: GatedRMSNorm, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of norm(input_, gate)."""
+        return self(norm(input_, gate), residual)
 
 
 class CoreAttention(megatron_te.TEDotProductAttention):
