@@ -14,9 +14,9 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mtpkit.checkpoint.layout import open_weights
-from mtpkit.checkpoint.megatron import COMMON_STATE, split_slice, write_megatron
-from mtpkit.checkpoint.megatron_index import INDEX, read_index
+from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE, split_slice, write_megatron
+from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
 from mtpkit.checkpoint.tensors import TensorSource
 
 PREFIX = "base_"

@@ -8,10 +8,7 @@ from typing import Any
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint.atomic import check_destination, refuse_broken_links, staged_directory
-from mtpkit.checkpoint.families import get_family
-from mtpkit.checkpoint.families.table import MappedTensors
-from mtpkit.checkpoint.hf import INDEX, MAX_SHARD_BYTES, copy_companions, write_hf
-from mtpkit.checkpoint.layout import (
+from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
     RELEASE,
     TRACKER,
@@ -22,8 +19,11 @@ from mtpkit.checkpoint.layout import (
     load_hf_config,
     open_weights,
 )
+from mtpkit.checkpoint.families import get_family
+from mtpkit.checkpoint.families.table import MappedTensors
+from mtpkit.checkpoint.layouts.huggingface import INDEX, MAX_SHARD_BYTES, copy_companions, write_hf
+from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import ModelTensors
-from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mtpkit.checkpoint.layout import detect_layout, find_torch_dist, open_weights
+from mtpkit.checkpoint.directory import detect_layout, find_torch_dist, open_weights
 from mtpkit.checkpoint.tensors import TensorSource
 from mtpkit.config import ModelConfig
 

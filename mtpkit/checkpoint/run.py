@@ -34,8 +34,7 @@ from mtpkit.checkpoint.atomic import (
     write_file,
 )
 from mtpkit.checkpoint.base import add_base
-from mtpkit.checkpoint.hf import copy_companions
-from mtpkit.checkpoint.layout import (
+from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
     RELEASE,
     TRACKER,
@@ -44,7 +43,8 @@ from mtpkit.checkpoint.layout import (
     iteration_name,
     latest_iteration,
 )
-from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, MegatronReader
+from mtpkit.checkpoint.layouts.huggingface import copy_companions
+from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, MegatronReader
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.layout import open_weights
+from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.errors import UserError
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mtpkit.checkpoint.hf import MAX_SHARD_BYTES
+from mtpkit.checkpoint.layouts.huggingface import MAX_SHARD_BYTES
 from mtpkit.cli import options
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -89,7 +89,7 @@ def acceptance(
 
 def _trained_length(model: Path) -> int:
     """Tokens of a sequence in the run that a directory is, or is a checkpoint of; 1024 where it is none."""
-    from mtpkit.checkpoint.layout import TRACKER
+    from mtpkit.checkpoint.directory import TRACKER
     from mtpkit.training import load_config
 
     for place in (model, model.parent):

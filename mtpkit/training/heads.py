@@ -17,7 +17,7 @@ from torch import nn
 
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
-from mtpkit.checkpoint.layout import open_weights
+from mtpkit.checkpoint.directory import open_weights
 from mtpkit.config import LAYER_KINDS, LAYER_SIZES, ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model, init_weights

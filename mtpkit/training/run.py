@@ -28,7 +28,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.atomic import check_writable, storage_errors, write_file
-from mtpkit.checkpoint.layout import OWN_CONFIG, TRACKER, iteration_name
+from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError, listed, shown

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint.convert import import_checkpoint
-from mtpkit.checkpoint.hf import HFReader
+from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.cli import run
 from mtpkit.cli.convert import app
 from tests.checkpoint.builders import edit

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from mtpkit.checkpoint import detect_layout, end_token_ids, load_checkpoint, load_config, load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families.table import MappedTensors
-from mtpkit.checkpoint.megatron import MegatronReader
+from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.checkpoint.builders import GOLDEN, edit, edit_config

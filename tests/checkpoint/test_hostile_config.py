@@ -10,8 +10,8 @@ import torch
 
 from mtpkit.checkpoint import end_token_ids, latest_iteration, load_config
 from mtpkit.checkpoint.families import nemotron_h
-from mtpkit.checkpoint.megatron import CHECKPOINT_VERSION, write_megatron
-from mtpkit.checkpoint.megatron_config import config_from_megatron
+from mtpkit.checkpoint.layouts.megatron_config import config_from_megatron
+from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
 from mtpkit.config import RANGES, ModelConfig
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, SIZES, Unchecked, edit_config

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from mtpkit.checkpoint import load_checkpoint, load_config, load_model, save_checkpoint, save_hf_model, save_model
 from mtpkit.checkpoint.atomic import check_writable
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.layout import open_weights
-from mtpkit.checkpoint.megatron import COMMON_STATE
+from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError

@@ -19,8 +19,8 @@ from mtpkit.checkpoint import (
     save_model,
 )
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.directory import latest_iteration
 from mtpkit.checkpoint.families import nemotron_h
-from mtpkit.checkpoint.layout import latest_iteration
 from mtpkit.checkpoint.load import _global_shape, _targets
 from mtpkit.checkpoint.tensors import is_finite
 from mtpkit.checkpoint.verify import compare_weights

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from mtpkit.checkpoint import load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.directory import detect_layout, load_config
 from mtpkit.checkpoint.families.table import MappedTensors, _Step
-from mtpkit.checkpoint.layout import detect_layout, load_config
 from mtpkit.checkpoint.tensors import TensorInfo, bits_equal
 from mtpkit.checkpoint.verify import compare_weights
 from tests.checkpoint.builders import GOLDEN, add_heads, write_base

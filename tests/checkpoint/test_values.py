@@ -17,7 +17,7 @@ from mtpkit.checkpoint import (
     save_model,
 )
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.layout import latest_iteration, load_config
+from mtpkit.checkpoint.directory import latest_iteration, load_config
 from mtpkit.checkpoint.tensors import is_finite
 from mtpkit.checkpoint.verify import compare_logits, compare_weights
 from mtpkit.errors import UserError

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from mtpkit.checkpoint import find_companions, load_model, save_model
 from mtpkit.checkpoint import load_config as load_model_config
-from mtpkit.checkpoint.layout import open_weights
-from mtpkit.checkpoint.megatron import MegatronReader
+from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.cli.eval import app as eval_app
 from mtpkit.data import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpkit.checkpoint.families.nemotron_h_names import canonical_hf_name, table
-from mtpkit.checkpoint.hf import as_token_ids
+from mtpkit.checkpoint.layouts.huggingface import as_token_ids
 from mtpkit.config import LAYER_KINDS, ModelConfig, config_of_file
 from mtpkit.errors import UserError, listed, raise_problems, shown
 

@@ -13,13 +13,13 @@ READERS: dict[str, tuple[str, ...]] = {
     "bench/prompts.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
     "checkpoint/atomic.py": (),  # opens what it has written, to flush it
     "checkpoint/base.py": (".metadata of a run",),
-    "checkpoint/hf.py": ("index", "safetensors"),
-    "checkpoint/layout.py": (
+    "checkpoint/layouts/huggingface.py": ("index", "safetensors"),
+    "checkpoint/directory.py": (
         *("config.json", "mtpkit.json", "Megatron's config.json", "generation_config.json"),
         *("tracker", "tracker of a run"),
     ),
-    "checkpoint/megatron.py": (".metadata", "distcp", "common.pt"),
-    "checkpoint/megatron_index.py": (".metadata", ".metadata of a run"),
+    "checkpoint/layouts/torch_dist.py": (".metadata", "distcp", "common.pt"),
+    "checkpoint/layouts/torch_dist_index.py": (".metadata", ".metadata of a run"),
     "checkpoint/run.py": ("trainer state", "metadata.json", "distcp of a run"),
     "cli/data.py": ("chat template",),
     "cli/errors.py": (),  # a place for output that nobody reads

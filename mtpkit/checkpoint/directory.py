@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpkit.checkpoint.families import config_from_hf, get_family
-from mtpkit.checkpoint.hf import INDEX, SINGLE, HFReader, as_token_ids
-from mtpkit.checkpoint.megatron import MegatronReader
-from mtpkit.checkpoint.megatron_config import config_from_megatron
+from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader, as_token_ids
+from mtpkit.checkpoint.layouts.megatron_config import config_from_megatron
+from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
-from mtpkit.checkpoint.megatron_index import TRAINING_STATE, first_line, is_stacked, read_index
+from mtpkit.checkpoint.layouts.torch_dist_index import TRAINING_STATE, first_line, is_stacked, read_index
 from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, require_file
