@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mtpkit.checkpoint.directory import open_weights
-from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE, split_slice, write_megatron
+from mtpkit.checkpoint.layouts.megatron import split_slice
+from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE, write_megatron
 from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
 from mtpkit.checkpoint.tensors import TensorSource
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -19,7 +18,8 @@ from mtpkit.checkpoint.directory import (
     load_hf_config,
     open_weights,
 )
-from mtpkit.checkpoint.families import get_family
+from mtpkit.checkpoint.families import Family, find_family
+from mtpkit.checkpoint.families.keys import Settings
 from mtpkit.checkpoint.families.table import MappedTensors
 from mtpkit.checkpoint.layouts.huggingface import INDEX, MAX_SHARD_BYTES, copy_companions, write_hf
 from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
@@ -52,11 +52,20 @@ def import_checkpoint(source: Path | str, destination: Path | str, force: bool =
 
 
 def export_checkpoint(
-    source: Path | str, destination: Path | str, force: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
+    source: Path | str,
+    destination: Path | str,
+    force: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    family: str | None = None,
 ) -> None:
-    """Convert a Megatron directory, saved at any parallelism, to a Hugging Face one; raises as `import_checkpoint`."""
+    """Convert a Megatron directory, saved at any parallelism, to a Hugging Face one; raises as `import_checkpoint`.
+
+    Args:
+        family: `model_type` to write; None: that of the checkpoint, or the only one that fits it.
+    """
     source, destination = _check_paths(source, destination, "megatron", force)
-    hf_config, weights = _hf_view(open_weights(source), load_config(source), load_hf_config(source), source)
+    weights, config = open_weights(source), load_config(source)
+    hf_config, weights = _hf_view(weights, config, find_family(config, family, source), load_hf_config(source), source)
     with staged_directory(destination) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
         copy_companions(find_companions(source), staging)
@@ -72,9 +81,8 @@ def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: in
         StorageError: writing failed; what was there still is.
     """
     directory = Path(directory)
-    hf_config, weights = _hf_view(
-        CheckedTensors(ModelTensors(model), f"the model for {directory}"), model.mtpkit_config, None, directory
-    )
+    config, tensors = model.mtpkit_config, CheckedTensors(ModelTensors(model), f"the model for {directory}")
+    hf_config, weights = _hf_view(tensors, config, find_family(config, None, directory), None, directory)
     with staged_directory(directory) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
         for file in directory.iterdir() if directory.exists() else ():
@@ -83,10 +91,11 @@ def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: in
 
 
 def _hf_view(
-    source: TensorSource, config: ModelConfig, original: dict[str, Any] | None, where: Path
-) -> tuple[dict[str, Any], MappedTensors]:
+    source: TensorSource, config: ModelConfig, family: Family, original: Settings | None, where: Path
+) -> tuple[Settings, MappedTensors]:
     """(`config.json`, weights) of the Hugging Face layout for weights under Megatron's names."""
-    family = get_family(config.family)
+    if original and original["model_type"] != family.model_type:
+        original = None
     hf_config = family.config_to_hf(config, original)
     weights = family.table(config).to_hf(source, where)
     dtype_key = "dtype" if original and "dtype" in original else "torch_dtype"

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpkit.checkpoint.families import config_from_hf, get_family
-from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader, as_token_ids
+from mtpkit.checkpoint.families import get_family, only_fit
+from mtpkit.checkpoint.families.keys import as_token_ids
+from mtpkit.checkpoint.layouts import megatron
+from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader
 from mtpkit.checkpoint.layouts.megatron_config import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource, require_same_names
@@ -115,34 +117,45 @@ def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
     odd = [shown(token) for token in found if type(token) is not int or not 0 <= token < vocab_size]
     if odd:
         raise UserError(f"{settings}: eos_token_id {listed(odd, width=120)} is none of the {vocab_size} token ids")
-    return frozenset(found)
+    return frozenset(token for token in found if isinstance(token, int))
 
 
 def load_config(directory: Path | str) -> ModelConfig:
     """The `ModelConfig` of a model directory of either layout.
+
+    A config of Megatron names no family: it is the one that fits, if only one does.
 
     Raises:
         UserError: no config, or one that cannot be represented.
     """
     directory = Path(directory)
     if detect_layout(directory) == "hf":
-        return config_from_hf(read_json(directory / "config.json"), directory / "config.json")
+        return _config_from_hf(directory / "config.json")
     for place in _beside(directory):
         own, other = place / OWN_CONFIG, place / "config.json"
         if is_there(own):
             config = ModelConfig.from_dict(read_json(own), own)
-            get_family(config.family, own)
+            if config.family:
+                get_family(config.family, own)
             return config
         if is_there(other):
             values = read_json(other)
-            if "config" in values:
-                return config_from_megatron(values["config"], other)
-            return config_from_hf(values, other)
+            return _config_from_megatron(values["config"], other) if "config" in values else _config_from_hf(other)
     checkpoint = find_torch_dist(directory)
     args = MegatronReader(checkpoint).read_common_state().get("args")
     if args is None:
         raise UserError(f"{directory}: no config; looked for {OWN_CONFIG} and config.json there, and for args inside")
-    return config_from_megatron(getattr(args, "__dict__", args), f"args in {checkpoint}")
+    return _config_from_megatron(getattr(args, "__dict__", args), f"args in {checkpoint}")
+
+
+def _config_from_hf(path: Path) -> ModelConfig:
+    values = read_json(path)
+    return get_family(values.get("model_type"), path, "model_type").config_from_hf(values, path)
+
+
+def _config_from_megatron(values: object, where: object) -> ModelConfig:
+    config = config_from_megatron(values, where)
+    return config.replace(family=only_fit(config))
 
 
 def load_hf_config(directory: Path | str) -> dict[str, Any] | None:
@@ -168,10 +181,9 @@ def open_weights(directory: Path | str, fit_config: bool = False) -> TensorSourc
     if detect_layout(directory) == "megatron":
         reader = MegatronReader(find_torch_dist(directory))
         if fit_config:
-            config = load_config(directory)
-            require_same_names(directory, reader.tensors, get_family(config.family).table(config).megatron_shapes())
+            require_same_names(directory, reader.tensors, megatron.parameters(load_config(directory)))
         return CheckedTensors(reader, directory)
     config = load_config(directory)
     family = get_family(config.family)
-    weights = CheckedTensors(HFReader(directory, family.canonical_hf_name), directory)
+    weights = CheckedTensors(HFReader(directory, family.published_name), directory)
     return family.table(config).to_megatron(weights, directory)

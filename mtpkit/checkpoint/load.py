@@ -12,7 +12,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.checkpoint.directory import load_config, open_weights
-from mtpkit.checkpoint.layouts.torch_dist_index import is_stacked
+from mtpkit.checkpoint.layouts.megatron import is_stacked
 from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model

@@ -92,7 +92,7 @@ def is_finite(tensor: Tensor) -> bool:
     return low >= -_LARGEST and high <= _LARGEST
 
 
-ANOTHER_COPY = "download them again, or take those of an earlier step"
+ANOTHER_COPY = "download the files again, or take those of an earlier step"
 """What helps where weights that were read are not finite."""
 
 

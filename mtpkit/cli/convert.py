@@ -34,11 +34,14 @@ def export(
     destination: Destination,
     force: Force = False,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = MAX_SHARD_BYTES / 1e9,
+    family: Annotated[
+        str | None, typer.Option(help="Family to write, by its model_type; default: the one that fits.")
+    ] = None,
 ) -> None:
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint
 
-    export_checkpoint(source, destination, force, int(max_shard_gb * 1e9))
+    export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family)
     print(f"wrote {destination}")
 
 

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from mtpkit import LLM
 from mtpkit.checkpoint import load_config, load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.families import nemotron_h
+from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron_config import config_from_megatron
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.cli.options import drafts_of
@@ -54,8 +54,8 @@ def test_unknown_depths_stay_unknown_until_a_training_sets_them(hf_dir, tmp_path
     assert not config.mtp_depths_known
     assert load_config(tmp_path / "megatron") == load_config(tmp_path / "back") == config
     trained = config.replace(mtp_num_depths=2)
-    exported = nemotron_h.config_to_hf(trained, json.loads((hf_dir / "config.json").read_text()))
-    assert trained.mtp_depths_known and nemotron_h.config_from_hf(exported) == trained
+    exported = NEMOTRON_H.config_to_hf(trained, json.loads((hf_dir / "config.json").read_text()))
+    assert trained.mtp_depths_known and NEMOTRON_H.config_from_hf(exported) == trained
 
 
 def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
@@ -122,10 +122,10 @@ def test_dt_has_the_range_of_time_step_limit(hf_dir, changes, limit):
     config = load_config(hf_dir)
     assert config.mamba_dt_limit == limit
     original = json.loads((hf_dir / "config.json").read_text())
-    for exported in (nemotron_h.config_to_hf(config, original), nemotron_h.config_to_hf(config)):
-        assert nemotron_h.config_from_hf(json.loads(json.dumps(exported))) == config
+    for exported in (NEMOTRON_H.config_to_hf(config, original), NEMOTRON_H.config_to_hf(config)):
+        assert NEMOTRON_H.config_from_hf(json.loads(json.dumps(exported))) == config
     keys = ("time_step_limit", "time_step_min")
-    exported = nemotron_h.config_to_hf(config, original)
+    exported = NEMOTRON_H.config_to_hf(config, original)
     assert [exported.get(key) for key in keys] == [original.get(key) for key in keys], "a base keeps its own keys"
 
 
@@ -134,10 +134,10 @@ def test_transformers_computes_an_exported_range(hf_dir):
     from transformers import NemotronHConfig
 
     config = load_config(hf_dir)
-    (hf_dir / "config.json").write_text(json.dumps(nemotron_h.config_to_hf(config), allow_nan=False))
+    (hf_dir / "config.json").write_text(json.dumps(NEMOTRON_H.config_to_hf(config), allow_nan=False))
     read = NemotronHConfig.from_pretrained(hf_dir)
     assert (read.time_step_min, *read.time_step_limit) == (0.0, 0.0, INF)
-    changed = nemotron_h.config_to_hf(config.replace(mamba_dt_limit=(0.5, INF)), {"time_step_min": 0.001})
+    changed = NEMOTRON_H.config_to_hf(config.replace(mamba_dt_limit=(0.5, INF)), {"time_step_min": 0.001})
     assert (changed["time_step_min"], changed["time_step_limit"][0]) == (0.5, 0.5)
 
 
@@ -155,14 +155,14 @@ def test_a_range_of_dt_that_is_none_is_refused(hf_dir, limit):
 
 def test_export_writes_what_servers_read_and_keeps_the_rest(hf_dir):
     original = json.loads((hf_dir / "config.json").read_text()) | {"rope_theta": 10000, "eos_token_id": [2, 5]}
-    config = nemotron_h.config_from_hf(original)
-    exported = nemotron_h.config_to_hf(config, original)
+    config = NEMOTRON_H.config_from_hf(original)
+    exported = NEMOTRON_H.config_to_hf(config, original)
     assert exported["hybrid_override_pattern"] == "M*-E" and exported["mtp_hybrid_override_pattern"] == "*E"
     assert "layers_block_type" not in exported and "mtp_layers_block_type" not in exported
     assert exported["num_nextn_predict_layers"] == 1, "physical layers, not the 3 depths"
     assert exported["rope_theta"] == 10000 and exported["eos_token_id"] == [2, 5]
-    assert nemotron_h.config_from_hf(exported) == config
-    bare = nemotron_h.config_to_hf(config.replace(mtp_pattern="", mtp_num_depths=0), exported)
+    assert NEMOTRON_H.config_from_hf(exported) == config
+    bare = NEMOTRON_H.config_to_hf(config.replace(mtp_pattern="", mtp_num_depths=0), exported)
     assert bare["num_nextn_predict_layers"] == 0 and "mtpkit" not in bare and "mtp_hybrid_override_pattern" not in bare
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import end_token_ids, latest_iteration, load_config
-from mtpkit.checkpoint.families import nemotron_h
+from mtpkit.checkpoint.families.keys import Fixed, Key
+from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron_config import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
 from mtpkit.config import RANGES, ModelConfig
@@ -37,11 +38,12 @@ def outcome(action, where: str) -> str:
     return ""
 
 
-HF_KEYS = {*SIZES, *nemotron_h.COMMON_KEYS, *nemotron_h.FIXED, *nemotron_h.OPTIONAL_KEYS, *nemotron_h.WHOLE_KEYS}
+HF_NUMBERS = {line.key for line in NEMOTRON_H.lines if isinstance(line, Key)}
+HF_KEYS = {*SIZES, *HF_NUMBERS, *(line.key for line in NEMOTRON_H.lines if isinstance(line, Fixed) and line.key)}
+HF_KEYS |= {"num_hidden_layers", "n_shared_experts"}
 HF_KEYS |= {"model_type", "mtpkit", "num_nextn_predict_layers", "hybrid_override_pattern", "layers_block_type"}
 HF_KEYS |= {"mtp_hybrid_override_pattern", "mtp_layers_block_type", "norm_topk_prob", "eos_token_id"}
 HF_KEYS |= {"time_step_limit", "time_step_min", "attention_head_dim"}
-HF_NUMBERS = {key for part in (nemotron_h.COMMON_KEYS, *nemotron_h.LAYER_KEYS.values()) for key in part}
 
 
 @pytest.fixture(scope="module")

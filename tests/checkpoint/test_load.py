@@ -20,7 +20,8 @@ from mtpkit.checkpoint import (
 )
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import latest_iteration
-from mtpkit.checkpoint.families import nemotron_h
+from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
+from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.load import _global_shape, _targets
 from mtpkit.checkpoint.tensors import is_finite
 from mtpkit.checkpoint.verify import compare_weights
@@ -119,7 +120,7 @@ def test_every_misfit_is_listed_before_anything_changes(hf_dir, tmp_path):
     message = str(error.value)
     assert "\n" not in message
     assert "mtp.layers.0.mtp_model_layer.layers.2.self_attention.linear_proj.weight" in message
-    have, want = (nemotron_h.table(c).megatron_shapes() for c in (load_config(hf_dir), config))
+    have, want = (parameters(c) for c in (load_config(hf_dir), config))
     misfits = sum(name in have and have[name] != shape for name, shape in want.items())
     assert f" {misfits} of another shape: decoder.final_norm.weight [32] instead of [64], " in message
     assert f" {len(want.keys() - have.keys())} missing: " in message
@@ -216,7 +217,7 @@ def test_the_table_has_the_names_and_shapes_of_the_model(changes):
     config = toy_config(**experts | changes)
     targets = _targets(build_model(config, init="none"))
     built = {name: _global_shape(shards[0]) for name, shards in targets.items()}
-    assert nemotron_h.table(config).megatron_shapes() == built
+    assert parameters(config) == built
 
 
 def test_loading_draws_no_weights(hf_dir, monkeypatch):
@@ -257,7 +258,7 @@ def test_sizes_are_compared_with_the_files_before_a_model_is_built(hf_dir, tmp_p
     config = load_config(hf_dir).replace(**changes)
     directory = hf_dir
     if layout == "hf":
-        (hf_dir / "config.json").write_text(json.dumps(nemotron_h.config_to_hf(config)))
+        (hf_dir / "config.json").write_text(json.dumps(NEMOTRON_H.config_to_hf(config)))
     else:
         directory = tmp_path / "megatron"
         import_checkpoint(hf_dir, directory)

@@ -1,31 +1,17 @@
 """Model families: how each one's `config.json` and weight names map to mtpkit's config and to Megatron's names."""
 
-from pathlib import Path
-from typing import Any, Protocol
-
-from mtpkit.checkpoint.families import nemotron_h
-from mtpkit.checkpoint.families.table import Table
+from mtpkit.checkpoint.families.family import Family
+from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
 
+__all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
-class Family(Protocol):
-    """What the module of a family offers."""
-
-    def config_from_hf(self, hf: dict[str, Any], where: Path | str) -> ModelConfig: ...
-
-    def config_to_hf(self, config: ModelConfig, original: dict[str, Any] | None = None) -> dict[str, Any]: ...
-
-    def canonical_hf_name(self, name: str) -> str: ...
-
-    def table(self, config: ModelConfig) -> Table: ...
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (NEMOTRON_H,)}
+"""By `model_type` of the Hugging Face config. A family from elsewhere takes part once it is put in here."""
 
 
-FAMILIES: dict[str, Family] = {"nemotron_h": nemotron_h}
-"""By `model_type` of the Hugging Face config."""
-
-
-def get_family(name: Any, where: Path | str = "model config", key: str = "family") -> Family:
+def get_family(name: object, where: object = "model config", key: str = "family") -> Family:
     """The family of that name, the `model_type` of a Hugging Face config.
 
     Args:
@@ -40,10 +26,36 @@ def get_family(name: Any, where: Path | str = "model config", key: str = "family
     return FAMILIES[name]
 
 
-def config_from_hf(hf: dict[str, Any], where: Path | str) -> ModelConfig:
-    """`ModelConfig` of a Hugging Face `config.json`, the file `where`.
+def only_fit(config: ModelConfig) -> str:
+    """Name of the one family that expresses a model's layers and settings; empty where none does, or several do."""
+    fitting = _fitting(config)
+    return fitting[0] if len(fitting) == 1 else ""
+
+
+def _fitting(config: ModelConfig) -> list[str]:
+    return [name for name, family in FAMILIES.items() if not any(family.misfits(config))]
+
+
+def find_family(config: ModelConfig, name: str | None = None, where: object = "model config") -> Family:
+    """The family that a model is written as: the one asked for, its own, or the only one that fits.
+
+    Args:
+        name: the family asked for.
+        where: file or directory of the model, for messages.
 
     Raises:
-        UserError: unknown family, missing keys, or settings that cannot be represented.
+        UserError: the family is unknown; or none was asked for, the model has none, and not exactly one fits.
     """
-    return get_family(hf.get("model_type"), where, "model_type").config_from_hf(hf, where)
+    if name is not None:
+        return get_family(name, "--family", "")
+    if config.family:
+        return get_family(config.family, where)
+    if fit := only_fit(config):
+        return FAMILIES[fit]
+    fitting = _fitting(config)
+    if fitting:
+        raise UserError(f"{where} fits several families, {listed(fitting)}; choose one with --family")
+    lacks = [f"{name} cannot express {listed(family.misfits(config), width=120)}" for name, family in FAMILIES.items()]
+    raise UserError(
+        f"{where} fits no family: {listed(lacks, separator='; ')}; mend its config, or name one with --family"
+    )

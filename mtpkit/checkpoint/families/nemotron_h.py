@@ -1,17 +1,20 @@
-"""Nemotron-H and Nemotron 3: config keys, as published and as transformers 5 saves them."""
+"""Nemotron-H and Nemotron 3: config keys, as published and as transformers 5 saves them, and weight names."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from mtpkit.checkpoint.families.nemotron_h_names import canonical_hf_name, table
-from mtpkit.checkpoint.layouts.huggingface import as_token_ids
-from mtpkit.config import LAYER_KINDS, ModelConfig, config_of_file
-from mtpkit.errors import UserError, listed, raise_problems, shown
+from mtpkit.checkpoint.families.family import Family
+from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Settings
+from mtpkit.checkpoint.families.table import Entry, one
+from mtpkit.checkpoint.families.transforms import FuseQKV, Split
+from mtpkit.checkpoint.layouts import megatron
+from mtpkit.checkpoint.values import Values
+from mtpkit.config import ModelConfig
+from mtpkit.errors import UserError, listed, shown
 
-__all__ = ["canonical_hf_name", "config_from_hf", "config_to_hf", "table"]
-
+LETTERS = "M*-E"
 BLOCK_TYPES = {
     "linear_attention": "M",
     "full_attention": "*",
@@ -22,186 +25,88 @@ BLOCK_TYPES = {
 }
 """Names in `layers_block_type`: transformers 5's and, last, the older ones."""
 
-FIXED = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_bias": False,
-    "mamba_proj_bias": False,
-    "use_conv_bias": True,
-    "mlp_hidden_act": "relu2",
-    "mamba_hidden_act": "silu",
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "quantization_config": None,
-}
-"""Settings with one value that can be represented. Transformers never ties Nemotron-H's embeddings."""
-
-COMMON_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layer_norm_epsilon": "layernorm_epsilon",
-    "initializer_range": "init_std",
-    "bos_token_id": "bos_token_id",
-    "pad_token_id": "pad_token_id",
-}
-LAYER_KEYS = {
-    "*": {
-        "num_attention_heads": "num_attention_heads",
-        "num_key_value_heads": "num_query_groups",
-        "head_dim": "kv_channels",
-    },
-    "-": {"intermediate_size": "ffn_hidden_size"},
-    "M": {
-        "mamba_num_heads": "mamba_num_heads",
-        "mamba_head_dim": "mamba_head_dim",
-        "ssm_state_size": "mamba_state_dim",
-        "n_groups": "mamba_num_groups",
-        "conv_kernel": "mamba_conv_kernel",
-        "chunk_size": "mamba_chunk_size",
-    },
-    "E": {
-        "n_routed_experts": "num_moe_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-        "moe_latent_size": "moe_latent_size",
-        "routed_scaling_factor": "moe_router_topk_scaling_factor",
-        "n_group": "moe_router_num_groups",
-        "topk_group": "moe_router_group_topk",
-    },
-}
-"""Config key -> ModelConfig field, read only for the layer letters that the model has."""
-
 DT_LIMIT = (0.0, math.inf)
 """The range of the step size dt where a config does not say."""
 
 INFINITY = {"__float__": "Infinity"}
 """How transformers 5 writes infinity, which JSON lacks."""
 
-OPTIONAL_KEYS = {
-    "max_position_embeddings": 4096,
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "bos_token_id": None,
-    "pad_token_id": None,
-    "conv_kernel": 4,
-    "chunk_size": 128,
-    "moe_latent_size": 0,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-}
-"""Keys that may be absent, with transformers' defaults."""
+
+def _read_patterns(file: Values) -> tuple[str, str]:
+    pattern = _read_pattern(file, "hybrid_override_pattern", "layers_block_type")
+    if file.whole("num_hidden_layers", len(pattern)) != len(pattern):
+        count = shown(file.get("num_hidden_layers"))
+        file.problems.append(f"num_hidden_layers {count} but the pattern has {len(pattern)} layers")
+    if not file.get("num_nextn_predict_layers"):
+        return pattern, ""
+    return pattern, _read_pattern(file, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
 
 
-def _keys(letters: str) -> dict[str, str]:
-    """The config keys that a model with these layer letters needs."""
-    keys = dict(COMMON_KEYS)
-    for letter in sorted(set(letters)):
-        keys |= LAYER_KEYS[letter]
-    return keys
-
-
-def config_from_hf(hf: dict[str, Any], where: Path | str = "config.json") -> ModelConfig:
-    """Read a `config.json`, with the published keys or those that transformers 5 saves.
-
-    `num_nextn_predict_layers` counts physical layers. How many depths a repeated head was trained for is kept under
-    the key `mtpkit`; without it one physical layer counts as a repeated head of unknown depths, several as distinct
-    heads. A key whose value is null counts as absent.
-
-    Args:
-        where: the file, for messages.
-
-    Raises:
-        UserError: names every missing key, unknown layer, and setting that is wrong or cannot be represented.
-    """
-    hf = {key: value for key, value in hf.items() if value is not None}
-    raise_problems(where, list(_wrong_types(hf)))
-    physical, own = hf.get("num_nextn_predict_layers", 0), hf.get("mtpkit", {})
-    pattern = _read_pattern(hf, where, "hybrid_override_pattern", "layers_block_type")
-    mtp_pattern = _read_pattern(hf, where, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if physical else ""
-    if "attention_head_dim" in hf:  # the name in the first Nemotron-H releases
-        hf = {"head_dim": hf["attention_head_dim"]} | hf
-    keys = _keys(pattern + mtp_pattern)
-    problems = [f"missing key {key}" for key in keys if key not in OPTIONAL_KEYS and key not in hf]
-    problems += _unsupported(hf, pattern, pattern + mtp_pattern)
-    dt_limit = _read_dt_limit(hf)
-    if dt_limit is None:
-        problems.append(f"time_step_limit {shown(hf['time_step_limit'])} is not a list of two numbers, 0 <= low < high")
-    depths, repeated = _read_depths(own, where, physical)
-    if physical and physical != (1 if repeated else depths):
-        problems.append(f"num_nextn_predict_layers {shown(physical)} contradicts mtpkit {shown(own)}")
-    raise_problems(where, problems)
-    fields: dict[str, Any] = {name: hf.get(key, OPTIONAL_KEYS.get(key)) for key, name in keys.items()}
-    fields |= dict(
-        family="nemotron_h",
-        pattern=pattern,
-        mtp_pattern=mtp_pattern,
-        mtp_num_depths=1 if depths is None else depths,
-        mtp_depths_known=depths is not None,
-        mtp_use_repeated_layer=repeated,
-        mamba_dt_limit=dt_limit or DT_LIMIT,
-        eos_token_ids=as_token_ids(hf.get("eos_token_id")),
-    )
-    own_keys = dict(pattern="hybrid_override_pattern", mtp_pattern="mtp_hybrid_override_pattern")
-    own_keys |= dict(mtp_num_depths="mtpkit.mtp_num_depths", eos_token_ids="eos_token_id")
-    return config_of_file(where, own_keys | {name: key for key, name in keys.items()}, fields)
-
-
-WHOLE_KEYS = (
-    "num_nextn_predict_layers",
-    "num_hidden_layers",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "n_group",
-    "topk_group",
-)
-"""Keys that are counted with before a `ModelConfig` checks its fields."""
-
-
-def _wrong_types(hf: dict[str, Any]) -> Iterator[str]:
-    """Yield one clause for every value of another type, of those that `ModelConfig` does not see as they are."""
-    for key in WHOLE_KEYS:
-        if type(hf.get(key, 0)) is not int or hf.get(key, 0) < 0:
-            yield f"{key} {shown(hf[key])} is not a whole number from 0"
-    if type(hf.get("norm_topk_prob", True)) is not bool:
-        yield f"norm_topk_prob {shown(hf['norm_topk_prob'])} is not true or false"
-    if not isinstance(hf.get("mtpkit", {}), dict):
-        yield f"mtpkit {shown(hf['mtpkit'])} is not an object"
-
-
-def _read_pattern(hf: dict[str, Any], where: Path | str, letters_key: str, blocks_key: str) -> str:
+def _read_pattern(file: Values, letters_key: str, blocks_key: str) -> str:
     """A layer pattern as letters, from whichever of its two keys is there."""
-    if letters_key in hf:
-        pattern = hf[letters_key]
-        if not isinstance(pattern, str):
-            raise UserError(f"{where}: {letters_key} {shown(pattern)} is not a text of layer letters")
-        unknown = sorted(set(pattern) - set(LAYER_KINDS))
-        if unknown:
+    pattern, blocks = file.get(letters_key), file.get(blocks_key)
+    if isinstance(pattern, str):
+        if unknown := sorted(set(pattern) - set(LETTERS)):
             odd = listed(map(repr, unknown), width=60)
-            raise UserError(f"{where}: {letters_key} has unknown layer letter(s) {odd}; known: M * - E")
+            raise UserError(
+                f"{file.where}: {letters_key} has unknown layer letter(s) {odd}; known: {' '.join(LETTERS)}"
+            )
         return pattern
-    blocks = hf.get(blocks_key)
+    if pattern is not None:
+        raise UserError(f"{file.where}: {letters_key} {shown(pattern)} is not a text of layer letters")
     if blocks is None:
-        raise UserError(f"{where}: missing key {letters_key} (or {blocks_key})")
+        raise UserError(f"{file.where}: missing key {letters_key} (or {blocks_key})")
     if not isinstance(blocks, list):
-        raise UserError(f"{where}: {blocks_key} {shown(blocks)} is not a list of layers")
+        raise UserError(f"{file.where}: {blocks_key} {shown(blocks)} is not a list of layers")
     unknown = [shown(block) for block in blocks if not isinstance(block, str) or block not in BLOCK_TYPES]
     if unknown:
         odd = listed(dict.fromkeys(unknown), width=120)
-        raise UserError(f"{where}: {blocks_key} has unknown layers {odd}; known: {listed(BLOCK_TYPES)}")
+        raise UserError(f"{file.where}: {blocks_key} has unknown layers {odd}; known: {listed(BLOCK_TYPES)}")
     return "".join(BLOCK_TYPES[block] for block in blocks)
 
 
-def _read_dt_limit(hf: dict[str, Any]) -> tuple[float, float] | None:
-    """(low, high) that clamp the step size dt after its softplus; None where `time_step_limit` is not such a pair.
+@dataclass(frozen=True)
+class _Pattern(Line):
+    """The base's layers as they are written; `_read_patterns` reads them."""
+
+    def names(self) -> Mapping[str, str]:
+        return {"pattern": "hybrid_override_pattern", "mtp_pattern": "mtp_hybrid_override_pattern"}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        return {"num_hidden_layers": len(config.pattern), "hybrid_override_pattern": config.pattern}
+
+
+@dataclass(frozen=True)
+class _StepSize(Line):
+    """The range that clamps Mamba2's step size dt after its softplus.
 
     Megatron-LM, vLLM and the published code use `time_step_limit`, by default (0, inf): no clamp. The weights were
     trained so. Transformers clamps at `time_step_min` instead (seen up to 5.23), a bound that is meant for initial
     values of dt's bias alone; on Nemotron 3 Nano that moves the output by a mean KL of 0.03.
     """
-    limit = hf.get("time_step_limit")
+
+    kind: str = "mamba2"
+
+    def read(self, file: Values) -> Settings:
+        limit = _dt_limit(file.get("time_step_limit"))
+        if limit is None:
+            odd = shown(file.get("time_step_limit"))
+            file.problems.append(f"time_step_limit {odd} is not a list of two numbers, 0 <= low < high")
+        return {"mamba_dt_limit": limit}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        """No keys where `original` says the same, so that its own stay.
+
+        Transformers clamps at `time_step_min`, so where the original does not have it, it is the low end of the range.
+        """
+        if original is not None and _dt_limit(original.get("time_step_limit")) == config.mamba_dt_limit:
+            return {}
+        low, high = config.mamba_dt_limit
+        return {"time_step_limit": [low, INFINITY if high == math.inf else high], "time_step_min": low}
+
+
+def _dt_limit(limit: object) -> tuple[float, float] | None:
+    """(low, high) from a `time_step_limit`; None where it is not such a pair."""
     if limit is None:
         return DT_LIMIT
     if not isinstance(limit, list) or len(limit) != 2:
@@ -215,101 +120,153 @@ def _read_dt_limit(hf: dict[str, Any]) -> tuple[float, float] | None:
         return None
 
 
-def _read_depths(own: dict[str, Any], where: Path | str, physical: int) -> tuple[int | None, bool]:
-    """(depths the heads were trained for, None where nothing says so; whether they share one layer).
+@dataclass(frozen=True)
+class _Router(Line):
+    """What must go together for Megatron's router to compute the same."""
 
-    Args:
-        own: what the file has under `mtpkit`.
-    """
-    repeated = own.get("mtp_use_repeated_layer", physical <= 1)
-    depths = own.get("mtp_num_depths", None if repeated else physical)
-    unknown = sorted(own.keys() - {"mtp_num_depths", "mtp_use_repeated_layer"})
-    problems = [f"mtpkit.{key} is unknown" for key in unknown]
-    if type(repeated) is not bool:
-        problems.append(f"mtpkit.mtp_use_repeated_layer {shown(repeated)} is not true or false")
-    if type(depths) is not int and "mtp_num_depths" in own:
-        problems.append(f"mtpkit.mtp_num_depths {shown(depths)} is not a whole number")
-    raise_problems(where, problems)
-    return (depths, repeated) if physical else (0, True)
+    kind: str = "moe"
 
-
-def _unsupported(hf: dict[str, Any], pattern: str, letters: str) -> list[str]:
-    """Clauses for settings that would change what the model computes and that it cannot represent."""
-    problems = [
-        f"{key} {shown(hf[key])} is not supported, only {value!r}"
-        for key, value in FIXED.items()
-        if key in hf and (type(hf[key]), hf[key]) != (type(value), value)
-    ]
-    if hf.get("num_hidden_layers", len(pattern)) != len(pattern):
-        problems.append(f"num_hidden_layers {shown(hf['num_hidden_layers'])} but the pattern has {len(pattern)} layers")
-    if "E" not in letters:
-        return problems
-    topk = hf.get("num_experts_per_tok", 0)
-    if hf.get("n_shared_experts", 1) != 1:
-        problems.append(f"n_shared_experts {shown(hf['n_shared_experts'])} is not supported, only 1")
-    if hf.get("norm_topk_prob", True) != (topk > 1):
-        problems.append("norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron")
-    if hf.get("n_group", 1) > 1 and topk != 2 * hf.get("topk_group", 1):
-        # Transformers ranks a group by its two best experts, Megatron by its topk / topk_group best.
-        problems.append("n_group above 1 needs num_experts_per_tok equal to twice topk_group")
-    return problems
-
-
-def config_to_hf(config: ModelConfig, original: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A `config.json` that transformers 5 and vLLM both read, with the published keys.
-
-    `original` is the config that the base came with; its other keys are kept.
-
-    Raises:
-        UserError: settings that Nemotron-H has no key for, all of them named.
-    """
-    _require_representable(config)
-    hf = dict(original or {})
-    for key in ("layers_block_type", "layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "mtpkit"):
-        hf.pop(key, None)
-    letters = config.pattern + config.mtp_pattern
-    hf |= {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
-    hf |= {key: value for key, value in FIXED.items() if value is not None}
-    hf |= {key: getattr(config, name) for key, name in _keys(letters).items()}
-    hf |= {"num_hidden_layers": len(config.pattern), "hybrid_override_pattern": config.pattern}
-    if "M" in letters:
-        hf |= _dt_keys(config, original)
-    if "E" in letters:
-        normalised = config.moe_router_topk > 1
-        hf |= {"n_shared_experts": 1, "norm_topk_prob": normalised, "moe_latent_size": config.moe_latent_size or None}
-    eos = list(config.eos_token_ids)
-    hf["eos_token_id"] = eos[0] if len(eos) == 1 else eos or None
-    hf["num_nextn_predict_layers"] = config.num_mtp_layers
-    if config.mtp_num_depths:
-        hf["mtp_hybrid_override_pattern"] = config.mtp_pattern
-    if config.mtp_num_depths and config.mtp_depths_known:
-        depths, repeated = config.mtp_num_depths, config.mtp_use_repeated_layer
-        hf["mtpkit"] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": repeated}
-    return hf
-
-
-def _dt_keys(config: ModelConfig, original: dict[str, Any] | None) -> dict[str, Any]:
-    """The config keys of dt's range: none where `original` says the same, so that its own keys stay.
-
-    Transformers clamps at `time_step_min`, so where the original does not have it, it is the low end of the range.
-    """
-    if original is not None and _read_dt_limit(original) == config.mamba_dt_limit:
+    def read(self, file: Values) -> Settings:
+        topk = file.whole("num_experts_per_tok")
+        if file.flag("norm_topk_prob", True) != (topk > 1):
+            file.problems.append(
+                "norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron"
+            )
+        if file.whole("n_group", 1) > 1 and topk != 2 * file.whole("topk_group", 1):
+            # Transformers ranks a group by its two best experts, Megatron by its topk / topk_group best.
+            file.problems.append("n_group above 1 needs num_experts_per_tok equal to twice topk_group")
         return {}
-    low, high = config.mamba_dt_limit
-    return {"time_step_limit": [low, INFINITY if high == math.inf else high], "time_step_min": low}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        return {"norm_topk_prob": config.moe_router_topk > 1}
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        if not config.moe_shared_expert_intermediate_size:
+            yield "experts without a shared expert"
 
 
-def _require_representable(config: ModelConfig) -> None:
-    problems = []
-    if config.position_embedding_type != "none":
-        problems.append(f"position_embedding_type {config.position_embedding_type}")
-    if config.activation != "relu2":
-        problems.append(f"activation {config.activation}")
-    if config.qk_layernorm:
-        problems.append("qk_layernorm")
-    if config.tie_word_embeddings:
-        problems.append("tie_word_embeddings")
-    if "E" in config.pattern + config.mtp_pattern and not config.moe_shared_expert_intermediate_size:
-        problems.append("experts without a shared expert")
-    if problems:
-        raise UserError(f"a nemotron_h config.json cannot express: {listed(problems)}")
+LINES = (
+    Fixed("attention_bias", False),
+    Fixed("mlp_bias", False),
+    Fixed("use_bias", False),
+    Fixed("mamba_proj_bias", False),
+    Fixed("use_conv_bias", True),
+    Fixed("mlp_hidden_act", "relu2", "activation", "relu2"),
+    Fixed("mamba_hidden_act", "silu"),
+    Fixed("tie_word_embeddings", False, "tie_word_embeddings", False),
+    Fixed("sliding_window"),
+    Fixed("quantization_config"),
+    Fixed("", None, "position_embedding_type", "none"),
+    Fixed("", None, "qk_layernorm", False),
+    Key("vocab_size", "vocab_size"),
+    Key("hidden_size", "hidden_size"),
+    Key("max_position_embeddings", "max_position_embeddings", default=4096),
+    Key("layer_norm_epsilon", "layernorm_epsilon", default=1e-5),
+    Key("initializer_range", "init_std", default=0.02),
+    Key("bos_token_id", "bos_token_id", default=None),
+    Key("pad_token_id", "pad_token_id", default=None),
+    Key("num_attention_heads", "num_attention_heads", "attention"),
+    Key("num_key_value_heads", "num_query_groups", "attention"),
+    Key("head_dim", "kv_channels", "attention", older="attention_head_dim"),
+    Key("intermediate_size", "ffn_hidden_size", "mlp"),
+    Key("n_routed_experts", "num_moe_experts", "moe"),
+    Key("num_experts_per_tok", "moe_router_topk", "moe"),
+    Key("moe_intermediate_size", "moe_ffn_hidden_size", "moe"),
+    Key("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "moe"),
+    Key("moe_latent_size", "moe_latent_size", "moe", default=0, null=0),
+    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", "moe", default=1.0),
+    Key("n_group", "moe_router_num_groups", "moe", default=1),
+    Key("topk_group", "moe_router_group_topk", "moe", default=1),
+    Key("mamba_num_heads", "mamba_num_heads", "mamba2"),
+    Key("mamba_head_dim", "mamba_head_dim", "mamba2"),
+    Key("ssm_state_size", "mamba_state_dim", "mamba2"),
+    Key("n_groups", "mamba_num_groups", "mamba2"),
+    Key("conv_kernel", "mamba_conv_kernel", "mamba2", default=4),
+    Key("chunk_size", "mamba_chunk_size", "mamba2", default=128),
+    _Pattern(),
+    _StepSize(),
+    Fixed("n_shared_experts", 1, kind="moe"),
+    _Router(),
+    EndTokens(),
+    Heads("num_nextn_predict_layers", "mtp_hybrid_override_pattern"),
+)
+"""Transformers never ties Nemotron-H's embeddings; defaults are those of transformers."""
+
+
+def _published_name(name: str) -> str:
+    """Transformers 5 calls the `backbone.` prefix `model.` in memory."""
+    return re.sub(r"^model\.", "backbone.", name)
+
+
+def _mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
+    """Hugging Face numbers sublayers flat: n = depth * L + i, L = len(pattern)."""
+    return f"mtp.layers.{depth * len(config.mtp_pattern) + number}."
+
+
+def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
+    """The input's tensors lie on the first sublayer of a depth, the final norm on the last."""
+    prefix = megatron.mtp_depth(depth)
+    for number, names in ((0, ("enorm", "hnorm", "eh_proj")), (len(config.mtp_pattern) - 1, ("final_layernorm",))):
+        yield from (one(f"{_mtp_layer(config, depth, number)}{n}.weight", f"{prefix}{n}.weight") for n in names)
+
+
+def _mamba2(c: ModelConfig) -> Iterator[Entry]:
+    inner, bc = c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups * c.mamba_state_dim
+    channels = Split((inner, bc, bc))
+    yield one("norm.weight", "mixer.in_proj.layer_norm_weight")
+    yield Entry(
+        ("mixer.in_proj.weight",),
+        tuple(f"mixer.in_proj.weight.{part}" for part in megatron.MAMBA_ROWS),
+        Split((inner, inner, bc, bc, c.mamba_num_heads)),
+    )
+    for name in ("mixer.conv1d.weight", "mixer.conv1d.bias"):
+        yield Entry((name,), tuple(f"{name}.{part}" for part in megatron.MAMBA_CHANNELS), channels)
+    for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight"):
+        yield one(f"mixer.{name}", f"mixer.{name}")
+
+
+def _attention(c: ModelConfig) -> Iterator[Entry]:
+    yield one("norm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    yield Entry(
+        ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight"),
+        ("self_attention.linear_qkv.weight",),
+        FuseQKV(c.num_query_groups, c.num_attention_heads // c.num_query_groups, c.kv_channels),
+    )
+    yield one("mixer.o_proj.weight", "self_attention.linear_proj.weight")
+
+
+def _mlp(_: ModelConfig) -> Iterator[Entry]:
+    yield one("norm.weight", "mlp.linear_fc1.layer_norm_weight")
+    yield one("mixer.up_proj.weight", "mlp.linear_fc1.weight")
+    yield one("mixer.down_proj.weight", "mlp.linear_fc2.weight")
+
+
+def _moe(c: ModelConfig) -> Iterator[Entry]:
+    yield one("norm.weight", "pre_mlp_layernorm.weight")
+    yield one("mixer.gate.weight", "mlp.router.weight")
+    yield one("mixer.gate.e_score_correction_bias", "mlp.router.expert_bias")
+    for name, fc in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+        for e in range(c.num_moe_experts):
+            yield one(f"mixer.experts.{e}.{name}.weight", f"mlp.experts.experts.{fc}.weight[{e}]")
+        yield one(f"mixer.shared_experts.{name}.weight", f"mlp.shared_experts.{fc}.weight")
+    for name in ("fc1_latent_proj", "fc2_latent_proj"):
+        yield one(f"mixer.{name}.weight", f"mlp.{name}.weight")
+
+
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    read_patterns=_read_patterns,
+    lines=LINES,
+    replaced=("layers_block_type", "layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "mtpkit"),
+    outside=(
+        one("backbone.embeddings.weight", megatron.EMBEDDING),
+        one("backbone.norm_f.weight", megatron.FINAL_NORM),
+        one("lm_head.weight", megatron.OUTPUT),
+    ),
+    layers={"mamba2": _mamba2, "attention": _attention, "mlp": _mlp, "moe": _moe},
+    base_layer="backbone.layers.{}.".format,
+    mtp_outside=_mtp_outside,
+    mtp_layer=_mtp_layer,
+    published_name=_published_name,
+)

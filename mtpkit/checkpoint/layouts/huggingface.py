@@ -31,13 +31,19 @@ OWN_FILES = {"config.json", "mtpkit.json", "metadata.json", "latest_checkpointed
 
 
 class HFReader:
-    """A directory of safetensors under canonical names; `canonical` maps the names on disk to those.
+    """A directory of safetensors, mapped into memory, under canonical names.
+
+    Several threads may read from it; a copy that is pickled opens the files again in another process.
+
+    Args:
+        canonical: the name of a tensor, from its name on disk.
 
     Raises:
         UserError: a shard is missing, damaged or cut off, does not hold what the index says, or holds what is no float.
     """
 
     def __init__(self, directory: Path, canonical: Callable[[str], str] = str) -> None:
+        self._arguments = directory, canonical
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Any, str]] = {}
         self._odd: list[str] = []
@@ -51,6 +57,9 @@ class HFReader:
                 self._add(path, shard, name, canonical(name))
         if self._odd:
             raise UserError(f"{directory}: {listed(self._odd)}; convert the weights to bf16 or fp32 first")
+
+    def __reduce__(self) -> tuple[type["HFReader"], tuple[Path, Callable[[str], str]]]:
+        return HFReader, self._arguments
 
     def _add(self, path: Path, shard: Any, name: str, canonical: str) -> None:
         if canonical in self.tensors:
@@ -106,7 +115,7 @@ def _open_shard(path: Path) -> Any:
 
 
 def write_hf(
-    directory: Path, config: dict[str, Any], source: TensorSource, max_shard_bytes: int = MAX_SHARD_BYTES
+    directory: Path, config: Mapping[str, object], source: TensorSource, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write `config.json` and safetensors shards into an existing directory, holding one tensor at a time.
 
@@ -166,8 +175,3 @@ def copy_companions(source: Path, destination: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in COMPANION_SUFFIXES and path.name not in OWN_FILES:
             copy_file(path, destination / path.name)
-
-
-def as_token_ids(value: Any) -> tuple[Any, ...]:
-    """Ids of one key of a Hugging Face config, which may be one, several or none."""
-    return tuple(value) if isinstance(value, list) else () if value is None else (value,)

@@ -1,12 +1,11 @@
 """Megatron's distributed checkpoints (`torch_dist`), read and written one tensor at a time without a process group.
 
-Stacked experts appear as one tensor an expert: `...experts.linear_fc1.weight[3]` is slice 3 of dimension 0.
+Tensors have the names of `mtpkit.checkpoint.layouts.megatron`.
 """
 
 import io
 import json
 import math
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
-from mtpkit.checkpoint.layouts.torch_dist_index import TRAINING_STATE, first_line, is_stacked, read_index
+from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, extra_states, hybrid_name, is_stacked, split_slice
+from mtpkit.checkpoint.layouts.torch_dist_index import first_line, read_index
 from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, require_file
@@ -50,17 +51,11 @@ COMMON_STATE = "common_state/shard_0_1"
 CHECKPOINT_VERSION = {"checkpoint_version": 3.0}
 """What Megatron-LM wants to know of a checkpoint; without it, it would reorder the rows of QKV."""
 
-_SLICE = re.compile(r"(.+)\[(\d+)\]")
-
-
-def split_slice(name: str) -> tuple[str, int | None]:
-    """`key[3]` -> (`key`, 3); any other name -> (name, None)."""
-    match = _SLICE.fullmatch(name)
-    return (match[1], int(match[2])) if match else (name, None)
-
 
 class MegatronReader:
     """The model's tensors in a `torch_dist` directory, saved at any parallelism.
+
+    Several threads may read from it; a copy that is pickled opens the files again in another process.
 
     Raises:
         UserError: the index, or a file that a read needs, is missing or damaged.
@@ -71,20 +66,28 @@ class MegatronReader:
         self._reader = dcp.FileSystemReader(directory)
         self._metadata = read_index(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._stored = {
+            hybrid_name(key): key
+            for key, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(TRAINING_STATE)
+        }
         self.tensors: dict[str, TensorInfo] = dict(self._list())
 
+    def __reduce__(self) -> tuple[type["MegatronReader"], tuple[Path]]:
+        return MegatronReader, (self._directory,)
+
     def _list(self) -> Iterator[tuple[str, TensorInfo]]:
-        for key, entry in self._metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata) or key.startswith(TRAINING_STATE):
-                continue
-            shape, dtype = tuple(entry.size), entry.properties.dtype
+        for name, key in self._stored.items():
+            info = _info(self._metadata.state_dict_metadata[key])
+            assert info is not None, key
             if is_stacked(key):
-                yield from ((f"{key}[{e}]", TensorInfo(shape[1:], dtype)) for e in range(shape[0]))
+                yield from ((f"{name}[{e}]", TensorInfo(info.shape[1:], info.dtype)) for e in range(info.shape[0]))
             else:
-                yield key, TensorInfo(shape, dtype)
+                yield name, info
 
     def read(self, name: str) -> Tensor:
-        key, row = split_slice(name)
+        whole, row = split_slice(name)
+        key = self._stored[whole]
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata), key
         offsets, sizes = [0] * len(entry.size), list(entry.size)
@@ -99,11 +102,7 @@ class MegatronReader:
 
     def disk_tensors(self) -> dict[str, TensorInfo | None]:
         """Every tensor as stored, training state included; None for objects."""
-        entries = self._metadata.state_dict_metadata.items()
-        return {
-            key: TensorInfo(tuple(e.size), e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
-            for key, e in entries
-        }
+        return {key: _info(entry) for key, entry in self._metadata.state_dict_metadata.items()}
 
     def read_common_state(self) -> dict[str, Any]:
         """What the checkpoint keeps besides tensors, such as Megatron-LM's `args`; empty when it keeps nothing.
@@ -140,6 +139,11 @@ class MegatronReader:
             files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
             where = ", ".join(str(self._directory / file) for file in files)
             raise UserError(f"{where} is missing, damaged or cut off ({first_line(error)})") from error
+
+
+def _info(entry: TensorStorageMetadata | BytesStorageMetadata) -> TensorInfo | None:
+    """Shape and dtype of what is stored; None for an object."""
+    return TensorInfo(tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
 class _Target(LoadPlanner):
@@ -229,21 +233,6 @@ class _StreamingPlanner(DefaultSavePlanner):
             self._written.untyped_storage().resize_(0)
         self._written = tensor.clone(memory_format=torch.contiguous_format)
         return self._written
-
-
-def extra_states(counts: Mapping[str, int]) -> list[str]:
-    """Names of the `_extra_state` objects that Transformer Engine's modules leave in a checkpoint.
-
-    A Megatron model built from those modules asks for them when it loads. `counts` maps each key to its number of
-    experts, 1 for all but stacked ones.
-    """
-    plain = ("word_embeddings", "router", "conv1d", "mixer.norm")  # modules that are not Transformer Engine's
-    names = []
-    for key, count in counts.items():
-        match = re.fullmatch(r"(.+)\.weight(\.z)?", key)
-        if match and not match[1].endswith(plain):
-            names += [f"{match[1]}._extra_state/shard_{i}_{count}" for i in range(count)]
-    return names
 
 
 def _empty_extra_state(name: str) -> Tensor | None:

@@ -11,15 +11,13 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, is_stacked
 from mtpkit.checkpoint.tensors import is_file_name
 from mtpkit.config import RANGES
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import require_file
 
 INDEX = ".metadata"
-
-TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
-"""Prefixes of tensors that belong to a training run and not to the model."""
 
 _TORCH, _MEGATRON = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
 _NAMES = {
@@ -47,11 +45,6 @@ _OTHER_NAMES: dict[tuple[str, str], type] = {
     (_MEGATRON, "MCoreSavePlan"): SavePlan,
 }
 """The same, as Python 3.13 calls it, and megatron-core up to 0.15, whose classes had one field more."""
-
-
-def is_stacked(key: str) -> bool:
-    """Whether a key on disk holds the weights of all experts of a layer."""
-    return ".experts.experts." in key
 
 
 class _Unpickler(pickle.Unpickler):

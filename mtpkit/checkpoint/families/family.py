@@ -1,0 +1,113 @@
+"""What a model family is: one object with its `config.json`, its weight names, and what it cannot express."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from mtpkit.checkpoint.families.keys import Line, Settings
+from mtpkit.checkpoint.families.table import Entry, Table
+from mtpkit.checkpoint.layouts import megatron
+from mtpkit.checkpoint.values import Values
+from mtpkit.config import ModelConfig, config_of_file
+from mtpkit.errors import UserError, listed
+
+Layer = Callable[[ModelConfig], Iterable[Entry]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models in the Hugging Face layout."""
+
+    model_type: str
+    """What `config.json` calls the family."""
+    architecture: str
+    """The class in transformers."""
+    read_patterns: Callable[[Values], tuple[str, str]]
+    """Layer patterns of the base and of one MTP depth (empty without heads) from a `config.json`."""
+    lines: tuple[Line, ...]
+    """All other settings of `config.json`, in the order in which they are written."""
+    replaced: tuple[str, ...]
+    """Keys that an exported `config.json` does not take over from the one that the model came with."""
+
+    outside: tuple[Entry, ...]
+    """The tensors of the base outside of its layers."""
+    layers: Mapping[str, Layer]
+    """Kind of a layer -> its tensors, without prefixes. Those that a model's config turns off are left out."""
+    base_layer: Callable[[int], str]
+    """Prefix of base layer n, which counts the letters of the pattern."""
+    mtp_outside: Callable[[ModelConfig, int], Iterable[Entry]]
+    """The tensors of physical MTP depth d outside of its layers."""
+    mtp_layer: Callable[[ModelConfig, int, int], str]
+    """Prefix of layer i of physical MTP depth d, as (config, d, i)."""
+    published_name: Callable[[str], str] = str
+    """The name in this table, from the name on disk."""
+
+    def config_from_hf(self, hf: Settings, where: object = "config.json") -> ModelConfig:
+        """Read a `config.json`. A key whose value is null counts as absent.
+
+        Args:
+            where: the file, for messages.
+
+        Raises:
+            UserError: names every missing key, unknown layer, and setting that is wrong or cannot be represented.
+        """
+        file = Values(hf, where)
+        pattern, mtp_pattern = self.read_patterns(file)
+        fields: dict[str, object] = {"family": self.model_type, "pattern": pattern, "mtp_pattern": mtp_pattern}
+        keys: dict[str, str] = {}
+        for line in self._lines(pattern + mtp_pattern):
+            fields |= line.read(file)
+            keys |= line.names()
+        file.raise_problems()
+        return config_of_file(where, keys, fields)
+
+    def config_to_hf(self, config: ModelConfig, original: Settings | None = None) -> dict[str, object]:
+        """Write a `config.json` that transformers and vLLM both read, with the published keys.
+
+        Args:
+            original: the config that the base came with; its other keys are kept.
+
+        Raises:
+            UserError: names all settings that the family has no key for.
+        """
+        if misfits := list(self.misfits(config)):
+            raise UserError(f"a {self.model_type} config.json cannot express: {listed(misfits)}")
+        hf = {key: value for key, value in (original or {}).items() if key not in self.replaced}
+        hf |= {"architectures": [self.architecture], "model_type": self.model_type}
+        for line in self._lines(config.pattern + config.mtp_pattern):
+            hf |= line.write(config, original)
+        return hf
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        """Yield one clause for each setting of a model that this family has no key or no names for."""
+        letters = config.pattern + config.mtp_pattern
+        yield from (f"layers of kind {kind}" for kind in _kinds(letters) if kind not in self.layers)
+        for line in self._lines(letters):
+            yield from line.misfits(config)
+
+    def _lines(self, letters: str) -> list[Line]:
+        """The lines that count for a model with these layers."""
+        kinds = {"", *_kinds(letters)}
+        return [line for line in self.lines if line.kind in kinds]
+
+    def table(self, config: ModelConfig) -> Table:
+        """Every tensor of a model, base and heads, under both names."""
+        return Table(self._entries(config), megatron.parameters(config))
+
+    def _entries(self, config: ModelConfig) -> Iterator[Entry]:
+        yield from self.outside
+        layers = {
+            letter: list(self.layers[megatron.KINDS[letter]](config))
+            for letter in set(config.pattern + config.mtp_pattern)
+        }
+        for number, letter in enumerate(config.pattern):
+            hf, own = self.base_layer(number), megatron.base_layer(number)
+            yield from (entry.under(hf, own) for entry in layers[letter])
+        for depth in range(config.num_mtp_layers):
+            yield from self.mtp_outside(config, depth)
+            for number, letter in enumerate(config.mtp_pattern):
+                hf, own = self.mtp_layer(config, depth, number), megatron.mtp_layer(depth, number)
+                yield from (entry.under(hf, own) for entry in layers[letter])
+
+
+def _kinds(letters: str) -> list[str]:
+    return [kind for letter, kind in megatron.KINDS.items() if letter in letters]

@@ -1,0 +1,169 @@
+"""Lines of a family's `config.json`, each read in both directions: keys of the file, fields of `ModelConfig`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from mtpkit.checkpoint.values import Values
+from mtpkit.config import ModelConfig
+from mtpkit.errors import shown
+
+Settings = Mapping[str, object]
+"""Keys of a `config.json` or fields of a `ModelConfig`, with their values."""
+
+UNSET: Final = object()
+"""In place of a value that no setting has."""
+
+
+class Line:
+    """One line of a family's config, which may stand for several keys.
+
+    Attributes:
+        kind: name of a layer kind; the line counts for models that have such layers. Empty: for all models.
+    """
+
+    kind: str = ""
+
+    def names(self) -> Mapping[str, str]:
+        """Field of `ModelConfig` -> key of the file, where messages shall name the key."""
+        return {}
+
+    def read(self, file: Values) -> Settings:
+        """Fields of `ModelConfig` from a file, whose list of problems takes what is wrong."""
+        return {}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        """Keys of the file. `original` is the config that the model came with, if any."""
+        return {}
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        """Yield one clause for each setting of a model that no value of the keys expresses."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Key(Line):
+    """A key whose value is that of a field."""
+
+    key: str
+    field: str
+    kind: str = ""
+    default: object = UNSET
+    """Value where the file lacks the key, which is an error if there is no default."""
+    older: str = ""
+    """Another name of the key, in earlier releases."""
+    null: object = UNSET
+    """Value of the field that is written as null."""
+
+    def names(self) -> Mapping[str, str]:
+        return {self.field: self.key}
+
+    def read(self, file: Values) -> Settings:
+        key = file.first(self.key, self.older)
+        if key is None and self.default is UNSET:
+            file.problems.append(f"missing key {self.key}")
+        return {self.field: self.default if key is None else file.get(key)}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        value = getattr(config, self.field)
+        return {self.key: None if value == self.null else value}
+
+
+@dataclass(frozen=True)
+class Fixed(Line):
+    """A setting with one value that can be represented.
+
+    Attributes:
+        key: of the file; empty if the family has no such key.
+        value: of the key; a value of None is not written.
+        field: of `ModelConfig`; empty if it has none.
+    """
+
+    key: str
+    value: object = None
+    field: str = ""
+    field_value: object = None
+    kind: str = ""
+
+    def read(self, file: Values) -> Settings:
+        if self.key:
+            file.require(self.key, self.value)
+        return {self.field: self.field_value} if self.field else {}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        return {} if self.value is None else {self.key: self.value}
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        if self.field and getattr(config, self.field) != self.field_value:
+            yield f"{self.field} {getattr(config, self.field)}"
+
+
+@dataclass(frozen=True)
+class EndTokens(Line):
+    """`eos_token_id`, which is one token, a list of them or null."""
+
+    key: str = "eos_token_id"
+
+    def names(self) -> Mapping[str, str]:
+        return {"eos_token_ids": self.key}
+
+    def read(self, file: Values) -> Settings:
+        return {"eos_token_ids": as_token_ids(file.get(self.key))}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        eos = list(config.eos_token_ids)
+        return {self.key: eos[0] if len(eos) == 1 else eos or None}
+
+
+def as_token_ids(value: object) -> tuple[object, ...]:
+    """Ids of one key of a Hugging Face config, which may be one, several or none."""
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+
+
+@dataclass(frozen=True)
+class Heads(Line):
+    """How many MTP layers there are, and how many depths they were trained for.
+
+    The key counts physical layers. How many depths a repeated head was trained for is kept under the key `mtpkit`;
+    without it one physical layer counts as a repeated head of unknown depths, several as distinct heads.
+    """
+
+    key: str = "num_nextn_predict_layers"
+    pattern_key: str = ""
+    """Key under which the pattern of a depth is written, where the family has one."""
+
+    def names(self) -> Mapping[str, str]:
+        return {"mtp_num_depths": "mtpkit.mtp_num_depths"}
+
+    def read(self, file: Values) -> Settings:
+        physical, own = file.whole(self.key), file.get("mtpkit", {})
+        if not isinstance(own, dict):
+            file.problems.append(f"mtpkit {shown(own)} is not an object")
+            own = {}
+        repeated = own.get("mtp_use_repeated_layer", physical <= 1)
+        depths = own.get("mtp_num_depths", None if repeated else physical)
+        unknown = sorted(own.keys() - {"mtp_num_depths", "mtp_use_repeated_layer"})
+        problems = [f"mtpkit.{key} is unknown" for key in unknown]
+        if type(repeated) is not bool:
+            problems.append(f"mtpkit.mtp_use_repeated_layer {shown(repeated)} is not true or false")
+        if type(depths) is not int and "mtp_num_depths" in own:
+            problems.append(f"mtpkit.mtp_num_depths {shown(depths)} is not a whole number")
+        if not problems and physical and physical != (1 if repeated else depths):
+            problems.append(f"{self.key} {shown(physical)} contradicts mtpkit {shown(own)}")
+        file.problems.extend(problems)
+        if problems or not physical:
+            return {"mtp_num_depths": 0}
+        return {
+            "mtp_num_depths": 1 if depths is None else depths,
+            "mtp_depths_known": depths is not None,
+            "mtp_use_repeated_layer": repeated,
+        }
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        hf: dict[str, object] = {self.key: config.num_mtp_layers}
+        if config.mtp_num_depths and self.pattern_key:
+            hf[self.pattern_key] = config.mtp_pattern
+        if config.mtp_num_depths and config.mtp_depths_known:
+            depths, repeated = config.mtp_num_depths, config.mtp_use_repeated_layer
+            hf["mtpkit"] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": repeated}
+        return hf
