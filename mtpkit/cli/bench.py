@@ -1,4 +1,4 @@
-"""`mtpkit bench`: how fast decoding, prefill, training and each kernel are, beside a copy and a matrix product."""
+"""Time decoding, prefill, training and each kernel, beside a copy and a matrix product in the same run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.options import ListCommand
+from mtpkit.cli.command import ListCommand, new_app
 from mtpkit.config import MOST_DRAFTS
 from mtpkit.errors import listed
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mtpkit.bench.decode import DecodeRow
     from mtpkit.bench.report import Result
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = new_app(no_args_is_help=True, help=__doc__)
 
 Model = Annotated[
     str,
@@ -38,7 +38,7 @@ StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of rec
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens of a prefill step.")]
 DraftVocabSize = Annotated[int | None, typer.Option(min=1, help="Draft among the first so many tokens.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random prompts.")]
-Out = Annotated[
+Output = Annotated[
     Path | None,
     typer.Option(callback=options.writable_directory, help="Directory for the result as .json and .md."),
 ]
@@ -51,14 +51,14 @@ def decode(
     model: Model = NVIDIA_8B,
     pattern: Pattern = None,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
-    k: Annotated[
+    num_speculative_tokens: Annotated[
         list[str] | None,
         typer.Option(
             metavar="INTEGER|auto",
             help="Drafts a step; auto: as the engine chooses. By default 0, 1 and 3, as far as the heads were trained.",
         ),
     ] = None,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of a random prompt.")] = 512,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 512,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +82,7 @@ def decode(
         bool, typer.Option(help="On a GPU, trace kernels when all is timed; without it there are no host gaps.")
     ] = True,
     seed: Seed = 0,
-    out: Out = None,
+    output: Output = None,
 ) -> None:
     """Time decoding once all prompts are computed, beside what it takes at the copy bandwidth measured in the same run.
 
@@ -101,11 +101,13 @@ def decode(
         raise typer.BadParameter("they are traced on a GPU, and there is none: leave it out", param_hint="--kernels")
     if draft_vocab is not None and draft_vocab_size is not None:
         raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
-    drafts = None if k is None else [options.parse_drafts(one) for one in k]
+    drafts = None
+    if num_speculative_tokens is not None:
+        drafts = [options.parse_drafts(one) for one in num_speculative_tokens]
     config = DecodeConfig(
         batch_sizes=tuple(batch_size),
         ks=options.several_drafts(get_config(model, pattern), drafts, _DRAFTS),
-        prompt_len=prompt_len,
+        prompt_len=prompt_length,
         max_tokens=max_tokens,
         acceptance=_synthetic(acceptance) if acceptance or prompts is None else None,
         draft_vocab=draft_vocab or draft_vocab_size,
@@ -121,9 +123,9 @@ def decode(
     token_ids = None if prompts is None else read_token_ids(prompts, model)
 
     def keep(result: "Result[DecodeRow]") -> None:
-        if out is not None:
-            result.save(out)
-            kernel_shares(result).save(out)
+        if output is not None:
+            result.save(output)
+            kernel_shares(result).save(output)
 
     result = measure_decode(_open(model, dtype, pattern), config, token_ids, model, keep)
     if kernels:
@@ -135,21 +137,23 @@ def decode(
 def prefill(
     model: Model = NVIDIA_8B,
     batch_size: Annotated[int, typer.Option(help="Prompts.")] = 64,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step.")] = 8192,
-    k: Annotated[int, typer.Option(min=0, max=MOST_DRAFTS, help="Drafts made after each prompt.")] = 0,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=0, max=MOST_DRAFTS, help="Drafts made after each prompt.")
+    ] = 0,
     repeats: Annotated[int, typer.Option(help="Measurements; the median counts.")] = 5,
     dtype: options.Dtype = "auto",
     seed: Seed = 0,
-    out: Out = None,
+    output: Output = None,
 ) -> None:
     """Time prompts up to their first token, as a share of the matrix rate measured in the same run."""
     from mtpkit.bench.prefill import PrefillConfig, measure_prefill
     from mtpkit.bench.shapes import get_config
 
-    options.several_drafts(get_config(model), [k], ())
-    config = PrefillConfig(batch_size, prompt_len, max_num_batched_tokens, k, repeats, seed)
-    _finish(measure_prefill(_open(model, dtype), config, model), out)
+    options.several_drafts(get_config(model), [num_speculative_tokens], ())
+    config = PrefillConfig(batch_size, prompt_length, max_num_batched_tokens, num_speculative_tokens, repeats, seed)
+    _finish(measure_prefill(_open(model, dtype), config, model), output)
 
 
 @app.command(cls=ListCommand)
@@ -159,14 +163,16 @@ def train(
     ] = NVIDIA_8B,
     sequence_length: Annotated[list[int], typer.Option(min=2, help="Tokens of a packed sequence.")] = [4096],  # noqa: B006
     loss: Annotated[list[str], typer.Option(help="kl, tv, ce.")] = ["kl"],  # noqa: B006
-    k: Annotated[int, typer.Option(min=1, max=MOST_DRAFTS, help="Depths.")] = 3,
+    num_depths: Annotated[int, typer.Option(min=1, max=MOST_DRAFTS, help="Depths.")] = 3,
     pattern: Annotated[str, typer.Option(help="Layers of one depth.")] = "*-",
     distinct: Annotated[bool, typer.Option("--distinct", help="A block for each depth; needs per_depth.")] = False,
     attention: Annotated[Literal["serving", "per_depth"], typer.Option(help="What a depth attends to.")] = "serving",
     dtype: options.Dtype = "auto",
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward and backward.")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of an optimizer step on each data-parallel rank.")] = 1,
-    document_len: Annotated[int | None, typer.Option(help="Tokens of a document; by default one a sequence.")] = None,
+    document_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a document; by default one a sequence.")
+    ] = None,
     optimizer: Annotated[Literal["adamw", "muon"], typer.Option(help="What updates the heads.")] = "adamw",
     offload: Annotated[bool, typer.Option("--offload", help="AdamW's state is in the host's memory.")] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Run each depth again in the backward.")] = False,
@@ -182,7 +188,7 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps; the median counts.")] = 5,
     warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 3,
     seed: Seed = 0,
-    out: Out = None,
+    output: Output = None,
 ) -> None:
     """Time the trainer's own step on random tokens and weights: base, heads and optimizer, tokens/s, memory, TFLOP/s.
 
@@ -208,14 +214,14 @@ def train(
     config = TrainBenchConfig(
         sequence_lengths=tuple(sequence_length),
         losses=tuple(loss),  # type: ignore[arg-type]
-        k=k,
+        k=num_depths,
         pattern=pattern,
         repeated=not distinct,
         attention=attention,
         dtype=dtype,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        document_len=document_len,
+        document_len=document_length,
         optimizer=optimizer,
         offload=offload,
         recompute=recompute,
@@ -227,7 +233,7 @@ def train(
         warm_up=warm_up,
         seed=seed,
     )
-    keep = None if out is None else lambda result: result.save(out)
+    keep = None if output is None else lambda result: result.save(output)
     result = measure_training(get_config(model), config, model, keep)
     if has_results():
         result.show()
@@ -237,10 +243,10 @@ def train(
 def kernels(
     model: Model = NVIDIA_8B,
     rows: Annotated[list[int], typer.Option(help="Requests of a step.")] = [1, 4, 16, 64, 128],  # noqa: B006
-    k: Annotated[
+    num_speculative_tokens: Annotated[
         int, typer.Option(min=0, max=MOST_DRAFTS, help="Drafts a step: each request brings 1 + K tokens.")
     ] = 3,
-    context_len: Annotated[
+    context_length: Annotated[
         int,
         typer.Option(min=1, help="Tokens that each request has behind it; of prompts; training sequences have 8 x."),
     ] = 512,
@@ -254,7 +260,7 @@ def kernels(
         bool,
         typer.Option("--check-only", help="Compare with the twins, time nothing (for a memory checker)."),
     ] = False,
-    out: Out = None,
+    output: Output = None,
 ) -> None:
     """Check each kernel against its reference twin, then time it beside a copy and a matrix product in the same run."""
     import torch
@@ -266,8 +272,8 @@ def kernels(
     require_gpu(model, torch.device(device))
     config = KernelConfig(
         rows=tuple(rows),
-        k=k,
-        context_len=context_len,
+        k=num_speculative_tokens,
+        context_len=context_length,
         ops=tuple(ops or ()),
         state_dtype=state_dtype,
         draft_vocab_size=draft_vocab_size,
@@ -276,7 +282,7 @@ def kernels(
         for line in check_kernels(get_config(model), config, device):
             print(line)
         return
-    keep = None if out is None else lambda result: result.save(out)
+    keep = None if output is None else lambda result: result.save(output)
     measure_kernels(get_config(model), config, device, model, keep).show()
 
 
@@ -285,14 +291,14 @@ def roofline(
     model: Model = NVIDIA_8B,
     pattern: Pattern = None,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
-    k: Annotated[
+    num_speculative_tokens: Annotated[
         list[int] | None,
         typer.Option(
             min=0, max=MOST_DRAFTS, help="Drafts a step; by default 0, 1 and 3, as far as the heads were trained."
         ),
     ] = None,
     acceptance: Acceptance = None,
-    context_len: Annotated[float, typer.Option(min=0, help="Mean tokens that a request attends to.")] = 512,
+    context_length: Annotated[float, typer.Option(min=0, help="Mean tokens that a request attends to.")] = 512,
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
     state_rollback: options.StateRollback = "replay",
@@ -304,7 +310,7 @@ def roofline(
     bandwidth: Annotated[float | None, typer.Option(min=0.001, help="TB/s; by default a copy's on an H200.")] = None,
     matrix_rate: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s; by default bf16 on an H200.")] = None,
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
-    out: Out = None,
+    output: Output = None,
 ) -> None:
     """The tokens/s at a bandwidth and a matrix rate: bytes over the one, FLOPs over the other. Measures nothing.
 
@@ -325,15 +331,16 @@ def roofline(
         ring_entries,
         draft_vocab_size,
     )
-    rates = [depth_rates(_synthetic(acceptance), depths) for depths in options.several_drafts(config, k, _DRAFTS)]
+    drafts = options.several_drafts(config, num_speculative_tokens, _DRAFTS)
+    rates = [depth_rates(_synthetic(acceptance), depths) for depths in drafts]
     speeds = (
         bandwidth * 1e12 if bandwidth else H200_BANDWIDTH,
         matrix_rate * 1e12 if matrix_rate else H200_MATRIX_RATE,
     )
-    steps, pieces = tabulate_limits(line, batch_size, rates, context_len, *speeds, model)
+    steps, pieces = tabulate_limits(line, batch_size, rates, context_length, *speeds, model)
     if works:
         pieces.show_tables()
-    _finish(steps, out)
+    _finish(steps, output)
 
 
 def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:

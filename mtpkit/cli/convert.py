@@ -1,4 +1,4 @@
-"""`mtpkit convert`: between the Hugging Face and the Megatron layout."""
+"""Convert checkpoints between the Hugging Face and the Megatron layout, and compare them."""
 
 import sys
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Annotated
 import typer
 
 from mtpkit.checkpoint.layouts.huggingface import MAX_SHARD_BYTES
-from mtpkit.cli import options
+from mtpkit.cli.command import Command, new_app
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = new_app(no_args_is_help=True, help=__doc__)
 
 Source = Annotated[Path, typer.Argument(help="Model directory to read.")]
 Destination = Annotated[Path, typer.Argument(help="Model directory to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is already there.")]
 
 
-@app.command("import", cls=options.Command)
+@app.command("import", cls=Command)
 def import_(source: Source, destination: Destination, force: Force = False) -> None:
     """Hugging Face -> Megatron: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import import_checkpoint
@@ -28,7 +28,7 @@ def import_(source: Source, destination: Destination, force: Force = False) -> N
     print(f"wrote {destination}")
 
 
-@app.command("export", cls=options.Command)
+@app.command("export", cls=Command)
 def export(
     source: Source,
     destination: Destination,
@@ -45,7 +45,7 @@ def export(
     print(f"wrote {destination}")
 
 
-@app.command(cls=options.Command)
+@app.command(cls=Command)
 def verify(
     first: Annotated[Path, typer.Argument(help="Model directory of either layout.")],
     second: Annotated[Path, typer.Argument(help="Model directory to compare with it.")],

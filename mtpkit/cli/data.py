@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.options import ListCommand
+from mtpkit.cli.command import Command, ListCommand, new_app
 
 if TYPE_CHECKING:
     from mtpkit.data import PackedDataset, SourceCounts
 
-app = typer.Typer(add_completion=False)
+app = new_app()
 
 TokenizerOf = Annotated[Path, typer.Option(help="Directory of the model whose tokenizer is used.")]
 Data = Annotated[list[str], typer.Option(help="Files, folders and globs of text, .jsonl, .csv and .parquet.")]
@@ -110,7 +110,7 @@ def regenerate(
     turns: Annotated[
         Literal["last", "all"], typer.Option(help="Answers of a conversation that are written anew, each by itself.")
     ] = "last",
-    k: options.Drafts = None,
+    num_speculative_tokens: options.Drafts = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 512,
     temperature: options.Temperature = 1.0,
     top_p: options.TopP = 1.0,
@@ -154,7 +154,7 @@ def regenerate(
     serving: dict[str, Any] = dict(
         dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len, draft_vocab=draft_vocab
     )
-    drafts = options.drafts_of(model, k)
+    drafts = options.drafts_of(model, num_speculative_tokens)
     tokenizer = _tokenizer(find_companions(model), chat_template)
     columns = Columns(text=text_column, prompt=prompt_column, messages=messages_column)
     found, refused = read_prompts(data, tokenizer, prompt_length, turns, columns)
@@ -171,7 +171,7 @@ def regenerate(
     print(f"wrote {output}: {counted(count, 'answer')}; prepare them with {shlex.join(map(str, command))}")
 
 
-@app.command(cls=options.Command)
+@app.command(cls=Command)
 def cache(
     config: Annotated[Path, typer.Option(help="YAML file of settings of the training; see examples/train_tiny.yaml.")],
     overrides: Annotated[

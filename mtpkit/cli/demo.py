@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mtpkit
-from mtpkit.cli import options
+from mtpkit.cli.command import Command, new_app
 from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
     from mtpkit.bench import SpeedupConfig, SpeedupRow
     from mtpkit.training import TrainConfig
 
-app = typer.Typer(add_completion=False)
+app = new_app()
 
 ROOT = Path(mtpkit.__file__).parent.parent
 CONFIG = Path("examples/train_tiny.yaml")
@@ -34,20 +34,20 @@ MARK = ".mtpkit-demo"
 """File that says that a directory is a demo's own, to be removed by the next one."""
 
 
-@app.command(cls=options.Command)
+@app.command(cls=Command)
 def demo(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help=f"Training settings that replace those of {CONFIG}."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for everything; an earlier demo in it is removed.")] = (
+    output: Annotated[Path, typer.Option(help="Directory for everything; an earlier demo in it is removed.")] = (
         ROOT / "outputs" / "demo"
     ),
     num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 32,
 ) -> None:
     """Train MTP heads on the tiny base, convert them there and back, measure the speedup on held-out prompts."""
-    out = out.resolve()
+    out = output.resolve()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)  # the examples name their files from here
     _check_place(out)
@@ -108,7 +108,7 @@ def _check_place(out: Path) -> None:
     if not CONFIG.exists():
         raise UserError(f"the demo needs a checkout of mtpkit, {ROOT} is none: clone the repository and run make demo")
     if out.exists() and not (out / MARK).exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} holds something else than a demo; name another directory with --out")
+        raise UserError(f"{out} holds something else than a demo; name another directory with --output")
 
 
 def _start_over(out: Path) -> None:

@@ -9,26 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtpkit.cli import options
+from mtpkit.cli.command import Command, new_app
 from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
     from mtpkit.engine import EngineStats, RequestOutput
 
-app = typer.Typer(add_completion=False)
+app = new_app()
 
 _HEADING = 60
 """Characters of a prompt in its heading."""
 
 
-@app.command(cls=options.Command)
+@app.command(cls=Command)
 def generate(
     model: options.Model,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; by default what stdin holds.")] = None,
-    prompt_file: Annotated[
+    prompts: Annotated[
         Path | None,
         typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
     ] = None,
-    k: options.Drafts = None,
+    num_speculative_tokens: options.Drafts = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -70,15 +71,15 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    drafts = options.drafts_of(model, k)
-    prompts = _prompts(prompt, prompt_file)
+    drafts = options.drafts_of(model, num_speculative_tokens)
+    given = _prompts(prompt, prompts)
     llm = LLM(
         str(model),
         drafts,
         dtype=dtype,
         block_size=block_size,
         max_model_len=max_model_len,
-        max_num_seqs=min(max_num_seqs, len(prompts)),
+        max_num_seqs=min(max_num_seqs, len(given)),
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         state_rollback=state_rollback,
@@ -87,20 +88,20 @@ def generate(
         draft_vocab=draft_vocab,
         enforce_eager=enforce_eager,
     )
-    stream = llm.stream(prompts, params)
+    stream = llm.stream(given, params)
     if memory_plan or llm.memory_plan.total:
         print(llm.memory_plan, file=sys.stderr)
     if llm.tokenizer is None and not as_json:
         print(f"{model} has no tokenizer, so that there is no text: --json has token ids", file=sys.stderr)
-    printer = _InOrder([_heading(one) for one in prompts], as_json)
+    printer = _InOrder([_heading(one) for one in given], as_json)
     for output in stream:
         printer.update(output)
     print(_summary(drafts, llm.stats()), file=sys.stderr)
     if printer.failed:
-        raise MtpkitError(f"{printer.failed} of {len(prompts)} prompts ended with an error, named above")
+        raise MtpkitError(f"{printer.failed} of {len(given)} prompts ended with an error, named above")
 
 
-def _prompts(prompt: str | None, prompt_file: Path | None) -> list[dict[str, Any]]:
+def _prompts(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]]:
     """From the one place that was named, with names for messages.
 
     Raises:
@@ -108,10 +109,10 @@ def _prompts(prompt: str | None, prompt_file: Path | None) -> list[dict[str, Any
     """
     from mtpkit.bench import read_named_prompts
 
-    if prompt is not None and prompt_file is not None:
-        raise UserError("a prompt and --prompt-file were both given: leave one out")
-    if prompt_file is not None:
-        return read_named_prompts(prompt_file)
+    if prompt is not None and prompts is not None:
+        raise UserError("a prompt and --prompts were both given: leave one out")
+    if prompts is not None:
+        return read_named_prompts(prompts)
     name = "the prompt" if prompt is not None else "the prompt on stdin"
     if prompt is None and sys.stdin.isatty():
         print("type the prompt, and Ctrl-D at the start of a line to end it", file=sys.stderr)
@@ -121,7 +122,7 @@ def _prompts(prompt: str | None, prompt_file: Path | None) -> list[dict[str, Any
     except UnicodeError as error:
         raise UserError(f"{name} is not UTF-8 text: {error}; give it in UTF-8") from error
     if not text:
-        raise UserError("the prompt is empty: give a text, --prompt-file, or text on stdin")
+        raise UserError("the prompt is empty: give a text, --prompts, or text on stdin")
     return [{"prompt": text, "name": name}]
 
 

@@ -5,30 +5,39 @@ from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from mtpkit import __version__
+from mtpkit.cli.command import Group, new_app
 from mtpkit.cli.errors import run
 
 COMMANDS = {
     "train": "Train MTP heads on a frozen base.",
-    "data": "Prepare training data, let the base write it, and look at it.",
-    "convert": "Convert checkpoints between the Hugging Face and the Megatron layout, and compare them.",
+    "acceptance": "Measure how often the base accepts its heads' drafts on data.",
+    "report": "Make the report of a training run again.",
+    "data": "Prepare training data, let the base write it, look at it.",
+    "convert": "Convert and compare Hugging Face and Megatron checkpoints.",
     "generate": "Continue prompts, with or without drafts from the MTP heads.",
-    "evaluate": "Measure how much faster a model decodes with its MTP heads.",
-    "eval": "Measure the acceptance of heads on held-out data; make the report of a training run.",
-    "bench": "Time decoding, prefill and each kernel beside what the machine allows.",
-    "demo": "Train MTP heads on the tiny base, convert them and measure the speedup.",
+    "speedup": "Measure how much faster a model decodes with its heads.",
+    "bench": "Time decoding, prefill, training and each kernel.",
+    "demo": "Train heads on the tiny base, convert and measure them.",
 }
 """Name of each command, which is also its module's, and its line in the help. The module's `app` is a `typer.Typer`."""
 
+OLD_COMMANDS = {"evaluate": ["speedup"], "eval": []}
+"""Former words of the command line, each with what stands in their place: `mtpkit eval report` is `mtpkit report`."""
 
-class LazyGroup(TyperGroup):
+
+class LazyGroup(Group):
     """A group that lists its commands without importing them."""
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
         self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Replace a former command, then parse as usual."""
+        return super().parse_args(ctx, [*OLD_COMMANDS.get(args[0], args[:1]), *args[1:]] if args else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """(name, command, its arguments), the command being the real one."""
@@ -36,7 +45,7 @@ class LazyGroup(TyperGroup):
         return name, typer.main.get_command(import_module(f"mtpkit.cli.{name}").app), rest
 
 
-app = typer.Typer(cls=LazyGroup, add_completion=False)
+app = new_app(cls=LazyGroup)
 
 
 def _print_version(wanted: bool) -> None:

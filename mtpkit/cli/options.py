@@ -1,20 +1,17 @@
 """Options shared by the commands."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperCommand
 
-from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
+from mtpkit.config import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from mtpkit.config import ModelConfig
 
-_LARGEST_SEED = 2**62 - 1
-"""Leaves room for the seeds of further prompts, each one larger, in 63 bits."""
+_DRAFTS_OPTION = "--num-speculative-tokens"
 
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
 Dtype = Annotated[
@@ -68,11 +65,13 @@ def parse_drafts(text: str) -> int | Literal["auto"]:
     try:
         drafts = int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'", param_hint="--k") from None
+        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'", param_hint=_DRAFTS_OPTION) from None
     if drafts < 0:
-        raise typer.BadParameter(f"{drafts} drafts are too few: give 0 or more, or 'auto'", param_hint="--k")
+        raise typer.BadParameter(f"{drafts} drafts are too few: give 0 or more, or 'auto'", param_hint=_DRAFTS_OPTION)
     if drafts > MOST_DRAFTS:
-        raise typer.BadParameter(f"they are too many: give at most {MOST_DRAFTS} drafts, or 'auto'", param_hint="--k")
+        raise typer.BadParameter(
+            f"they are too many: give at most {MOST_DRAFTS} drafts, or 'auto'", param_hint=_DRAFTS_OPTION
+        )
     return drafts
 
 
@@ -104,7 +103,7 @@ def several_drafts[K: (int, int | Literal["auto"])](
         most = default_depths(config)
         return tuple(dict.fromkeys(min(k, most) for k in usual))
     for k in given:
-        check_depths(config, k, "--k")
+        check_depths(config, k, _DRAFTS_OPTION)
     return tuple(given)
 
 
@@ -115,77 +114,3 @@ def writable_directory(path: Path | None) -> Path | None:
     if path is not None:
         check_writable(path)
     return path
-
-
-class Command(TyperCommand):
-    """A command that refuses what none of its options takes: empty texts, huge and infinite numbers, paths in circles.
-
-    Use it as `@app.command(cls=Command)`.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, then look at all values."""
-        texts, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        rest = super().parse_args(ctx, args)
-        params: list[Any] = self.params
-        for param in params:
-            text, value = texts.get(param.name), ctx.params.get(param.name)
-            limit = _LARGEST_SEED if param.name == "seed" else LARGEST_COUNT
-            problems = [_problem(one, limit) for one in (value if isinstance(value, list | tuple) else [value])]
-            if "" in (text if isinstance(text, list) else [text]) and (param.opts[0][0] == "-" or value == Path()):
-                problems.append("it is empty: name one, or leave it out")
-            for problem in filter(None, problems):
-                raise typer.BadParameter(problem, ctx=ctx, param=param)
-        return rest
-
-
-def _problem(value: object, limit: int) -> str | None:
-    """What is wrong with a value, whatever its option is for; `limit`: of whole numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if isinstance(value, int) and abs(value) > limit:
-        return f"it is beyond {limit}"
-    if isinstance(value, Path):
-        try:
-            value.stat()
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return None  # what is to be written need not be there; and what is read is missed with a better message
-        except OSError as error:
-            return f"{value}: {error.strerror}"
-    return None
-
-
-class ListCommand(Command):
-    """A command whose list options take several values at once: `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`.
-
-    Use it as `@app.command(cls=ListCommand)`. A list ends at the next option, so such a command has no positional
-    arguments after one.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the name of a list option before each further value, then parse as usual."""
-        lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
-        return super().parse_args(ctx, _repeat_names(args, lists))
-
-
-def _repeat_names(args: list[str], lists: set[str]) -> list[str]:
-    spread: list[str] = []
-    current = None
-    for arg in args:
-        if arg.startswith("-") and not _is_number(arg):
-            name = arg.partition("=")[0]
-            current = name if name in lists else None
-            spread.append(arg)
-        elif current is not None and spread[-1] != current:
-            spread += [current, arg]
-        else:
-            spread.append(arg)
-    return spread
-
-
-def _is_number(arg: str) -> bool:
-    try:
-        float(arg)
-    except ValueError:
-        return False
-    return True

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from mtpkit.cli import options
+from mtpkit.cli.command import Command, new_app
 
-app = typer.Typer(add_completion=False)
+app = new_app()
 
 
 def _print_settings(wanted: bool) -> None:
@@ -18,7 +18,7 @@ def _print_settings(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command(cls=options.Command)
+@app.command(cls=Command)
 def train(
     config: Annotated[
         Path | None, typer.Option(help="YAML file of settings; see examples/train_tiny.yaml. Without: the defaults.")

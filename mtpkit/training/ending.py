@@ -26,7 +26,7 @@ def describe_end(config: TrainConfig) -> list[str]:
             lines.append(f"the best step is {best.iteration}, in {model}: {length}{_last(directory, step)}")
     lines.append(f"export it:   {_command('convert', 'export', model, _free_name(directory))}")
     data = config.data.eval or config.data.train
-    measure = _command("eval", "acceptance", "--model", model, "--data", *data, *_columns(config.data))
+    measure = _command("acceptance", "--model", model, "--data", *data, *_columns(config.data))
     return [*lines, f"evaluate it: {measure}"]
 
 

@@ -16,7 +16,7 @@ def last_line(capsys) -> dict:
 
 def test_roofline(call, capsys, tmp_path):
     options = "--batch-size 1 128 --k 3 --works --ring-entries 8"
-    assert call(app, "roofline", *options.split(), "--out", tmp_path) == 0
+    assert call(app, "roofline", *options.split(), "--output", tmp_path) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert [round(row["limit_tokens_per_s"] / 100) for row in found["rows"]] == [7, 267]
@@ -36,13 +36,13 @@ def test_roofline_has_the_engines_ring(call, capsys):
 @pytest.mark.parametrize("more", ["--k 0", "--k 2", "--k 5 --state-rollback snapshot", "--k 5 --state-dtype bfloat16"])
 def test_decode_and_roofline_have_the_same_limit(more, call, capsys):
     shared = f"--model nemotron-h-tiny --batch-size 3 --draft-vocab-size 100 {more}"
-    options = "--prompt-len 9 --max-tokens 40 --repeats 1 --acceptance 0.6 0.3 --dtype float32 --enforce-eager"
+    options = "--prompt-length 9 --max-tokens 40 --repeats 1 --acceptance 0.6 0.3 --dtype float32 --enforce-eager"
     assert call(app, "decode", *shared.split(), *options.split()) == 0
     found = last_line(capsys)
     (row,) = found["rows"]
     acceptance = ["--acceptance", *row["conditional_acceptance"]] if row["conditional_acceptance"] else []
     rates = ["--bandwidth", found["copy_bandwidth"] / 1e12, "--matrix-rate", found["matrix_rate"] / 1e12]
-    context = ["--context-len", 9 + 40 / 2]
+    context = ["--context-length", 9 + 40 / 2]
     assert call(app, "roofline", *shared.split(), "--dtype", "float32", *context, *acceptance, *rates) == 0
     (limit,) = last_line(capsys)["rows"]
     assert limit["limit_tokens_per_s"] == pytest.approx(row["limit_tokens_per_s"], rel=1e-9)
@@ -55,9 +55,9 @@ def test_roofline_of_a_directory(model_dir, call, capsys):
 
 
 def test_decode(call, capsys, tmp_path):
-    options = "--model nemotron-h-tiny --batch-size 2 --k 0 1 --prompt-len 8 --max-tokens 24 --repeats 1"
+    options = "--model nemotron-h-tiny --batch-size 2 --k 0 1 --prompt-length 8 --max-tokens 24 --repeats 1"
     options += " --acceptance 0.5 --state-rollback snapshot --enforce-eager --block-size 8"
-    assert call(app, "decode", *options.split(), "--out", tmp_path) == 0
+    assert call(app, "decode", *options.split(), "--output", tmp_path) == 0
     found = last_line(capsys)
     assert [(row["batch_size"], row["k"]) for row in found["rows"]] == [(2, 0), (2, 1)]
     settings = found["settings"]
@@ -97,7 +97,7 @@ def test_decode_real_prompts_with_real_acceptance(model_dir, call, capsys, tmp_p
 
 
 def test_prefill(call, capsys):
-    options = "--model nemotron-h-tiny --batch-size 2 --prompt-len 12 --max-num-batched-tokens 16 --repeats 1 --k 1"
+    options = "--model nemotron-h-tiny --batch-size 2 --prompt-length 12 --max-num-batched-tokens 16 --repeats 1 --k 1"
     assert call(app, "prefill", *options.split()) == 0
     (row,) = last_line(capsys)["rows"]
     assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (2, 12, 16, 1)
@@ -108,7 +108,7 @@ def test_train(call, capsys, tmp_path):
         "--model nemotron-h-tiny --sequence-length 24 40 --loss kl tv ce --k 2 --pattern M* --distinct --recompute"
     )
     options += " --attention per_depth --document-len 9 --micro-batches 2 --steps 1 --warm-up 0 --optimizer muon"
-    assert call(app, "train", *options.split(), "--out", tmp_path) == 0
+    assert call(app, "train", *options.split(), "--output", tmp_path) == 0
     found = last_line(capsys)
     cases = [(row["sequence_length"], row["loss"], row["tokens"]) for row in found["rows"]]
     assert cases == [(n, kind, 2 * n) for n in (24, 40) for kind in ("kl", "tv", "ce")]
@@ -118,7 +118,7 @@ def test_train(call, capsys, tmp_path):
 
 
 def test_kernels(call, capsys):
-    options = "--model nemotron-h-tiny --rows 1 2 --k 1 --context-len 9 --ops rms_norm store_kv --device cpu"
+    options = "--model nemotron-h-tiny --rows 1 2 --k 1 --context-length 9 --ops rms_norm store_kv --device cpu"
     assert call(app, "kernels", *options.split()) == 0
     assert [row["op"] for row in last_line(capsys)["rows"]] == ["store_kv", "store_kv", "rms_norm", "rms_norm"]
 
@@ -153,7 +153,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, ca
         (tmp_path / "file" / "x", 1, "x: cannot write: Not a directory"),
         ("/proc/x", 1, "/proc/x: cannot write: No such file or directory"),
     ):
-        assert call(app, *command.split(), "--model", "nemotron-h-tiny", "--out", out) == code
+        assert call(app, *command.split(), "--model", "nemotron-h-tiny", "--output", out) == code
         assert says in capsys.readouterr().err
 
 
@@ -165,8 +165,8 @@ def test_large_shapes_are_those_of_billions_of_weights():
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ("decode --model nemotron-h-tiny --prompt-len 2000000000", "tokens in all, must be at most 268,435,456"),
-        ("prefill --model nemotron-h-tiny --prompt-len 2000000000", "tokens in all, must be at most 268,435,456"),
+        ("decode --model nemotron-h-tiny --prompt-length 2000000000", "tokens in all, must be at most 268,435,456"),
+        ("prefill --model nemotron-h-tiny --prompt-length 2000000000", "tokens in all, must be at most 268,435,456"),
         *(
             (f"{command} --draft-vocab-size 513", "draft vocabulary of 513 tokens, but the model has 512")
             for command in (
@@ -178,7 +178,7 @@ def test_large_shapes_are_those_of_billions_of_weights():
         ),
         *(
             (f"roofline --{option}", f"'--{option.split()[0]}': must be a finite number")
-            for option in ("bandwidth inf", "matrix-rate inf", "context-len inf")
+            for option in ("bandwidth inf", "matrix-rate inf", "context-length inf")
         ),
         ("decode --model nowhere", "model 'nowhere' is neither a shape"),
         ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
@@ -206,7 +206,7 @@ def test_what_cannot_be_measured(command, error, call, capsys):
     ids=["distinct", "no heads"],
 )
 def test_k_is_by_default_what_the_model_has(heads, ks, save_model, call, capsys):
-    model, brief = save_model(**heads), "--batch-size 1 --repeats 1 --max-tokens 24 --prompt-len 4 --no-trace"
+    model, brief = save_model(**heads), "--batch-size 1 --repeats 1 --max-tokens 24 --prompt-length 4 --no-trace"
     assert call(app, "roofline", "--model", model, "--batch-size", 1) == 0
     assert [row["k"] for row in last_line(capsys)["rows"]] == ks
     assert call(app, "decode", "--model", model, *brief.split()) == 0
@@ -218,4 +218,7 @@ def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(save_mod
     monkeypatch.setattr(shapes, "load_model", lambda *_: pytest.fail("weights are read"))
     for command in ("decode", "prefill", "roofline"):
         assert call(app, command, "--model", model, "--k", 3) == 2
-        assert "--k is 3, but the model has 2 distinct MTP heads: set it to 2 or less" in capsys.readouterr().err
+        assert (
+            "--num-speculative-tokens is 3, but the model has 2 distinct MTP heads: set it to 2 or less"
+            in capsys.readouterr().err
+        )

@@ -32,8 +32,8 @@ def test_anything_else_is_left_alone(kind, tmp_path, call, capsys):
         (out / "thesis.txt").write_text("mine")
     else:
         out.write_text("mine")
-    assert call(demo.app, "--out", out) == 2
-    assert f"{out} holds something else than a demo; name another directory with --out" in capsys.readouterr().err
+    assert call(demo.app, "--output", out) == 2
+    assert f"{out} holds something else than a demo; name another directory with --output" in capsys.readouterr().err
     assert (out / "thesis.txt" if kind == "directory" else out).read_text() == "mine"
 
 
@@ -41,7 +41,7 @@ def test_settings_are_checked_before_an_earlier_demo_goes(tmp_path, call, capsys
     out = tmp_path / "demo"
     demo._start_over(out)
     (out / "report.json").write_text("{}")
-    assert call(demo.app, "stepz=5", "--out", out) == 2
+    assert call(demo.app, "stepz=5", "--output", out) == 2
     assert "stepz" in capsys.readouterr().err and (out / "report.json").exists()
 
 

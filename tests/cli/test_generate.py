@@ -29,7 +29,7 @@ def answer(model_dir):
 def test_a_prompt_from_anywhere_is_continued(source, model_dir, answer, call, capsys, monkeypatch, tmp_path):
     (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    where = {"argument": [PROMPT], "stdin": [], "file": ["--prompt-file", tmp_path / "prompt.txt"]}[source]
+    where = {"argument": [PROMPT], "stdin": [], "file": ["--prompts", tmp_path / "prompt.txt"]}[source]
     assert call(app, "--model", model_dir, "--max-tokens", 8, *where) == 0
     printed = capsys.readouterr()
     assert printed.out == answer(PROMPT).text + "\n"
@@ -41,7 +41,7 @@ def test_the_first_open_prompt_streams_and_all_come_in_order(model_dir, answer, 
     prompts = [PROMPT, "def add(left, right)", "on the"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     options = ["--k", 0, "--max-tokens", 8]
-    assert call(app, "--model", model_dir, "--prompt-file", tmp_path / "prompts.txt", *options) == 0
+    assert call(app, "--model", model_dir, "--prompts", tmp_path / "prompts.txt", *options) == 0
     headings = [f"== {tmp_path / 'prompts.txt'}:{line}: {prompt}" for line, prompt in enumerate(prompts, 1)]
     texts = [answer(prompt).text for prompt in prompts]
     expected = [f"{heading}\n{text}\n" for heading, text in zip(headings, texts, strict=True)]
@@ -50,7 +50,7 @@ def test_the_first_open_prompt_streams_and_all_come_in_order(model_dir, answer, 
 
 def test_long_prompts_and_token_ids_have_short_headings(model_dir, call, capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a\nb " * 60}) + '\n{"prompt_token_ids": [5, 6]}\n')
-    assert call(app, "--model", model_dir, "--prompt-file", tmp_path / "p.jsonl", "--max-tokens", 1) == 0
+    assert call(app, "--model", model_dir, "--prompts", tmp_path / "p.jsonl", "--max-tokens", 1) == 0
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("== "))
     assert first == f"== {tmp_path / 'p.jsonl'}:1: {('a b ' * 60)[:60]} ..."
     assert second == f"== {tmp_path / 'p.jsonl'}:2: 2 tokens"
@@ -67,7 +67,7 @@ def test_a_terminal_is_told_what_is_waited_for(terminal, model_dir, call, capsys
 
 def test_json_lines(model_dir, answer, call, capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "the"}\n')
-    options = ["--prompt-file", tmp_path / "prompts.jsonl", "--max-tokens", 8, "--json", "--k", 1]
+    options = ["--prompts", tmp_path / "prompts.jsonl", "--max-tokens", 8, "--json", "--k", 1]
     assert call(app, "--model", model_dir, *options) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (first["index"], second["index"]) == (0, 1)
@@ -95,8 +95,8 @@ def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["", "--k", 0], "the prompt is empty: give a text, --prompt-file, or text on stdin"),
-        ([PROMPT, "--prompt-file", "x"], "a prompt and --prompt-file were both given: leave one out"),
+        (["", "--k", 0], "the prompt is empty: give a text, --prompts, or text on stdin"),
+        ([PROMPT, "--prompts", "x"], "a prompt and --prompts were both given: leave one out"),
         ([PROMPT, "--temperature", -1], "temperature is -1.0, must be 0 (greedy) or more"),
         ([PROMPT, "--top-p", 0], "top_p is 0.0, must be in (0, 1]"),
         ([PROMPT, "--top-k", -3], "top_k is -3, must be from 1 to 2147483647, or 0 or -1 to turn it off"),
@@ -136,7 +136,7 @@ def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path
     options = ["--max-num-seqs", 3, "--max-num-batched-tokens", 40, "--draft-sampling", "--state-dtype", "bfloat16"]
     options += ["--block-size", 4, "--max-tokens", 2]
     (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n" * 4)
-    assert call(app, "--model", model_dir, *options, "--prompt-file", tmp_path / "prompts.txt") == 0
+    assert call(app, "--model", model_dir, *options, "--prompts", tmp_path / "prompts.txt") == 0
     config, layout = made[0].engine.config, made[0].engine.layout
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (3, 40, 4)
     assert config.draft_sampling and layout.state_dtype == torch.bfloat16
@@ -158,7 +158,7 @@ def test_without_a_tokenizer_there_is_no_text(model_dir, call, capsys, tmp_path)
         if not file.name.startswith(("tokenizer", "special_tokens")):
             (tmp_path / file.name).symlink_to(file)
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
-    options = ["--model", tmp_path, "--prompt-file", tmp_path / "ids.jsonl", "--max-tokens", 4]
+    options = ["--model", tmp_path, "--prompts", tmp_path / "ids.jsonl", "--max-tokens", 4]
     assert call(app, *options) == 0
     assert "has no tokenizer, so that there is no text: --json has token ids" in capsys.readouterr().err
     assert call(app, *options, "--json") == 0

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from mtpkit.cli import bench, data, evaluate, generate
+from mtpkit.cli import bench, data, generate, speedup
 from mtpkit.engine import llm
 
 BAD = 123
@@ -38,7 +38,7 @@ def prompts(tmp_path):
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_generate_prints_the_others_and_names_what_failed(k, model_dir, prompts, broken, call, capsys):
-    options = ["--prompt-file", prompts, "--max-tokens", 4, "--k", k, "--ignore-eos"]
+    options = ["--prompts", prompts, "--max-tokens", 4, "--k", k, "--ignore-eos"]
     assert call(generate.app, "--model", model_dir, *options, "--json") == 1
     printed = capsys.readouterr()
     records = [json.loads(line) for line in printed.out.splitlines()]
@@ -64,7 +64,7 @@ def test_generate_of_one_prompt(model_dir, broken, call, capsys, monkeypatch):
 
 def test_evaluate_fails_without_a_report(model_dir, prompts, broken, call, capsys, tmp_path):
     options = ["--k", 1, "--batch-size", 2, "--max-tokens", 4, "--repeats", 1, "--ignore-eos"]
-    code = call(evaluate.app, "--model", model_dir, "--prompts", prompts, "--out", tmp_path / "out", *options)
+    code = call(speedup.app, "--model", model_dir, "--prompts", prompts, "--out", tmp_path / "out", *options)
     printed = capsys.readouterr()
     last = printed.err.splitlines()[-1]
     assert code == 1 and last.startswith(f"mtpkit: error: {prompts}:2 (request ") and "are NaN or infinite" in last
@@ -74,9 +74,9 @@ def test_evaluate_fails_without_a_report(model_dir, prompts, broken, call, capsy
 @pytest.mark.parametrize(
     "command",
     [
-        "decode --batch-size 2 --k 0 --prompt-len 8 --max-tokens 24 --repeats 1",
-        "decode --batch-size 2 --k 2 --acceptance 0.8 0.8 --prompt-len 8 --max-tokens 24 --repeats 1",
-        "prefill --batch-size 2 --prompt-len 12 --max-num-batched-tokens 16 --repeats 1 --k 1",
+        "decode --batch-size 2 --k 0 --prompt-length 8 --max-tokens 24 --repeats 1",
+        "decode --batch-size 2 --k 2 --acceptance 0.8 0.8 --prompt-length 8 --max-tokens 24 --repeats 1",
+        "prefill --batch-size 2 --prompt-length 12 --max-num-batched-tokens 16 --repeats 1 --k 1",
     ],
 )
 def test_benchmarks_fail(command, call, capsys, monkeypatch):

@@ -15,7 +15,7 @@ import typer
 
 from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.cli.main import COMMANDS
-from mtpkit.cli.options import Command
+from mtpkit.cli.command import Command
 
 LOOP, LONG, UNWRITABLE = "loop/x", "x" * 5000, "/proc/x/y"
 
@@ -64,7 +64,9 @@ def parameters() -> list[Parameter]:
 
 
 ALL = parameters()
-NUMBERS = [one for one in ALL if one.kind in (int, float) or (one.flag == "--k" and one.kind is str)]
+NUMBERS = [
+    one for one in ALL if one.kind in (int, float) or (one.flag == "--num-speculative-tokens" and one.kind is str)
+]
 PATHS = [one for one in ALL if one.kind is Path]
 TEXTS = [one for one in ALL if one.kind is str and one.flag and one not in NUMBERS]
 TURNED_OFF = {"top_k": -1}
@@ -75,10 +77,10 @@ PLACES = {
     "data draft-vocab --output": "out.json",
     "convert import destination": "out",
     "convert export destination": "out",
-    "evaluate --out": "out",
-    "eval acceptance --json": "out.json",
-    **{f"bench {name} --out": "out" for name in ("decode", "prefill", "train", "kernels", "roofline")},
-    "demo --out": "out",
+    "speedup --output": "out",
+    "acceptance --json": "out.json",
+    **{f"bench {name} --output": "out" for name in ("decode", "prefill", "train", "kernels", "roofline")},
+    "demo --output": "out",
 }
 """What is written, and as what: a name with a suffix is a file, another one a directory. All else is read."""
 
@@ -176,7 +178,7 @@ def test_paths_in_circles_and_too_long_ones(parameter, attempt):
 @pytest.mark.parametrize("parameter", PATHS, ids=str)
 def test_a_directory_where_a_file_belongs_and_the_other_way_round(parameter, attempt):
     place = PLACES.get(str(parameter))
-    reads_directory = parameter.name in ("model", "source", "first", "second") or str(parameter) == "eval report output"
+    reads_directory = parameter.name in ("model", "source", "first", "second") or str(parameter) == "report output"
     value = "prompts.txt" if reads_directory or (place and "." not in place) else "directory"
     code, line = attempt(parameter, value)
     assert code == 2 and says(line, parameter, value), line

@@ -45,24 +45,32 @@ def files(tmp_path):
             "prompts file {tmp}/none.txt cannot be read: No such file or directory; name a",
         ),
         ("eval_speedup", "--prompts {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
-        ("eval_speedup", "--prompts {tmp}/one.txt --k 0 -1", "Invalid value for '--k': Input should be greater"),
+        (
+            "eval_speedup",
+            "--prompts {tmp}/one.txt --k 0 -1",
+            "Invalid value for '--num-speculative-tokens': Input should be greater",
+        ),
         ("eval_speedup", "--prompts {tmp}/one.txt --temperature -1", "sampling parameters: temperature is -1.0, must"),
         ("eval_speedup", "--prompts {tmp}/one.txt --model {tmp}/none", "{tmp}/none: no such model directory"),
-        ("eval_speedup", "--prompts {tmp}/one.txt --k 3", "--k is 3, but the model has no MTP heads: train some"),
+        (
+            "eval_speedup",
+            "--prompts {tmp}/one.txt --k 3",
+            "--num-speculative-tokens is 3, but the model has no MTP heads: train some",
+        ),
         ("eval_speedup", "--prompts {tmp}/long.jsonl --k 0", "5000 prompt tokens + max_tokens 128 exceed"),
-        ("generate", "--prompt-file {tmp}/long.jsonl", "5000 prompt tokens + max_tokens 128 exceed max_model_len"),
-        ("generate", "--prompt-file {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
+        ("generate", "--prompts {tmp}/long.jsonl", "5000 prompt tokens + max_tokens 128 exceed max_model_len"),
+        ("generate", "--prompts {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
         (
             "generate",
-            "--prompt-file {tmp}/one.txt --k -2",
-            "Invalid value for --k: -2 drafts are too few: give 0 or more",
+            "--prompts {tmp}/one.txt --k -2",
+            "Invalid value for --num-speculative-tokens: -2 drafts are too few: give 0 or more",
         ),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(script, options, message, files, monkeypatch, capsys):
     """The scripts run in this process: starting one takes seconds."""
     model = [] if "--model" in options else ["--model", TINY_BASE]
-    out = ["--out", files / "out"] if script == "eval_speedup" else []
+    out = ["--output", files / "out"] if script == "eval_speedup" else []
     command = [f"{script}.py", *model, *out, *options.format(tmp=files).split()]
     monkeypatch.setattr(sys, "argv", [*map(str, command)])
     with pytest.raises(SystemExit) as stop:
@@ -75,7 +83,7 @@ def test_what_a_user_gets_wrong_is_one_line(script, options, message, files, mon
 
 
 def test_an_error_of_a_process(files):
-    done = call("infer/generate.py", "--model", TINY_BASE, "--prompt-file", files / "empty.txt")
+    done = call("infer/generate.py", "--model", TINY_BASE, "--prompts", files / "empty.txt")
     assert done.returncode == 2 and done.stderr.startswith("mtpkit: error: ") and done.stderr.count("\n") == 1
 
 

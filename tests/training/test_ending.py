@@ -77,5 +77,5 @@ def test_the_best_step_is_named_beside_the_last(tmp_path, monkeypatch, best, say
     assert lines[0].endswith("run, step 8 of 20") and lines[1:-2] == ([says] if says else [])
     assert lines[-2:] == [
         f"export it:   mtpkit convert export {where} run-hf",
-        f"evaluate it: mtpkit eval acceptance --model {where} --data a.txt",
+        f"evaluate it: mtpkit acceptance --model {where} --data a.txt",
     ]

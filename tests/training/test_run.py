@@ -20,7 +20,7 @@ from mtpkit.checkpoint import find_companions, load_model, save_model
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
-from mtpkit.cli.eval import app as eval_app
+from mtpkit.cli.acceptance import app as acceptance_app
 from mtpkit.data import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
@@ -335,8 +335,8 @@ def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, t
     """What the run printed for its held-out data is found again."""
     output = run(settings, "data.eval_sequences=1000")
     measured = tmp_path / "acceptance.json"
-    command = ["acceptance", "--model", output / "best", "--data", text_files[1], "--json", measured]
-    assert CliRunner().invoke(eval_app, list(map(str, command))).exit_code == 0
+    command = ["--model", output / "best", "--data", text_files[1], "--json", measured]
+    assert CliRunner().invoke(acceptance_app, list(map(str, command))).exit_code == 0
     best = json.loads((output / "best.json").read_text())["iteration"]
     found, last = json.loads(measured.read_text()), metrics(output, "eval")[best]
     assert found["acceptance_length"] == pytest.approx(last["acceptance_length"], rel=1e-4)

@@ -23,7 +23,7 @@ def data_commands(file: str, more: str = "") -> dict[str, str]:
         "draft-vocab": f"data draft-vocab --model hf8 --data {file} --size 40 --output out.json",
         "train": f"train model=hf8 output=out data.train=[{file}] data.sequence_length=32 data.global_batch_size=1 "
         "heads.num_depths=2 steps=1 optimizer.warmup_steps=1",
-        "acceptance": f"eval acceptance --model hf8 --data {file} --sequence-length 32 --num-sequences 1",
+        "acceptance": f"acceptance --model hf8 --data {file} --sequence-length 32 --num-sequences 1",
         "regenerate": f"data regenerate --model hf8 --data {file} --limit 2 --max-tokens 2 --output out.jsonl{more}",
     }
 
@@ -451,9 +451,9 @@ VOCAB_COMMANDS = {
 
 def prompt_commands(file: str) -> dict[str, str]:
     return {
-        "generate": f"generate --model hf8 --prompt-file {file} --max-tokens 2",
-        "evaluate": f"evaluate --model hf8 --prompts {file} --max-tokens 2 --k 0 1 --batch-size 1 --repeats 1 "
-        "--out out",
+        "generate": f"generate --model hf8 --prompts {file} --max-tokens 2",
+        "evaluate": f"speedup --model hf8 --prompts {file} --max-tokens 2 --k 0 1 --batch-size 1 --repeats 1 "
+        "--output out",
         "decode": f"bench decode --model hf8 --prompts {file} --max-tokens 8 --k 0 --batch-size 1 --repeats 1",
     }
 

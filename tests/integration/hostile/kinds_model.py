@@ -23,10 +23,10 @@ FAR = {"-1", "10^30", "inf"}
 def commands(model: str) -> dict[str, str]:
     """What reads a model directory, the quickest first."""
     return {
-        "generate": f"generate --model {model} --prompt-file prompts1.jsonl --max-tokens 2",
-        "acceptance": f"eval acceptance --model {model} --data data3/text.txt --sequence-length 32 --num-sequences 1",
-        "evaluate": f"evaluate --model {model} --prompts prompts1.jsonl --max-tokens 2 --k 0 1 --batch-size 1 "
-        "--repeats 1 --out out",
+        "generate": f"generate --model {model} --prompts prompts1.jsonl --max-tokens 2",
+        "acceptance": f"acceptance --model {model} --data data3/text.txt --sequence-length 32 --num-sequences 1",
+        "evaluate": f"speedup --model {model} --prompts prompts1.jsonl --max-tokens 2 --k 0 1 --batch-size 1 "
+        "--repeats 1 --output out",
         "train": f"train model={model} output=out data.train=[data3/text.txt] data.sequence_length=32 "
         "data.global_batch_size=1 heads.num_depths=2 steps=1 optimizer.warmup_steps=1",
         "regenerate": f"data regenerate --model {model} --data data3/text.txt --prompt-length 8 --limit 2 "
@@ -583,7 +583,7 @@ TOKENIZER_COMMANDS = {
 }
 EXPORT_BARE = {
     "export": "convert export bare7 out",
-    "generate": "generate --model bare7 --prompt-file tokens1.jsonl --max-tokens 2 --json",
+    "generate": "generate --model bare7 --prompts tokens1.jsonl --max-tokens 2 --json",
     "roofline": "bench roofline --model bare7",
 }
 

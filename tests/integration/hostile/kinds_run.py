@@ -23,8 +23,8 @@ from tests.integration.hostile.world import TRAINING
 
 RUN = {
     "resume": "train --config train0.yaml steps=3",
-    "acceptance": "eval acceptance --model run5 --data data3/text.txt --num-sequences 1",
-    "report": "eval report run5",
+    "acceptance": "acceptance --model run5 --data data3/text.txt --num-sequences 1",
+    "report": "report run5",
 }
 NEEDS = ("hf8", "data3", "run5", "train0.yaml")
 YAML = {**VALUES, "NaN": ".nan", "inf": ".inf"}

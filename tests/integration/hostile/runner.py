@@ -280,13 +280,13 @@ def load_commands() -> None:
     import mtpkit.bench
     import mtpkit.checkpoint.convert
     import mtpkit.checkpoint.verify
+    import mtpkit.cli.acceptance
     import mtpkit.cli.bench
     import mtpkit.cli.convert
     import mtpkit.cli.data
-    import mtpkit.cli.eval
-    import mtpkit.cli.evaluate
     import mtpkit.cli.generate
     import mtpkit.cli.main
+    import mtpkit.cli.speedup
     import mtpkit.cli.train
     import mtpkit.engine
     import mtpkit.training

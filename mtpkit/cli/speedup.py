@@ -1,4 +1,4 @@
-"""`mtpkit evaluate`: how much faster a model decodes with its MTP heads."""
+"""`mtpkit speedup`: how much faster a model decodes with its MTP heads."""
 
 import sys
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import Annotated
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.options import ListCommand
+from mtpkit.cli.command import ListCommand, new_app
 from mtpkit.config import MOST_DRAFTS
 
-app = typer.Typer(add_completion=False)
+app = new_app()
 
 
 @app.command(cls=ListCommand)
-def evaluate(
+def speedup(
     model: options.Model,
     prompts: Annotated[
         Path, typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.')
     ],
-    k: Annotated[
+    num_speculative_tokens: Annotated[
         list[int] | None,
         typer.Option(
             min=0,
@@ -29,7 +29,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[list[int], typer.Option(help="Requests at once, at most the prompts.")] = [1, 8],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    out: Annotated[
+    output: Annotated[
         Path,
         typer.Option(callback=options.writable_directory, help="Directory for report.json, report.md, report.png."),
     ] = Path("outputs/speedup"),
@@ -69,7 +69,7 @@ def evaluate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
-    ks = options.several_drafts(load_config(model), k, (0, 1, 2, 3))
+    ks = options.several_drafts(load_config(model), num_speculative_tokens, (0, 1, 2, 3))
     config = SpeedupConfig(
         ks=ks,
         batch_sizes=tuple(batch_size),
@@ -86,10 +86,10 @@ def evaluate(
     )
     listed = read_named_prompts(prompts, num_prompts)
     report = measure_speedup(model, listed, config, dtype)
-    report.save(out)
-    if k is None and ks == (0,):
+    report.save(output)
+    if num_speculative_tokens is None and ks == (0,):
         print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)
-    print(f"the report is in {out}", file=sys.stderr)
+    print(f"the report is in {output}", file=sys.stderr)
     report.show()
     if sampling.greedy and report.dtype == "float32":
         report.require_identical()

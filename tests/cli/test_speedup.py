@@ -1,4 +1,4 @@
-"""`mtpkit evaluate`: the report, and the gate on correctness."""
+"""`mtpkit speedup`: the report, and the gate on correctness."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from mtpkit import bench
 from mtpkit.bench import speedup
-from mtpkit.cli.evaluate import app
+from mtpkit.cli.speedup import app
 from mtpkit.engine import LLM
 from mtpkit.errors import UserError
 
@@ -28,7 +28,7 @@ def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_pat
     engines = []
     monkeypatch.setattr(speedup, "LLM", lambda *args, **named: engines.append(LLM(*args, **named)) or engines[-1])
     out = tmp_path / "out"
-    assert call(app, "--model", model_dir, "--prompts", prompts, "--out", out, *options.split()) == 0
+    assert call(app, "--model", model_dir, "--prompts", prompts, "--output", out, *options.split()) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["batch_size"], row["k"]) for row in report["rows"]] == [(2, 0), (2, 1), (2, 2)]
     settings = json.loads((out / "report.json").read_text())["settings"]
@@ -58,7 +58,7 @@ def test_changed_tokens_fail_greedy_fp32_alone(
     report = bench.SpeedupReport(rows, "dir", "cpu", dtype, None)
     monkeypatch.setattr(bench, "measure_speedup", lambda *_: report)
     out = tmp_path / "out"
-    assert call(app, "--model", model_dir, "--prompts", prompts, "--out", out, *options) == code
+    assert call(app, "--model", model_dir, "--prompts", prompts, "--output", out, *options) == code
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1]) == report.to_dict()
     assert printed.err.splitlines()[0] == f"the report is in {out}"
@@ -78,7 +78,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     out, code, says, prompts, tmp_path, call, capsys, monkeypatch
 ):
     monkeypatch.setattr(bench, "measure_speedup", lambda *_: pytest.fail("it is found out too late"))
-    assert call(app, "--model", tmp_path, "--prompts", prompts, "--out", out.format(prompts)) == code
+    assert call(app, "--model", tmp_path, "--prompts", prompts, "--output", out.format(prompts)) == code
     assert says.format(prompts) in capsys.readouterr().err
 
 
@@ -103,7 +103,7 @@ def test_sampling_options_reach_the_requests(model_dir, prompts, call, capsys, o
 )
 def test_k_is_by_default_what_the_model_has(heads, ks, says, save_model, prompts, call, capsys, tmp_path):
     model, brief = save_model(**heads), ["--batch-size", 1, "--max-tokens", 4, "--repeats", 1, "--num-prompts", 1]
-    assert call(app, "--model", model, "--prompts", prompts, "--out", tmp_path / "out", *brief) == 0
+    assert call(app, "--model", model, "--prompts", prompts, "--output", tmp_path / "out", *brief) == 0
     printed = capsys.readouterr()
     assert [row["k"] for row in json.loads(printed.out.splitlines()[-1])["rows"]] == ks
     assert (f"{model} {says}\n" if says else "") in printed.err and "not trained" not in printed.err
@@ -124,9 +124,11 @@ def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(
 ):
     model = save_model(**heads)
     monkeypatch.setattr("mtpkit.checkpoint.load_model", lambda *_, **__: pytest.fail("weights are read"))
-    assert call(app, "--model", model, "--prompts", prompts, "--out", tmp_path / "out", "--k", 0, k) == 2
+    assert call(app, "--model", model, "--prompts", prompts, "--output", tmp_path / "out", "--k", 0, k) == 2
     printed = capsys.readouterr()
-    assert f"--k is {k}, but" in printed.err and says in printed.err and printed.err.count("\n") == 1
+    assert (
+        f"--num-speculative-tokens is {k}, but" in printed.err and says in printed.err and printed.err.count("\n") == 1
+    )
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=f"num_speculative_tokens is {k}, but .*{says}"):
         LLM(model, k)

@@ -1,4 +1,4 @@
-"""`mtpkit eval`: acceptance of heads on held-out data, and the report of a training run."""
+"""`mtpkit acceptance`: how often the base accepts the drafts of its heads on held-out data."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,10 @@ from typing import Annotated, Literal
 import typer
 
 from mtpkit.cli import options
+from mtpkit.cli.command import ListCommand, new_app
 from mtpkit.cli.data import MessagesColumn, PromptColumn, ResponseColumn, Sources, TextColumn
-from mtpkit.cli.options import ListCommand
 
-app = typer.Typer(add_completion=False)
-
-
-@app.callback()
-def evaluate() -> None:
-    """Measure the acceptance of heads on held-out data; make the report of a training run."""
+app = new_app()
 
 
 @app.command(cls=ListCommand)
@@ -55,7 +50,7 @@ def acceptance(
     drafts, which is what the engine does; and expected there with drafts drawn from the heads (draft_sampling). On text
     that the base wrote itself in that manner (`mtpkit data regenerate`) they are what decoding meets. The loss is the
     KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
-    torchrun the processes share the work: torchrun --no-python --nproc-per-node N mtpkit eval acceptance ...
+    torchrun the processes share the work: torchrun --no-python --nproc-per-node N mtpkit acceptance ...
     """
     from mtpkit.checkpoint.atomic import check_writable, write_file
     from mtpkit.data import Columns
@@ -96,14 +91,6 @@ def _trained_length(model: Path) -> int:
         if (place / TRACKER).exists() and (place / "config.yaml").exists():
             return load_config(place / "config.yaml").data.sequence_length
     return 1024
-
-
-@app.command(cls=options.Command)
-def report(output: Annotated[Path, typer.Argument(help="Output of a training run.")]) -> None:
-    """Make OUTPUT/report.html again: curves of loss, acceptance, learning rate and tokens/s, from its metrics."""
-    from mtpkit.training.report import write_report
-
-    print(f"wrote {write_report(output)}")
 
 
 def _show(found: dict) -> None:

@@ -1,4 +1,4 @@
-"""`mtpkit eval`: acceptance by source, and the report of a run."""
+"""`mtpkit acceptance` by source, and `mtpkit report` of a run."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import load_model
-from mtpkit.cli import run
-from mtpkit.cli.eval import app
+from mtpkit.cli import report, run
+from mtpkit.cli.acceptance import app
 from tests.ranks import run_ranks
 
 
@@ -17,7 +17,7 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
     data = [f"first={tmp_path / 'cats.txt'}", f"second={tmp_path / 'code.txt'}"]
     options = "--sequence-length 24 --batch-size 2 --num-sequences 3 --num-depths 3 --dtype float32"
     file = tmp_path / "found.json"
-    assert call(app, "acceptance", "--model", model_dir, "--data", *data, *options.split(), "--json", file) == 0
+    assert call(app, "--model", model_dir, "--data", *data, *options.split(), "--json", file) == 0
     *table, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert json.loads(file.read_text()) == found
@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(call, capsys, 
         (tmp_path, 2, f"{tmp_path} is a directory; name a file"),
         (tmp_path / "no" / "x.json", 1, "no/x.json: cannot write: No such file or directory"),
     ):
-        assert call(app, "acceptance", "--model", tmp_path, "--data", tmp_path, "--json", file) == code
+        assert call(app, "--model", tmp_path, "--data", tmp_path, "--json", file) == code
         assert says in capsys.readouterr().err
 
 
@@ -49,7 +49,7 @@ def call_rank(rank, options):
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_a_model_split_over_processes_is_evaluated_the_same(split, model_dir, call, capsys, tmp_path):
     (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
-    options = ["acceptance", "--model", model_dir, "--data", tmp_path / "cats.txt", "--sequence-length", 24]
+    options = ["--model", model_dir, "--data", tmp_path / "cats.txt", "--sequence-length", 24]
     assert call(app, *options) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     run_ranks(call_rank, [*map(str, options), f"--{split}-parallel=2", f"--json={tmp_path / 'found.json'}"])
@@ -61,7 +61,7 @@ def test_a_model_split_over_processes_is_evaluated_the_same(split, model_dir, ca
 
 def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path):
     (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
-    options = ["acceptance", "--model", model_dir, "--data", tmp_path / "cats.txt"]
+    options = ["--model", model_dir, "--data", tmp_path / "cats.txt"]
     for more, says in (
         (["--tensor-parallel", 3], "cannot be split over tensor=3 ranks"),
         (["--tensor-parallel", 2, "--sequence-length", 25], "25 tokens cannot be split over 2 ranks"),
@@ -72,8 +72,8 @@ def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path
 
 
 def test_errors_are_one_line(model_dir, call, capsys, tmp_path):
-    assert call(app, "acceptance", "--model", model_dir, "--data", tmp_path / "none.txt") == 2
-    assert call(app, "report", tmp_path) == 2
+    assert call(app, "--model", model_dir, "--data", tmp_path / "none.txt") == 2
+    assert call(report.app, tmp_path) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 2 and "none.txt does not exist" in error and "has no metrics.jsonl" in error
 
@@ -82,7 +82,7 @@ def test_the_report_is_made_again(call, capsys, tmp_path):
     line = {"kind": "train", "step": 1, "loss": 2.0, "lr": 1e-3, "tokens_per_s": 10.0}
     line |= {"conditional_acceptance": [0.5], "acceptance_length": 1.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert call(app, "report", tmp_path) == 0
+    assert call(report.app, tmp_path) == 0
     assert f"wrote {tmp_path / 'report.html'}" in capsys.readouterr().out
     assert "<svg" in (tmp_path / "report.html").read_text()
 
@@ -98,7 +98,7 @@ def test_a_model_of_weights_that_are_no_numbers_fails(model_dir, call, capsys, t
     (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
     file = tmp_path / "found.json"
     data = ["--data", f"cats={tmp_path / 'cats.txt'}", "--sequence-length", 24, "--json", file]
-    assert call(app, "acceptance", "--model", model_dir, *data) == 1
+    assert call(app, "--model", model_dir, *data) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("mtpkit: error: held-out data cats: NaN or infinity in the loss of depth 1, 2; ")
     assert printed.err.count("\n") == 1 and not printed.out and not file.exists()
