@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from mtpkit.checkpoint.convert import import_checkpoint
-from mtpkit.cli.main import COMMANDS
 from mtpkit.cli.command import Command
+from mtpkit.cli.main import COMMANDS
 
 LOOP, LONG, UNWRITABLE = "loop/x", "x" * 5000, "/proc/x/y"
 
