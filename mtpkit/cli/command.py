@@ -63,7 +63,7 @@ class Command(TyperCommand):
     def rename(self, args: list[str]) -> list[str]:
         """A command line with present names of options in place of former ones."""
         known = {name for param in self.params for name in param.opts}
-        renamed = []
+        renamed: list[str] = []
         for index, arg in enumerate(args):
             if arg == "--":
                 return renamed + args[index:]
