@@ -104,6 +104,45 @@ def test_walker_allows_the_order(layer: str, source: str) -> None:
     assert not violations(layer, source)
 
 
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules that it imports, given their sources by dotted name."""
+
+    def module(name: str) -> str:
+        return name if name in sources else name.rpartition(".")[0]
+
+    graph = {}
+    for importer, source in sources.items():
+        graph[importer] = {module(name) for _, name in imported_modules(source)} & sources.keys() - {importer}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import themselves by way of others."""
+    reached = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    return sorted(name for name, targets in reached.items() if name in targets)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not inside functions or for type checking alone, either."""
+    sources = {}
+    for path in package_modules():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    assert not circles(import_graph(sources))
+
+
+def test_a_circle_is_found() -> None:
+    late = "def late():\n    from mtpkit.a.b import name"
+    sources = {"mtpkit.a.b": "from mtpkit.c import x", "mtpkit.c": "import mtpkit.d", "mtpkit.d": late, "mtpkit.e": ""}
+    assert circles(import_graph(sources)) == ["mtpkit.a.b", "mtpkit.c", "mtpkit.d"]
+    sources["mtpkit.d"] = "from mtpkit.e import y"
+    assert not circles(import_graph(sources))
+
+
 def joined_in_errors(source: str) -> list[int]:
     """Lines of `raise` statements that list things by `join`, however many there are."""
     return [

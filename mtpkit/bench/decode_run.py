@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
+from mtpkit.bench.decode_config import DecodeConfig
 from mtpkit.bench.machine import Machine, synchronize
 from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.roofline import Roofline, expected_length
@@ -22,9 +23,6 @@ from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
-
-if TYPE_CHECKING:
-    from mtpkit.bench.decode import DecodeConfig
 
 _TOLERANCE = 0.03
 """Of a synthetic acceptance length, unless four standard errors of what was drawn are more."""
@@ -84,7 +82,7 @@ class Contender:
     def __init__(
         self,
         model: Any,
-        config: "DecodeConfig",
+        config: DecodeConfig,
         batch_size: int,
         k: int | Literal["auto"],
         prompts: Sequence[Sequence[int]] | None,

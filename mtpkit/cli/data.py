@@ -82,9 +82,8 @@ def prepare(
     another tokenizer or sequence length.
     """
     from mtpkit.checkpoint.atomic import staged_directory
-    from mtpkit.data import Columns
+    from mtpkit.data import Columns, build_dataset
     from mtpkit.data import prepare as prepare_data
-    from mtpkit.data.dataset import build_dataset
     from mtpkit.data.prepare import check_destination
 
     check_destination(output, force)

@@ -3,7 +3,8 @@
 `prepare` does the part up to packing once, into a directory that `build_dataset` maps.
 """
 
-from mtpkit.data.dataset import PackedBatch, PackedDataset, SourceCounts, build_dataset
+from mtpkit.data.build import build_dataset
+from mtpkit.data.dataset import PackedBatch, PackedDataset, SourceCounts
 from mtpkit.data.documents import Document, tokenize
 from mtpkit.data.loader import PackedLoader
 from mtpkit.data.prepare import prepare

@@ -1,26 +1,20 @@
 """Packed sequences, in memory or mapped from files, and batches of them."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import batched
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtpkit.data.documents import BATCH, Document, describe, tokenize, warn_of_left_out
-from mtpkit.data.packing import fingerprint, pack
-from mtpkit.data.samples import Columns, read_samples
-from mtpkit.data.sources import find_sources, tell_apart
+from mtpkit.data.packing import fingerprint
 from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
     import pyarrow
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -121,11 +115,6 @@ class PackedDataset:
                 f"data: {listed(self.sources)}: {self.num_tokens} tokens do not fill one sequence of"
                 f" {sequence_length}; add data or lower the sequence length"
             )
-
-    @classmethod
-    def from_documents(cls, documents: Iterable[Document], sequence_length: int, pad_id: int) -> "PackedDataset":
-        """A data set of one source in memory; errors as in `pack_documents`."""
-        return cls([pack_documents("data", documents, sequence_length)], sequence_length, pad_id)
 
     def __len__(self) -> int:
         """Number of packed sequences."""
@@ -228,126 +217,6 @@ class PackedDataset:
                 "have; prepare the data again"
             )
         return [ids, mask, lengths]
-
-
-def pack_documents(name: str, documents: Iterable[Document], sequence_length: int) -> PackedSource:
-    """Split the documents that are too long and pack all parts that have something to learn, in memory.
-
-    Raises:
-        UserError: nothing to learn.
-    """
-    check_sequence_length(sequence_length)
-    total = 0
-    left_out, parts = [], []
-    for document in documents:
-        total += 1
-        usable = document.usable_parts(sequence_length)
-        if not usable:
-            left_out.append((document.name, document.problem))
-        parts += usable
-    require_usable(name, len(parts), left_out)
-    warn_of_left_out(left_out, total)
-    table = pack(parts, sequence_length)
-    return PackedSource(SourceCounts.of(name, table, total, len(left_out)), table)
-
-
-def check_sequence_length(sequence_length: int) -> None:
-    """Refuse a length that leaves nothing to predict.
-
-    Raises:
-        UserError: it is below 2.
-    """
-    if sequence_length < 2:
-        raise UserError(f"sequence length {sequence_length} is too short; it must be at least 2")
-
-
-def require_usable(source: str, num_parts: int, left_out: Sequence[tuple[str, str]]) -> None:
-    """Refuse a source without anything to learn.
-
-    Raises:
-        UserError: there are no parts.
-    """
-    if not num_parts:
-        first = f", the first is {describe(*left_out[0])}" if left_out else ""
-        raise UserError(
-            f"data: {source} has no usable documents: all {len(left_out)} have nothing to learn{first};"
-            " check the columns"
-        )
-
-
-def build_dataset(
-    paths: Iterable[str | Path],
-    tokenizer: "PreTrainedTokenizerBase",
-    sequence_length: int | None,
-    columns: Columns | None = None,
-    vocab_size: int | None = None,
-) -> PackedDataset:
-    """Map the prepared data of `paths`; read, tokenise and pack its files, folders and globs, with a progress bar.
-
-    Args:
-        sequence_length: None: that of the prepared data, or 1024 where there is none.
-        vocab_size: of the model that is to read it; None: not known.
-
-    Raises:
-        UserError: from any of the stages, see `find_sources`, `open_prepared`, `read_samples`, `tokenize`,
-            `PackedDataset`; a token that the model does not know.
-    """
-    from mtpkit.data.prepared import open_prepared, stored_length
-
-    found = find_sources(paths)
-    if sequence_length is None:
-        sequence_length = stored_length([source.prepared for source in found if source.prepared]) or 1024
-    check_sequence_length(sequence_length)
-    sources: list[PackedSource] = []
-    origins: list[tuple[str, Path | None]] = []
-    for source in found:
-        if source.prepared is not None:
-            opened = open_prepared(source.prepared, tokenizer, sequence_length, source.name)
-            place = None if source.name else source.prepared.absolute()
-        else:
-            documents = tokenize(read_samples(source.files, columns), tokenizer, vocab_size=vocab_size)
-            opened = [pack_documents(source.name, _counted(documents, source.name), sequence_length)]
-            place = None
-        sources += opened
-        origins += [(one.counts.name, place and place / one.counts.name) for one in opened]
-    sources = [
-        replace(source, counts=replace(source.counts, name=name))
-        for name, source in zip(tell_apart(origins), sources, strict=True)
-    ]
-    assert tokenizer.eos_token_id is not None
-    if vocab_size is not None:
-        require_known([source.counts for source in sources], tokenizer, vocab_size)
-    return PackedDataset(sources, sequence_length, tokenizer.eos_token_id, vocab_size)
-
-
-def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
-    """The same documents, with a progress bar that counts them as they are tokenised, a batch at a time."""
-    from tqdm import tqdm
-
-    # disable=None: silent where stderr is not a terminal.
-    with tqdm(
-        desc=f"tokenised documents of {source}", unit="", mininterval=0, miniters=1, disable=None, leave=False
-    ) as bar:
-        for batch in batched(documents, BATCH):
-            bar.update(len(batch))
-            yield from batch
-
-
-def require_known(sources: Sequence[SourceCounts], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
-    """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the end of a text.
-
-    Raises:
-        UserError: names one and the source that it is in.
-    """
-    largest = {tokenizer.eos_token_id: "padding"}
-    largest |= {source.max_token or 0: source.name for source in sources}
-    token = max(largest)
-    if token >= vocab_size:
-        text = tokenizer.convert_ids_to_tokens(token)
-        raise UserError(
-            f"data: {largest[token]} has token {token}{f', {text!r}' if text else ''}, but the model's vocabulary is of"
-            f" {vocab_size}{': its tokenizer has tokens added since' if text else ''}; take it out of the data"
-        )
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:

@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtpkit.data.dataset import (
-    PackedDataset,
-    PackedSource,
-    SourceCounts,
-    check_sequence_length,
-    require_known,
-    require_usable,
-)
+from mtpkit.data.build import check_sequence_length, require_known, require_usable
+from mtpkit.data.dataset import PackedDataset, PackedSource, SourceCounts
 from mtpkit.data.documents import BATCH, describe, tokenize, warn_of_left_out
 from mtpkit.data.packing import ROWS, first_fit, join
 from mtpkit.data.prepared import FORMAT, Manifest

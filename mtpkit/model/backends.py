@@ -12,8 +12,8 @@ from megatron.core.models.backends import LocalSpecProvider
 
 from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.attention import CoreAttention
-from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mtpkit.model.layers.norm import NormColumnParallelLinear, RMSNorm
+from mtpkit.model.layers.linear import ColumnParallelLinear, NormColumnParallelLinear, RowParallelLinear
+from mtpkit.model.layers.norm import RMSNorm
 
 _logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from mtpkit.model.stages import Balance
 from mtpkit.training.loss import LossKind
 from mtpkit.training.mixing import MixKind
 from mtpkit.training.patterns import quote_patterns
+from mtpkit.training.unknown import describe_unknown
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class TrainConfig:
             elif value > MOST[key]:
                 yield f"{key} must be at most {MOST[key]:,}, not {shown(value)}"
 
-    def _problems(self):
+    def _problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be run."""
         data, heads, loss, optimizer = self.data, self.heads, self.loss, self.optimizer
         least = {
@@ -481,10 +482,8 @@ def _one_line(error: Exception) -> str:
     """OmegaConf's message without its internals; it spreads them over lines."""
     from omegaconf.errors import ConfigKeyError
 
-    from mtpkit.training.describe import describe_unknown
-
     if isinstance(error, ConfigKeyError):
-        return describe_unknown(str(error.full_key))
+        return describe_unknown(TrainConfig, str(error.full_key))
     message, *details = str(error).splitlines()
     key = next((line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")), "")
     return _cut(f"{key}: {message}" if key and f"'{key}'" not in message else message, 240)

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import itertools
 import textwrap
@@ -22,29 +21,6 @@ def describe_settings() -> str:
     A setting without a default stands there as `???`, which `load_config` refuses.
     """
     return "\n".join(_lines(TrainConfig, ""))
-
-
-def describe_unknown(key: str) -> str:
-    """That there is no such setting, and which sections and settings, in whatever section, are called nearly so."""
-    names = list(_names(TrainConfig))
-    sections = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
-    section = key.partition(".")[0]
-    found = [] if section in sections else difflib.get_close_matches(section, sections)
-    last = {name: name.rpartition(".")[2] for name in names}
-    near = difflib.get_close_matches(key.rpartition(".")[2], set(last.values()))
-    found += [name for name in names if last[name] in near]
-    guess = f"did you mean {' or '.join(found)}? " if found else ""
-    return f"there is no setting {key!r}; {guess}mtpkit train --settings lists them"
-
-
-def _names(cls: Any, prefix: str = "") -> Iterator[str]:
-    """All settings as `section.key`."""
-    hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hint := hints[field.name]):
-            yield from _names(hint, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
 
 
 def _lines(cls: Any, indent: str) -> Iterator[str]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from transformers import AddedToken
 
-from mtpkit.data import PackedDataset, Sample, load_tokenizer, tokenize
+from mtpkit.data import Sample, load_tokenizer, tokenize
 from mtpkit.data.chat import SampleError, encode_chat, render_prompt
 from mtpkit.errors import UserError
+from tests.data.packed import in_memory
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n"
@@ -44,6 +45,7 @@ TOOLS_LAST = (
     "{% if loop.index0 == ns.last %}{{ tools | tojson }}{% endif %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
+
 TEMPLATES = {
     "chatml": CHATML,
     "no generation prompt": NO_GENERATION_PROMPT,
@@ -206,7 +208,7 @@ def test_samples_whose_mask_is_empty_are_listed(tokenizer, caplog) -> None:
         for number in range(4)
     ]
     with caplog.at_level(logging.WARNING):
-        dataset = PackedDataset.from_documents(tokenize(samples, tokenizer), 8, pad_id=0)
+        dataset = in_memory(tokenize(samples, tokenizer), 8, pad_id=0)
     assert "2 of 4 documents" in caplog.text
     assert "a.jsonl:0 (no assistant message), a.jsonl:2 (empty mask)" in caplog.text
     assert (dataset.counts[0].num_documents, dataset.counts[0].num_left_out) == (4, 2)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mtpkit.data import Document, PackedDataset, PackedLoader
 from mtpkit.errors import UserError
+from tests.data.packed import in_memory
 
 SEQUENCES = 10
 
@@ -18,7 +19,7 @@ SEQUENCES = 10
 def make_dataset(sequences: int = SEQUENCES) -> PackedDataset:
     """Sequence i holds the token i four times."""
     documents = [Document(np.full(4, i, np.int32), np.ones(4, bool)) for i in range(sequences)]
-    return PackedDataset.from_documents(documents, 4, pad_id=0)
+    return in_memory(documents, 4, pad_id=0)
 
 
 def steps(loader: PackedLoader, count: int) -> list[list[int]]:
@@ -77,7 +78,7 @@ def test_resume_with_other_data_is_refused() -> None:
 
 def test_other_data_of_the_same_size_is_refused() -> None:
     documents = [Document(np.full(4, i + 1, np.int32), np.ones(4, bool)) for i in range(SEQUENCES)]
-    other = PackedLoader(PackedDataset.from_documents(documents, 4, pad_id=0), 4, 1)
+    other = PackedLoader(in_memory(documents, 4, pad_id=0), 4, 1)
     with pytest.raises(UserError, match="different order: content was"):
         other.load_state_dict(PackedLoader(make_dataset(), 4, 1).state_dict())
 

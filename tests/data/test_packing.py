@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtpkit.data import Document, PackedDataset, packing
-from mtpkit.data.dataset import pack_documents
+from mtpkit.data.build import pack_documents
 from mtpkit.data.packing import first_fit, pack
 from mtpkit.model import SequenceInput
+from tests.data.packed import in_memory
 
 PAD = -1
 
@@ -83,7 +84,7 @@ def test_long_documents_are_split_and_only_targetless_parts_are_dropped(lengths:
     kept = sorted(token for part in parts if part.loss_mask[1:].any() for token in part.token_ids.tolist())
     if len(kept) < length:
         return
-    dataset = PackedDataset.from_documents(documents, length, pad_id=PAD)
+    dataset = in_memory(documents, length, pad_id=PAD)
     batch = next(dataset.batches(len(dataset)))
     assert sorted(batch.token_ids[batch.token_ids != PAD].tolist()) == kept
     assert dataset.num_tokens == len(kept)
@@ -92,9 +93,9 @@ def test_long_documents_are_split_and_only_targetless_parts_are_dropped(lengths:
 
 def test_batch_layout() -> None:
     documents = [Document(np.array(ids, np.int32), np.ones(len(ids), bool)) for ids in ([1, 2, 3], [4, 5])]
-    batch = PackedDataset.from_documents(documents, 5, pad_id=9).batch([0])
+    batch = in_memory(documents, 5, pad_id=9).batch([0])
     assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5]] and batch.documents.tolist() == [[0, 0, 0, 1, 1]]
-    padded = PackedDataset.from_documents([*documents, documents[0]], 7, pad_id=9).batch([0, 1])
+    padded = in_memory([*documents, documents[0]], 7, pad_id=9).batch([0, 1])
     assert padded.token_ids.tolist() == [[1, 2, 3, 4, 5, 9, 9], [1, 2, 3, 9, 9, 9, 9]]
     assert padded.documents.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1]]
     assert padded.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2, 3]]

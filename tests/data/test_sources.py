@@ -14,7 +14,6 @@ import pytest
 
 from mtpkit.data import (
     Columns,
-    PackedDataset,
     Sample,
     build_dataset,
     find_files,
@@ -26,6 +25,7 @@ from mtpkit.data import (
 from mtpkit.data.sources import tell_apart
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
+from tests.data.packed import in_memory
 
 
 def write_jsonl(path: Path, *rows: dict) -> Path:
@@ -287,7 +287,7 @@ def test_too_little_data(tmp_path: Path, tokenizer_dir: Path) -> None:
     ):
         build_dataset([empty], tokenizer, 4)
     with pytest.raises(UserError, match="sequence length 1 is too short"):
-        PackedDataset.from_documents([], 1, 0)
+        in_memory([], 1, 0)
 
 
 def test_tokenizer_that_is_missing_or_broken(tmp_path: Path, tokenizer_dir: Path) -> None:

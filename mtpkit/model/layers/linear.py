@@ -1,6 +1,7 @@
 """megatron-core's parallel linears, as plain matrix products where there is nothing to differentiate or reduce."""
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear as MegatronColumnParallelLinear
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from mtpkit.kernels.fp8_linear import fp8_linear
 from mtpkit.kernels.linear import linear
-
-if TYPE_CHECKING:
-    from mtpkit.model.layers.norm import GatedRMSNorm
+from mtpkit.kernels.norm import rms_norm
+from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
+from mtpkit.model.layers.recompute import linear_of
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
@@ -46,6 +47,34 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         return super().forward(input_, weight, runtime_gather_output)
 
 
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """Column-parallel linear of the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = norm_weight(input_size, config)
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
+        if not args and not kwargs and is_plain(self, input_, self.weight, self.layer_norm_weight):
+            return self._fused(input_, None), None
+        product = partial(super().forward, *args, **kwargs)
+        return linear_of(product, partial(rms_norm, eps=self.eps), input_, self.layer_norm_weight)
+
+    def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
+        """The activation of the output, which takes no kernel of its own at few rows."""
+        if activation == "relu2" and is_plain(self, input_, self.weight, self.layer_norm_weight):
+            return self._fused(input_, activation)
+        return ACTIVATIONS[activation](self(input_)[0])
+
+    def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
+        flat, norm = input_.flatten(0, -2), self.layer_norm_weight
+        output = linear(flat, self.weight, norm_weight=norm, eps=self.eps, activation=activation)
+        return output.view(*input_.shape[:-1], len(self.weight))
+
+
 class RowParallelLinear(MegatronRowParallelLinear):
     """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream.
 
@@ -61,13 +90,13 @@ class RowParallelLinear(MegatronRowParallelLinear):
         return self._forward(input_, None, None, residual)
 
     def gated(
-        self, input_: Tensor, gate: Tensor, norm: "GatedRMSNorm", residual: Tensor | None = None
+        self, input_: Tensor, gate: Tensor, norm: GatedRMSNorm, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` of norm(input_, gate), which takes no kernel of its own at few rows."""
         return self._forward(input_, gate, norm, residual)
 
     def _forward(
-        self, input_: Tensor, gate: Tensor | None, norm: "GatedRMSNorm | None", residual: Tensor | None
+        self, input_: Tensor, gate: Tensor | None, norm: GatedRMSNorm | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if not is_plain(self, input_, self.weight, residual, gate, None if norm is None else norm.weight):
             input_ = input_ if norm is None else norm(input_, gate)

@@ -1,22 +1,18 @@
-"""RMS norms, alone and in front of a linear."""
+"""RMS norms, and the activations by name."""
 
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from mtpkit.kernels.activation import relu2, swiglu
-from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import gated_rms_norm, rms_norm
-from mtpkit.model.layers.linear import ColumnParallelLinear, is_plain
-from mtpkit.model.layers.recompute import linear_of
 
 ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
-def _ones(size: int, config: Any) -> nn.Parameter:
+def norm_weight(size: int, config: Any) -> nn.Parameter:
     """A norm's weight, on the device and in the dtype that megatron-core builds with."""
     return nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
 
@@ -27,7 +23,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = _ones(hidden_size, config)
+        self.weight = norm_weight(hidden_size, config)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,34 +37,6 @@ class RMSNorm(nn.Module):
         """Ignored."""
 
 
-class NormColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear of the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps = config.layernorm_epsilon
-        self.layer_norm_weight = _ones(input_size, config)
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
-        if not args and not kwargs and is_plain(self, input_, self.weight, self.layer_norm_weight):
-            return self._fused(input_, None), None
-        product = partial(super().forward, *args, **kwargs)
-        return linear_of(product, partial(rms_norm, eps=self.eps), input_, self.layer_norm_weight)
-
-    def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
-        """The activation of the output, which takes no kernel of its own at few rows."""
-        if activation == "relu2" and is_plain(self, input_, self.weight, self.layer_norm_weight):
-            return self._fused(input_, activation)
-        return ACTIVATIONS[activation](self(input_)[0])
-
-    def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
-        flat, norm = input_.flatten(0, -2), self.layer_norm_weight
-        output = linear(flat, self.weight, norm_weight=norm, eps=self.eps, activation=activation)
-        return output.view(*input_.shape[:-1], len(self.weight))
-
-
 class GatedRMSNorm(nn.Module):
     """RMS norm of x * silu(z) in groups, as Mamba2 applies it before its output projection."""
 
@@ -76,7 +44,7 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.group_size, self.tp_group = group_size, tp_group
-        self.weight = _ones(hidden_size, config)
+        self.weight = norm_weight(hidden_size, config)
         self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:

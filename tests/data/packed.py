@@ -1,0 +1,11 @@
+"""Data sets that tests make of documents."""
+
+from collections.abc import Iterable
+
+from mtpkit.data import Document, PackedDataset
+from mtpkit.data.build import pack_documents
+
+
+def in_memory(documents: Iterable[Document], sequence_length: int, pad_id: int) -> PackedDataset:
+    """A data set of one source."""
+    return PackedDataset([pack_documents("data", documents, sequence_length)], sequence_length, pad_id)
