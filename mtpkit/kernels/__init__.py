@@ -1,4 +1,4 @@
-"""Operations with a plain-PyTorch reference; each folder is one operation and exports the functions callers use."""
+"""Operations, a folder for each: `reference.py` in plain PyTorch, `triton.py` its Triton twin, and what callers use."""
 
 NO_TOKEN = -1
-"""In place of a token where a row of logits is invalid: it has NaN or +inf, or nothing but -inf."""
+"""Stands for the token of an invalid row of logits: one with NaN or +inf, or with -inf alone."""

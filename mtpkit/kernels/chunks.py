@@ -1,4 +1,4 @@
-"""How sequences that lie one behind the other are cut into chunks, for kernels that take one chunk a program."""
+"""Cut concatenated sequences into chunks, for kernels with one program per chunk."""
 
 import functools
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from mtpkit.platform import to_device
 
 @dataclass(frozen=True)
 class Chunks:
-    """C chunks of R sequences, none across two of them. All int64 on the device."""
+    """C chunks of R sequences; each chunk lies within one sequence. All tensors are int64 on the device."""
 
     start: Tensor
-    """[C + 1], first token of each chunk, then the number of tokens."""
+    """[C + 1], first token of each chunk, then the total number of tokens."""
     row: Tensor
     """[C], sequence of each chunk."""
     last: Tensor
     """[R], last chunk of each sequence."""
     row_start: Tensor
-    """[R + 1], first token of each sequence, then the number of tokens."""
+    """[R + 1], first token of each sequence, then the total number of tokens."""
 
 
 @functools.lru_cache(maxsize=8)
 def chunks(lens: tuple[int, ...], size: int, device: torch.device) -> Chunks:
-    """Sequences of `lens` tokens in chunks of up to `size`. All layers of a step share one result.
+    """Cut sequences of `lens` tokens into chunks of up to `size`. The cache lets all layers of a step share the result.
 
     Example: lens (5, 2), size 4: start [0, 4, 5, 7], row [0, 0, 1], last [1, 2], row_start [0, 5, 7].
     """

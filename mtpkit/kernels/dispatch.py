@@ -1,4 +1,4 @@
-"""Which twin of an op runs: the Triton kernels on a GPU, plain PyTorch elsewhere."""
+"""Choose the twin of an op that runs: the Triton kernels on a GPU, plain PyTorch elsewhere."""
 
 import functools
 import importlib
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 CHOICE = "MTPKIT_KERNELS"
-"""Environment variable; `reference` keeps the PyTorch twins on a GPU too, to tell a kernel's fault from others."""
+"""Environment variable; `reference` runs the PyTorch twins on a GPU too, to find out whether a kernel is at fault."""
 
 
 def pick[**P, R](reference: Callable[P, R], differentiable: bool = False) -> Callable[P, R]:
-    """`reference`, replaced by the function of its name in `triton.py` beside it where the first argument is on a GPU.
+    """A function that runs `reference`, or its namesake in `triton.py` beside it if the first argument is on a GPU.
 
-    Most kernels have no backward: where a gradient is asked for, the reference runs unless they are `differentiable`.
+    Most kernels have no backward: unless they are `differentiable`, the reference runs where a gradient is needed.
     """
     package = reference.__module__.rpartition(".")[0]
 
@@ -29,10 +29,10 @@ def pick[**P, R](reference: Callable[P, R], differentiable: bool = False) -> Cal
 
 
 def on_kernels(tensor: Any) -> bool:
-    """Whether ops of a tensor run as kernels, as far as its device and the user have a say."""
+    """Whether the device of a tensor and the environment variable `CHOICE` allow Triton kernels."""
     return tensor.is_cuda and os.environ.get(CHOICE) != "reference"
 
 
 def no_grad(*values: Any) -> bool:
-    """Whether nothing of `values` is differentiated."""
+    """Whether no gradient is needed for any of `values`."""
     return not torch.is_grad_enabled() or not any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)

@@ -1,6 +1,6 @@
-"""Which drafts are accepted, in plain PyTorch.
+"""Acceptance of drafts in plain PyTorch.
 
-Shape legend: R rows, K drafts a row, V vocabulary.
+Shape legend: R rows, K drafts per row, V vocabulary.
 """
 
 import torch
@@ -10,12 +10,12 @@ from mtpkit.kernels.sampling import sample
 
 
 def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept drafts while they equal the target's own choice at their position.
+    """Accept drafts up to the first that differs from the target's own choice at its position.
 
-    With the argmax as the choice this is greedy verification. With a draw from p it is exact rejection sampling
+    If the choice is the argmax, this is greedy verification. If it is drawn from p, this is exact rejection sampling
     (Leviathan et al., 2023) of drafts whose q is one-hot: a draft d is accepted with probability p(d), and a draw that
-    differs from d is distributed as the normalised (p - q)+. The tokens are then also those that decoding without
-    drafts draws from the same uniforms.
+    differs from d is distributed as the normalised (p - q)+. Decoding without drafts then draws the same tokens from
+    the same uniforms.
 
     Example: drafts [5, 7, 9], choices [5, 7, 2, 4] -> accepted 2, token ids [5, 7, 2, 0]. `NO_TOKEN` equals no draft:
     with choices [5, NO_TOKEN, 2, 4] the row stops there, accepted 1, token ids [5, NO_TOKEN, 0, 0].
@@ -47,13 +47,13 @@ def accept_rejection(
     Args:
         draft_token_ids: [R, K] int64.
         draft_probs: [R, K, V], q at each draft.
-        target_probs: [R, 1 + K, V], p at each draft and after the last. A row that stops where p is NaN has `NO_TOKEN`
-            there.
+        target_probs: [R, 1 + K, V], p at each draft and after the last. A row that stops at a position where p is NaN
+            gets `NO_TOKEN` there.
         accept_uniforms: [R, K] float64, the u of each draft.
-        sample_uniforms: [R, 1 + K] float64, for the replacing or the last draw.
+        sample_uniforms: [R, 1 + K] float64, for the draw that replaces a rejected draft or follows the last one.
 
     Returns:
-        As `accept_matching`.
+        The same as `accept_matching`.
     """
     rows, _, vocab_size = target_probs.shape
     p = target_probs[:, :-1].gather(-1, draft_token_ids[..., None])[..., 0].double()
@@ -61,7 +61,7 @@ def accept_rejection(
     accepted = (accept_uniforms * q < p).long().cumprod(-1).sum(-1)
 
     residual = (target_probs[:, :-1] - draft_probs).clamp_min(0)
-    # Rounding can empty a residual whose true mass is tiny; p is then within rounding of q.
+    # Rounding can make a residual of tiny mass all zeros; p then equals q up to rounding.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs[:, :-1])
     weights = torch.cat([residual, target_probs[:, -1:]], dim=1)
     at_stop = accepted[:, None, None].expand(rows, 1, vocab_size)
@@ -72,6 +72,6 @@ def accept_rejection(
 
 
 def _cut(token_ids: Tensor, accepted: Tensor) -> Tensor:
-    """Zero what follows the next token, at index `accepted`."""
+    """Zero everything after the next token, which is at index `accepted`."""
     keep = torch.arange(token_ids.shape[1], device=token_ids.device) <= accepted[:, None]
     return token_ids * keep

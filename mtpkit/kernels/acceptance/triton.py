@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Which drafts are accepted, in Triton. Of the probabilities only the drafts' own and the row at the stop are read.
+"""Acceptance of drafts in Triton. It reads only the probabilities of the drafts and of the position where a row stops.
 
-Rows that pad a batch may hold anything: what they draw is a token of the vocabulary or `NO_TOKEN`, what they accept at
-most K.
+Padding rows may hold anything: they yield a token of the vocabulary or `NO_TOKEN`, and accept at most K drafts.
 """
 
 import torch
@@ -15,7 +14,7 @@ from mtpkit.kernels.device import with_rows
 from mtpkit.kernels.sampling.draw import chunk_size, first_above, pick_chunk
 
 MATCHING_ROWS = 32
-"""Rows that a program of `accept_matching` takes."""
+"""Rows per program of `accept_matching`."""
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
@@ -57,7 +56,7 @@ def _stop(
     vocab_size,
     WIDTH: tl.constexpr,
 ):
-    """How many drafts of the row are accepted, and its drafts [WIDTH]."""
+    """The number of accepted drafts of the row, and its drafts [WIDTH]."""
     draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth = strides
     depth = tl.arange(0, WIDTH)
     inside = depth < depths
@@ -72,7 +71,8 @@ def _stop(
 
 @triton.jit
 def _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size):
-    """p and the residual (p - q)+ of the tokens at `index`, where the row stops; q is 0 after the last draft."""
+    """p and the residual (p - q)+ of the tokens `index`, at the position where the row stops; q is 0 after the last
+    draft."""
     _draft_row, _draft_depth, q_row, q_depth, p_row, p_depth, _u_row, _u_depth = strides
     inside = index < vocab_size
     far = stop.to(tl.int64)
@@ -102,7 +102,7 @@ def _sums_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """sums [2, R, num_chunks] float64: each chunk's p and residual where the row stops."""
+    """Store sums [2, R, num_chunks] float64: the mass of p and of the residual in each chunk, where the row stops."""
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     strides = (draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth)
     stop, _draft = _stop(drafts, draft_probs, target_probs, accept_uniforms, strides, row, depths, vocab_size, WIDTH)
@@ -146,7 +146,7 @@ def _rejection_kernel(
     here = sums + row * num_chunks + each
     p_sums = tl.load(here, mask=each < num_chunks, other=0.0)
     residual_sums = tl.load(here + tl.num_programs(0) * num_chunks, mask=each < num_chunks, other=0.0)
-    # Rounding can empty a residual whose true mass is tiny; p is then within rounding of q.
+    # Rounding can make a residual of tiny mass all zeros; p then equals q up to rounding.
     any_residual = tl.sum(residual_sums, 0) > 0
     uniform = tl.load(sample_uniforms + row * s_row + stop * s_depth)
     chunk, threshold = pick_chunk(tl.where(any_residual, residual_sums, p_sums), uniform, CHUNKS)

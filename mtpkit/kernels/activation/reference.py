@@ -1,4 +1,4 @@
-"""The activations of feed-forward layers."""
+"""Activations of feed-forward layers."""
 
 import torch.nn.functional as F
 from torch import Tensor

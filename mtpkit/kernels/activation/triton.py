@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The activations in Triton, computed in fp32 and rounded once; their backwards keep the input and nothing else."""
+"""Activations in Triton, computed in fp32 and rounded once; the backwards need only the input."""
 
 import torch
 import triton
@@ -11,24 +11,25 @@ from torch.autograd.function import once_differentiable
 from mtpkit.kernels.device import as_rows
 
 BLOCK, NUM_WARPS = 1024, 4
-"""Eight elements a thread: one 16-byte access each way in bf16."""
+"""Eight elements per thread: one 16-byte load and one 16-byte store in bf16."""
 
 
 @triton.jit
 def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
-    """out is relu2 of x, or the gradient of x where `grad` is that of the output."""
+    """Store relu2 of x, or with BACKWARD the gradient of x, where `grad` is the gradient of the output."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     factor = 2 * tl.load(grad + place, mask=mask, other=0.0).to(tl.float32) if BACKWARD else value
-    # Not tl.maximum, which would turn a NaN into 0.
+    # tl.maximum would turn a NaN into 0.
     result = tl.where(value < 0, 0.0, value * factor)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _swiglu_kernel(x, grad, out, width, stride, blocks, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
-    """out [rows, width] is swiglu of x, or out [rows, 2 width] its gradient where `grad` is that of the output."""
+    """Store swiglu of x in out [rows, width], or with BACKWARD the gradient of x in out [rows, 2 width], where `grad`
+    is the gradient of the output."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -16,14 +16,14 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update number `step`, from 1, of weights and moments in place; `grad` is overwritten by the new weights.
+    """Make update number `step` (the first is 1) of weights and moments in place; the new weights overwrite `grad`.
 
     Args:
         grad: [n] fp32.
         master, exp_avg, exp_avg_sq: [n] fp32, on the device of `grad`.
         betas: decay rates of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, times `lr`.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled; multiplied by `lr`.
     """
     adamw(
         [master],
@@ -31,7 +31,7 @@ def adamw_(
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.tensor(step - 1.0)],  # it counts up itself
+        [torch.tensor(step - 1.0)],  # torch adds 1
         foreach=False,
         amsgrad=False,
         beta1=betas[0],

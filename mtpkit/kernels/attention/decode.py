@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Attention of decode steps: flash-decoding over a paged cache.
 
-The context of a row is split over programs, and a second kernel joins their results.
+The context of a row is split over programs, and a second kernel combines their results.
 """
 
 import torch
@@ -24,15 +24,15 @@ from mtpkit.kernels.attention.tile import (
 from mtpkit.kernels.device import PROGRAMS
 
 _MAX_PROGRAMS = 1024
-"""No more than that to shorten the longest split: empty programs are not free."""
+"""Limit on programs that are added to shorten the longest split: empty programs are not free."""
 _LONG = 8192
-"""Positions a program reads at most, where that takes no more programs."""
+"""Most positions that a program should read, within `_MAX_PROGRAMS`."""
 _FEW_LINES = 2048
-"""Up to so many lines of output each is joined by a program of its own: a batch of one takes many of them."""
+"""Up to this many lines of output, each is combined by a program of its own, so that a batch of one fills the GPU."""
 
 
 def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
-    """For `queries` of one row and group, `width` channels each: the keys and values to load are what counts."""
+    """Tiles for `queries` queries per row and group, of `width` channels each; loads of keys and values dominate."""
     if dtype.itemsize > 2 or width > 256:
         return Tiles(16, 32 if width <= 128 else 16, num_warps=8, num_stages=3)
     m = min(64, max(16, triton.next_power_of_2(queries)))
@@ -40,10 +40,10 @@ def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
 
 
 def split_plan(programs: int, span: int, n: int) -> tuple[int, int, int]:
-    """How to split rows of up to `span` positions when one split a row makes `programs`.
+    """Plan the splits of rows of up to `span` positions, where one split per row makes `programs` programs.
 
     Returns:
-        (number of splits, how many of them a row aims at, positions of the longest split)
+        (splits launched per row, splits that a row should use, positions of the longest split)
     """
     most = triton.cdiv(span, n)
     fill = min(most, triton.cdiv(PROGRAMS, programs))
@@ -53,7 +53,7 @@ def split_plan(programs: int, span: int, n: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _row_range(lens_ptr, row, tokens, span, fill, longest, N: tl.constexpr):
-    """A row's context and its positions, new tokens included, and how many of these a split reads."""
+    """Context length of a row, its number of positions with the new tokens, and positions per split."""
     context = tl.load(lens_ptr + row).to(tl.int32)
     end = tl.minimum(context + tokens, span)
     length = ((end + fill - 1) // fill + N - 1) // N * N
@@ -88,10 +88,10 @@ def _decode_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """One split of a row for one kv group and M of its queries a program.
+    """Compute one split of a row for M queries of one kv group per program.
 
-    A row that needs one split is finished here; of the others, split s leaves its part of the output in part
-    [R, splits, tokens * heads, WIDTH] and the logarithm of its weight in lse [R, splits, tokens * heads].
+    A row that needs only one split gets its output here. For other rows, split s stores its part of the output in part
+    [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R, splits, tokens * heads].
     """
     row, split = tl.program_id(1), tl.program_id(2)
     group = tl.program_id(0) % GROUPS
@@ -113,7 +113,7 @@ def _decode_kernel(
     acc, best, total = attend(
         q, newest, state, first, last, key_ptr, value_ptr, table_ptr, scale, BLOCK_SIZE, slot, WIDTH, N, True
     )
-    # Queries that see nothing of a later split: their best is -inf, and so is what lse keeps.
+    # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     heads = GROUPS * REP
@@ -147,7 +147,7 @@ def _combine_kernel(
     S: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Joins the splits of L of a row's `lines` = tokens * heads a program, S splits at a time."""
+    """Combine the splits of L of the row's `lines` = tokens * heads per program, S splits at a time."""
     row = tl.program_id(0)
     _, end, length = _row_range(lens_ptr, row, tokens, span, fill, longest, N)
     if length >= end:
@@ -166,7 +166,7 @@ def _combine_kernel(
         mask = inside[:, :, None] & (channel < WIDTH)
         part = tl.load(part_ptr + place[:, :, None] * WIDTH + channel, mask=mask, other=0.0)
         higher = tl.maximum(best, tl.max(lse, 0))
-        # Finite from the first round on: split 0 holds position 0. Lines beyond the row's have none.
+        # Finite from the first round on, since split 0 holds position 0; -inf only for lines past the last.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(lse - shift[None, :])
         fade = tl.exp2(best - shift)
@@ -189,7 +189,7 @@ def paged_attention(
     tiles: Tiles | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """See the reference. `splits`: in how many parts each row is read, whatever the batch."""
+    """See the reference. `splits` fixes the number of splits per row, whatever the batch."""
     q = grouped(q, 5, key_cache, value_cache)
     rows, tokens, groups, rep, width = q.shape
     tiles = tiles or decode_tiles(tokens * rep, width, q.dtype)

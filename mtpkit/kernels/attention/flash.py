@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Training attention in Triton: flash attention (Dao 2023, FlashAttention-2, arXiv:2307.08691) with a backward.
 
-One set of kernels serves both ops, a sequence alone being depth 1 with no later depth. Entries of depths 2..k at a
-query's own position start its running softmax, so that nothing is left to merge, and memory is linear in s. Key blocks
-outside a query block's documents are not visited. torch's own flash kernels would serve one document a row only, and
-differentiate in another order each time.
+One set of kernels serves both ops: a plain sequence is depth 1 with no later depth. The running softmax of a query
+starts with the entries of depths 2..k at its own position, so that no merge is needed. Memory is linear in s. Key
+blocks outside the documents of a query block are skipped. torch's own flash kernels take only one document per row, and
+their backward is not deterministic.
 """
 
 from torch import Tensor

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""Flash attention over depth 1's stream and a position's own later depths: the backward.
+"""Backward of flash attention over depth 1's sequence and the later depths of a position itself.
 
-Three kernels, each of which writes what it alone sums up, so that no order of programs changes a bit: gradients of the
-queries, of depth 1's keys and values, and of the later depths'. Weights are made again from q, k and the forward's
-logarithm of sums; delta is what a query's output and its gradient have in common (FlashAttention-2, section 3.1.2).
+Three kernels compute the gradients of the queries, of depth 1's keys and values, and of the later depths' keys and
+values. No two programs add to the same element, so that the result is deterministic. Softmax weights are recomputed
+from q, k and the forward's log-sum-exp. delta is the dot product of a query's output with its gradient
+(FlashAttention-2, section 3.1.2).
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def query_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """M queries of one head against N keys at a time."""
+    """Tiles of M queries of one head against N keys at a time."""
     if dtype.itemsize > 2:
         return Tiles(32, 16, num_warps=8, num_stages=1)
     if width > 128:
@@ -30,7 +31,7 @@ def query_tiles(width: int, dtype: torch.dtype) -> Tiles:
 
 
 def key_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """N keys of one group against M queries at a time."""
+    """Tiles of N keys of one group against M queries at a time."""
     if dtype.itemsize > 2:
         return Tiles(16, 32, num_warps=8, num_stages=1)
     if width > 128:
@@ -39,12 +40,12 @@ def key_tiles(width: int, dtype: torch.dtype) -> Tiles:
 
 
 def diagonal_rows(width: int) -> int:
-    """M positions of one group: four tiles of them fit into a program's registers."""
+    """Positions per program of `_diagonal_kernel`: four such tiles fit into its registers."""
     return max(16, 4096 // padded(width))
 
 
 class Saved(NamedTuple):
-    """What the forward leaves; lse as `attend_forward` returns it."""
+    """Inputs and results of the forward; lse as `attend_forward` returns it."""
 
     q: Tensor
     k: Tensor
@@ -76,7 +77,7 @@ def _query_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Gradient and delta of M queries of one head; those that see most go first."""
+    """Store the gradient and delta of M queries of one head; queries with the most keys run first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head, batch = tl.program_id(1), tl.program_id(2)
     group, line = head // REP, batch * tl.num_programs(1) + head
@@ -128,7 +129,8 @@ def _key_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Gradients of N keys and values of one group, over its heads; those that are seen most go first."""
+    """Store the gradients of N keys and values of one group, summed over its heads; keys with the most queries run
+    first."""
     first, group, batch = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
     place = first + tl.arange(0, N)
     keys = load_rows(k, batch, group, first, length, WIDTH, N, D)
@@ -175,7 +177,7 @@ def _diagonal_kernel(
     M: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Gradients of the later depths' keys and values at M positions of one group, over its heads."""
+    """Store the gradients of the later depths' keys and values at M positions of one group, summed over its heads."""
     first, group, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     token = first + tl.arange(0, M)
     for depth in tl.static_range(len(later_k)):
@@ -204,7 +206,7 @@ def attend_backward(
     for_queries: Tiles | None = None,
     for_keys: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of q, k, v, and of the later depths' keys and values, each in the dtype of what it is of."""
+    """Gradients of q, k, v, and of the later depths' keys and values, each in the dtype of its tensor."""
     q, k, v, later_k, later_v, out, lse = saved
     batch, length, heads, width = q.shape
     groups = k.shape[2]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""Flash attention over depth 1's stream and a position's own later depths: the forward."""
+"""Forward of flash attention over depth 1's sequence and the later depths of a position itself."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from mtpkit.kernels.attention.tile import Tiles, empty_state, padded, score_scal
 
 
 def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """M queries of one head against N keys at a time."""
+    """Tiles of M queries of one head against N keys at a time."""
     if dtype.itemsize > 2:
         return Tiles(32, 16, num_warps=8, num_stages=2)
     if width > 128:
@@ -41,7 +41,7 @@ def _attend(
 ):
     """Fold the keys first .. last - 1 into a running softmax; first is a multiple of N.
 
-    Where MASKED, query m sees the keys oldest[m] .. token[m]; otherwise all of them, and last is a multiple of N.
+    If MASKED, query m sees the keys oldest[m] .. token[m]. If not, it sees all keys, and last is a multiple of N.
     """
     acc, best, total = state
     D: tl.constexpr = queries.shape[1]
@@ -55,7 +55,7 @@ def _attend(
         higher = tl.maximum(best, tl.max(scores, 1) * scale)
         shift = higher
         if MASKED:
-            # A query that has seen nothing yet: -inf - -inf would be NaN.
+            # For a query that has seen no key yet, -inf - -inf would be NaN.
             shift = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * scale - shift[:, None])
         fade = tl.exp2(best - shift)
@@ -83,7 +83,7 @@ def _forward_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """M queries of one head a program; those that see most go first."""
+    """Compute M queries of one head per program; queries with the most keys run first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head, batch = tl.program_id(1), tl.program_id(2)
     group = head // REP
@@ -99,7 +99,7 @@ def _forward_kernel(
         total = total * fade + weights
         acc = acc * fade[:, None] + values * weights[:, None]
         best = higher
-    # Keys low .. end - 1 are seen by some query, those from full_low up to full_end by all.
+    # Some query sees each of the keys low .. end - 1; all queries see the keys full_low .. full_end - 1.
     full_end = (first + 1) // N * N
     if start_ptr is None:
         oldest = tl.zeros([M], tl.int32)
@@ -133,9 +133,9 @@ def attend_forward(
     bounds: Bounds | None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output, in the dtype and with the strides of q, and log2 of the sum of exponentials, [b, heads, s] fp32.
+    """The output in the dtype and strides of q, and log2 of the sum of exponentials, [b, heads, s] fp32.
 
-    Arguments as of `depth_attention`, each with contiguous channels.
+    The arguments are those of `depth_attention`, each with contiguous channels.
     """
     batch, length, heads, width = q.shape
     tiles = tiles or forward_tiles(width, q.dtype)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the kernels of training attention share: rows of a strided tensor, scores of a position's own later depths."""
+"""Device functions that the kernels of training attention share: loads and stores of rows of a strided tensor."""
 
 from typing import Any, NamedTuple
 
@@ -10,30 +10,30 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """A tensor [b, s, heads, d] with contiguous channels, as kernels take it."""
+    """A tensor [b, s, heads, d] with contiguous channels in the form that kernels take: pointer and strides."""
 
     data: Any
     batch: int
     token: int
     head: int
-    """Elements from one to the next."""
+    """The three strides are in elements."""
 
 
 def rows_of(t: Tensor) -> Rows:
-    """t [b, s, heads, d], whose last dimension is contiguous."""
+    """Rows of t [b, s, heads, d], whose last dimension is contiguous."""
     assert t.stride(-1) == 1
     return Rows(t, *t.stride()[:3])
 
 
 class Bounds(NamedTuple):
-    """Where the document of each token begins, and where it ends: int32 [b, s], places in the row."""
+    """First token of each token's document, and the token after its last: int32 [b, s], indices into the row."""
 
     start: Tensor
     end: Tensor
 
 
 def document_bounds(documents: Tensor) -> Bounds:
-    """Of documents [b, s], non-decreasing."""
+    """Bounds of documents [b, s], which must not decrease along a row."""
     ids = documents.contiguous()
     return Bounds(*(torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True)))
 
@@ -55,25 +55,25 @@ def _inside(first, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.conste
 
 @triton.jit
 def load_rows(rows, batch, head, first, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """[ROWS, D] of a head: tokens from `first` on, zero from `length` and from WIDTH on."""
+    """Load [ROWS, D] of a head from token `first` on; zero from token `length` and from channel WIDTH on."""
     place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
     return tl.load(place, mask=_inside(first, length, WIDTH, ROWS, D), other=0.0)
 
 
 @triton.jit
 def store_rows(rows, values, batch, head, first, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """The other way."""
+    """Store what `load_rows` loads."""
     place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
     tl.store(place, values.to(rows.data.dtype.element_ty), mask=_inside(first, length, WIDTH, ROWS, D))
 
 
 @triton.jit
 def load_numbers(ptr, line, token, length):
-    """One number of each of the tokens `token` in a line of `length`, 0 past its end."""
+    """Load one number per token of `token` from a line of `length` numbers; 0 past its end."""
     return tl.load(ptr + line.to(tl.int64) * length + token, mask=token < length, other=0)
 
 
 @triton.jit
 def row_dot(left, right):
-    """[ROWS] fp32 products of the rows of two tiles."""
+    """[ROWS] fp32 dot products of the rows of two tiles."""
     return tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)

@@ -22,7 +22,7 @@ from mtpkit.kernels.device import PROGRAMS
 
 
 def prefill_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
-    """For up to `queries` of one row and group, `width` channels each."""
+    """Tiles for up to `queries` queries per row and group, of `width` channels each."""
     if dtype.itemsize > 2 or width > 256:
         return Tiles(32, 16, num_warps=8, num_stages=2)
     n = 64 if width <= 128 else 32
@@ -56,10 +56,10 @@ def _prefill_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """M queries of one row and kv group a program.
+    """Compute M queries of one row and kv group per program.
 
-    Row r's tiles are numbered from start[r] * REP // M + r on, which leaves room for each row's partial tile; a number
-    that no tile has ends at once. The longest tiles of a row go first.
+    The tiles of row r are numbered from start[r] * REP // M + r on, which leaves a number for each row's partial tile;
+    programs whose number belongs to no tile return at once. A row's tiles with the longest context run first.
     """
     tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     zero = tl.load(start_ptr)
@@ -107,7 +107,7 @@ def prefill_attention(
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """See the reference. Few short chunks of one length are split over their context as decode rows are."""
+    """See the reference. A few short chunks of equal length run as decode rows, whose contexts are split."""
     q = grouped(q, 4, key_cache, value_cache)
     count, groups, rep, width = q.shape
     chosen = tiles or prefill_tiles(max(lens) * rep, width, q.dtype)

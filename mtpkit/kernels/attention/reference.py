@@ -12,7 +12,7 @@ def sequence_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
 
     Args:
         q: [b, s, heads, d]; k, v: [b, s, kv_heads, d].
-        documents: [b, s] int; None: one document a row.
+        documents: [b, s] int; None: one document per row.
 
     Returns:
         [b, s, heads, d].
@@ -33,14 +33,14 @@ def depth_attention(
     later_v: list[Tensor],
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Attention of MTP depth k at every position i, as serving does it: over depth 1's entries at j <= i, and over the
-    entries of depths 2..k at the same i.
+    """Compute attention of MTP depth k as serving does: position i sees depth 1's entries at j <= i, and the entries
+    of depths 2..k at i itself.
 
     Args:
         q: [b, s, heads, d], queries of depth k.
         first_k, first_v: [b, s, kv_heads, d], depth 1.
         later_k, later_v: depths 2..k in order, each [b, s, kv_heads, d].
-        documents: [b, s] int; None: one document a row.
+        documents: [b, s] int; None: one document per row.
 
     Returns:
         [b, s, heads, d] in the dtype of q.
@@ -65,18 +65,17 @@ def depth_attention(
 def paged_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor
 ) -> Tensor:
-    """Causal attention of the newest T tokens of R rows over their paged keys and values, which include their own.
+    """Causal attention of the newest T tokens of R rows over their paged keys and values, the new tokens' included.
 
-    Query t of row r stands at position context_lens[r] + t and sees the positions up to its own. A kernel splits the
-    contexts by how many rows there are and how long a block table is, so that the last bits of a row's output depend on
-    the batch.
+    Query t of row r has position context_lens[r] + t and sees positions up to its own. How the Triton twin splits a
+    context depends on the batch and on the length of the block table, and so do the last bits of a row's output.
 
     Args:
-        q: [R, T, heads, d], or [R, T, kv_heads, heads / kv_heads, d] where a view of a fused projection cannot have its
-            heads in one dimension.
+        q: [R, T, heads, d], or [R, T, kv_heads, heads / kv_heads, d] for a view of a fused projection whose heads do
+            not fit into one dimension.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, d].
-        block_tables: [R, B] int64; only blocks that hold positions below context_lens[r] + T are read.
-        context_lens: [R] int64, tokens before the T new ones.
+        block_tables: [R, B] int64; only blocks with positions below context_lens[r] + T are read.
+        context_lens: [R] int64, number of tokens before the T new ones.
 
     Returns:
         [R, T, heads, d].
@@ -86,14 +85,14 @@ def paged_attention(
     block_size, groups = key_cache.shape[1:3]
     span = block_tables.shape[1] * block_size
     places = torch.arange(span, device=q.device)
-    # Free and foreign entries may hold anything, NaN included: they are replaced, not only masked.
+    # Free blocks and blocks of other requests may hold NaN, so that a mask alone would not do.
     used = places < (context_lens + tokens)[:, None]
     keys, values = (
         torch.where(used[..., None, None], cache[block_tables].view(rows, span, groups, width), 0).to(q.dtype)
         for cache in (key_cache, value_cache)
     )
     mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
-    # Heads of a group share keys: stack them as further queries.
+    # Heads of a group share keys: stack them as additional queries.
     rep = heads // groups
     stacked = q.view(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = mask.repeat(1, rep, 1)[:, None]
@@ -110,17 +109,17 @@ def prefill_attention(
     query_start: Tensor,
     lens: tuple[int, ...],
 ) -> Tensor:
-    """`paged_attention` of R rows with `lens` new tokens each, one row after another in q. A kernel may split
-    their contexts likewise.
+    """`paged_attention` of R rows with `lens` new tokens each, concatenated in q. The Triton twin may split contexts as
+    it does there.
 
-    Example, lens (2, 3), query_start [4, 6, 9]: q has 5 tokens, of which the first 2 are row 0's.
+    Example, lens (2, 3), query_start [4, 6, 9]: q has 5 tokens; the first 2 belong to row 0.
 
     Args:
         q: [T, heads, d] or [T, kv_heads, heads / kv_heads, d].
         key_cache, value_cache, block_tables, context_lens: as for `paged_attention`.
-        query_start: [R + 1] int64, where each row begins and the last one ends, counted from anywhere: token
-            query_start[0] is q's first.
-        lens: the differences of `query_start`, known to the host.
+        query_start: [R + 1] int64, first token of each row and the end of the last one; q begins at token
+            query_start[0].
+        lens: the differences of `query_start`, as host integers.
 
     Returns:
         [T, heads, d].

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the Triton kernels of paged attention share: one tile of queries against a range of positions.
+"""Device functions that the Triton kernels of paged attention share: one tile of queries against a range of positions.
 
-The queries of a row that read the same keys, its T tokens times the REP = heads / kv_heads of a group, are stacked as
-one dimension: query m is that of token m // REP and of head m % REP of the group. So a decode step fills a tensor core
-tile, and reads each key once.
+All queries of a row that read the same keys are stacked in one dimension: T tokens times the REP = heads / kv_heads
+heads of a group. Query m belongs to token m // REP and to head m % REP of the group. A decode step thus fills a tensor
+core tile and reads each key once.
 """
 
 import math
@@ -16,14 +16,14 @@ from torch import Tensor
 from mtpkit.kernels.device import SMALLEST_DOT
 
 UNSPECIALIZED = ["tokens", "span", "fill", "longest", "width", "rows"]
-"""Numbers that change from step to step and must not compile a kernel anew."""
+"""Numbers that change from step to step and must not trigger a recompilation."""
 UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr"]
-"""Tensors of which slices are passed, with the same effect."""
+"""Tensors that may be slices, whose alignment must not trigger a recompilation."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a kernel's tiles: M queries against N positions at a time."""
+    """Tile sizes of a kernel: M queries against N positions at a time."""
 
     m: int
     n: int
@@ -33,23 +33,23 @@ class Tiles:
 
 def grouped(q: Tensor, dims: int, key_cache: Tensor, value_cache: Tensor) -> Tensor:
     """q as [..., kv_heads, heads / kv_heads, d] with `dims` dimensions."""
-    # What the kernels can address.
+    # The only layouts that the kernels can address.
     assert q.stride(-1) == 1 and key_cache.is_contiguous() and value_cache.is_contiguous()
     return q if q.dim() == dims else q.unflatten(-2, (key_cache.shape[2], -1))
 
 
 def padded(width: int) -> int:
-    """Channels of a tile: tensor cores take powers of two."""
+    """Channels of a tile for `width` channels: a power of two, as tensor cores need."""
     return max(SMALLEST_DOT, triton.next_power_of_2(width))
 
 
 def score_scale(width: int) -> float:
-    """What turns dot products into exponents of two."""
+    """The factor that turns dot products into exponents of two."""
     return math.log2(math.e) / math.sqrt(width)
 
 
 def sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
-    """What a kernel is compiled for, given q as `grouped` returns it."""
+    """Compile-time arguments of a kernel, given q from `grouped`."""
     groups, rep, width = q.shape[-3:]
     return dict(
         GROUPS=groups,
@@ -66,7 +66,8 @@ def sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
 
 @triton.jit
 def load_queries(q_ptr, m, count, q_token, q_head, REP: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """[M, D] queries `m` [M] of a row and group that begin at `q_ptr`, zero from `count` and from WIDTH on."""
+    """Load the queries `m` [M] of the row and group at `q_ptr` as [M, D]; zero from query `count` and from channel
+    WIDTH on."""
     channel = tl.arange(0, D)[None, :]
     place = (m // REP).to(tl.int64) * q_token + (m % REP) * q_head
     return tl.load(q_ptr + place[:, None] + channel, mask=(m < count)[:, None] & (channel < WIDTH), other=0.0)
@@ -74,7 +75,7 @@ def load_queries(q_ptr, m, count, q_token, q_head, REP: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def load_blocks(table_ptr, place, last, BLOCK_SIZE: tl.constexpr):
-    """[N] int64 blocks of the positions `place` [N] below `last`; unsigned division is cheaper."""
+    """Load the int64 block numbers of the positions `place` [N] below `last`. Unsigned division is cheaper."""
     return tl.load(table_ptr + place.to(tl.uint32) // BLOCK_SIZE, mask=place < last, other=0)
 
 
@@ -105,13 +106,14 @@ def attend(
     """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
 
     Args:
-        q: [M, D]; newest: [M], the last position that each query sees, looked at where MASKED. Otherwise all see all,
-            and last is a multiple of N.
-        state: acc [M, D], the sum of values weighted by 2 ** (score - best); best [M]; total [M], the sum of the
-            weights. fp32.
+        q: [M, D].
+        newest: [M], the last position that each query sees, used if MASKED. If not, all queries see all positions, and
+            last is a multiple of N.
+        state: fp32 acc [M, D], the sum of values weighted by 2 ** (score - best); best [M]; total [M], the sum of the
+            weights.
         key_ptr, value_ptr: the head's entry in slot 0 of caches whose slots are SLOT elements apart.
-        table_ptr: the row's block table.
-        scale: of the scores, times log2(e).
+        table_ptr: block table of the row.
+        scale: scale of the scores times log2(e).
 
     Returns:
         The new state.
@@ -120,14 +122,14 @@ def attend(
     D: tl.constexpr = q.shape[1]
     channel = tl.arange(0, D)[None, :]
     place = first + tl.arange(0, N)
-    # Fetched one round ahead: the addresses of keys and values then wait for nothing.
+    # Loaded one round ahead, so that the addresses of keys and values are ready in time.
     block = load_blocks(table_ptr, place, last, BLOCK_SIZE)
     for start in range(first, last, N):
         place = start + tl.arange(0, N)
         slot = block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE
         offset = (slot * SLOT)[:, None] + channel
         if MASKED:
-            # What lies beyond may be NaN, which no weight of zero would silence.
+            # Entries beyond may be NaN, and NaN times a weight of zero is NaN.
             inside = (place < last)[:, None] & (channel < WIDTH)
             keys = tl.load(key_ptr + offset, mask=inside, other=0.0)
             values = tl.load(value_ptr + offset, mask=inside, other=0.0)
@@ -144,7 +146,7 @@ def attend(
         higher = tl.maximum(best, tl.max(scores, 1) * scale)
         shift = higher
         if MASKED:
-            # A query that has seen nothing yet: -inf - -inf would be NaN.
+            # For a query that has seen no position yet, -inf - -inf would be NaN.
             shift = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * scale - shift[:, None])
         fade = tl.exp2(best - shift)

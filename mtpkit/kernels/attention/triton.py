@@ -1,4 +1,4 @@
-"""The Triton twins."""
+"""The Triton twins of attention."""
 
 from mtpkit.kernels.attention.decode import paged_attention
 from mtpkit.kernels.attention.flash import depth_attention, sequence_attention

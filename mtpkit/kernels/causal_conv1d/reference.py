@@ -14,11 +14,11 @@ def causal_conv1d(
         x: [b, s, c].
         weight: [c, 1, w]; tap w - 1 multiplies the current token.
         bias: [c] or None.
-        documents: [b, s] int; taps that reach into another document read zero. None: one document a row.
+        documents: [b, s] int; taps that reach into another document read zero. None: one document per row.
         initial: [b, c, w - 1], the inputs before x. None: zeros.
 
     Returns:
-        silu of the convolution, [b, s, c], dtype of x.
+        silu of the convolution, [b, s, c], in the dtype of x.
     """
     width = weight.shape[-1]
     inputs = x.transpose(1, 2)
@@ -32,9 +32,9 @@ def causal_conv1d(
 def _restart(
     out: Tensor, padded: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor, continued: bool
 ) -> Tensor:
-    """Replace out [b, c, s] at the few positions whose taps on padded [b, c, w - 1 + s] reach into another document."""
+    """Recompute out [b, c, s] at the few positions whose taps on padded [b, c, w - 1 + s] reach another document."""
     taps = weight.shape[-1]
-    # An index that no document has marks the positions before the row, unless they belong to its first document.
+    # Positions before the row belong to its first document if it is continued, else to none: an unused index.
     before = documents[:, :1] if continued else documents[:, :1] - 1
     around = torch.cat([before.expand(-1, taps - 1), documents], 1).unfold(1, taps, 1)  # [b, s, w]
     same = around == documents[..., None]
@@ -51,17 +51,17 @@ def _restart(
 def causal_conv1d_varlen(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor, lens: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Convolve R sequences that lie one behind the other, each after a window of its own.
+    """Convolve R concatenated sequences, each preceded by a window of earlier inputs.
 
     Args:
-        x: [T, c], a view of a larger tensor will do.
+        x: [T, c]; may be a view of a larger tensor.
         weight: [c, 1, w]; bias: [c] or None.
         initial: [R, w - 1, c], the inputs before each sequence.
-        lens: their R lengths, T in all.
+        lens: the R sequence lengths, T in total.
 
     Returns:
-        silu of the convolution [T, c], and the last w - 1 inputs of each sequence [R, w - 1, c]: of `initial` too where
-        it is short. Both in the dtype of x.
+        silu of the convolution [T, c], and the last w - 1 inputs of each sequence [R, w - 1, c], which for a short
+        sequence include some of `initial`. Both are in the dtype of x.
     """
     outputs, windows = [], []
     for row, part in enumerate(x.split(list(lens))):
@@ -75,21 +75,21 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolve the next tokens of R rows and slide their windows.
 
-    With w the kernel width and T new tokens, `state` holds the inputs that the rows' last step left behind; the window
-    of row r is its columns committed[r] .. committed[r] + w - 2. It is replaced by window and new inputs, less the
-    oldest column, so that whichever new token is accepted last, its window is again an index into `state`.
+    With w the kernel width and T new tokens, `state` holds the inputs of the rows' last step. The window of row r is
+    its columns committed[r] .. committed[r] + w - 2. The state is replaced by the window and the new inputs without the
+    oldest column: whichever new token is accepted last, its window is then again a range of columns of `state`.
 
     Args:
-        x: [R, T, c], a view of a larger tensor will do.
+        x: [R, T, c]; may be a view of a larger tensor.
         state: [slots, at least w - 2 + T, c], updated in place at `slots`.
         weight: [c, 1, w]; bias: [c] or None.
-        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, its output is zero.
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its output is zero.
 
     Returns:
-        silu of the convolution, [R, T, c], dtype of x.
+        silu of the convolution, [R, T, c], in the dtype of x.
 
-    Example, w = 4, T = 3, window a b c, new tokens x y z: state becomes b c x y z; if y is the last token accepted
-    (committed = 1) the next window is c x y.
+    Example, w = 4, T = 3, window a b c, new tokens x y z: state becomes b c x y z. If y is the last token accepted
+    (committed = 1), the next window is c x y.
     """
     if bool((slots < 0).any()):
         live, y = slots >= 0, x.new_zeros(x.shape)
@@ -100,6 +100,6 @@ def causal_conv1d_update(
     window = state[slots[:, None], columns].to(x)
     inputs = torch.cat([window, x], 1)  # [R, w - 1 + T, c]
     state[slots, : width - 2 + tokens] = inputs[:, 1:].to(state)
-    # A few tokens are no work for a convolution library.
+    # For a few tokens this is faster than conv1d.
     out = (inputs.unfold(1, width, 1) * weight[:, 0]).sum(-1)
     return F.silu(out if bias is None else out + bias)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,assignment"
-"""Depthwise causal convolution with silu: the Triton twins of what decode steps and prefill chunks run."""
+"""Depthwise causal convolution with silu in Triton, for decode steps and prefill chunks."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from mtpkit.kernels.device import PROGRAMS
 
 @triton.jit
 def _load_tap(weight_ptr, channel, inside, j: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
-    """fp32 tap j of each channel. PACKED: the four bf16 taps of a channel were read as one number, in one load."""
+    """Tap j of each channel in fp32. PACKED: the four bf16 taps of a channel are read as one int64, in one load."""
     if PACKED:
         four = tl.load(weight_ptr + channel, mask=inside, other=0)
         return ((four >> (16 * j)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -52,7 +52,7 @@ def _update_kernel(
     PACKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK channels of one row."""
+    """Compute BLOCK channels of one row per program."""
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -80,7 +80,7 @@ def _update_kernel(
             total += taps[j] * inputs[t + j]
         y = total / (1.0 + tl.exp(-total))
         tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # columns that one thread writes may be those that another still reads
+    tl.debug_barrier()  # a thread may write columns that another thread still reads
     for i in tl.static_range(1, WIDTH - 1 + TOKENS):
         tl.store(state_ptrs + (i - 1) * CHANNELS, inputs[i].to(state_ptr.dtype.element_ty), mask=inside)
 
@@ -96,7 +96,7 @@ def causal_conv1d_update(
     block: int | None = None,
     num_warps: int | None = None,
 ) -> Tensor:
-    """See the reference. A program takes `block` channels of a row."""
+    """See the reference. `block`: channels per program."""
     rows, tokens, channels = x.shape
     width = weight.shape[-1]
     assert x.stride(2) == 1 and state.is_contiguous() and weight.is_contiguous()
@@ -130,7 +130,7 @@ def causal_conv1d_update(
 def _load_input(
     x_ptrs, initial_ptrs, at, i: tl.constexpr, row_start, inside, x_token, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Input i of the WIDTH - 1 before token `at` of a row: of the row itself, or of its initial window."""
+    """Load input i of the WIDTH - 1 inputs before token `at` of a row, from the row or from its initial window."""
     place = at + (i - WIDTH + 1)
     old_ptrs = initial_ptrs + (place - row_start + (WIDTH - 1)) * CHANNELS
     new = tl.load(x_ptrs + place * x_token, mask=inside & (place >= row_start), other=0.0)
@@ -155,7 +155,7 @@ def _varlen_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK channels of one chunk of up to BLOCK_T tokens of one row. The row's last chunk leaves its window."""
+    """Compute BLOCK channels of one chunk of up to BLOCK_T tokens per program. A row's last chunk stores its window."""
     chunk = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -163,7 +163,7 @@ def _varlen_kernel(
     row = tl.load(rows_ptr + chunk)
     row_start, row_end = tl.load(row_starts_ptr + row), tl.load(row_starts_ptr + row + 1)
     x_ptrs, initial_ptrs = x_ptr + channel, initial_ptr + row * ((WIDTH - 1) * CHANNELS) + channel
-    inputs = ()  # what the first token sees before it, then the chunk's tokens
+    inputs = ()  # the inputs before the first token, then the chunk's tokens
     for i in tl.static_range(WIDTH - 1):
         inputs = inputs + (_load_input(x_ptrs, initial_ptrs, start, i, row_start, inside, x_token, CHANNELS, WIDTH),)  # noqa: RUF005
     for t in tl.static_range(BLOCK_T):
@@ -196,7 +196,7 @@ def causal_conv1d_varlen(
     block: int = 512,
     num_warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. A program takes `block` channels of `block_t` tokens."""
+    """See the reference. A program computes `block` channels of `block_t` tokens."""
     tokens, channels = x.shape
     width = weight.shape[-1]
     assert x.stride(1) == 1 and weight.is_contiguous()

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The best token in Triton. Each program finds the best of one part of the vocabulary, a second kernel the best part.
+"""Best token in Triton: each program finds the best of one part of the vocabulary, and a second kernel the best part.
 
-NaN counts as +inf here, so that the largest logit tells without another pass whether all are valid.
+NaN is treated as +inf, so that the largest logit tells without another pass whether the row is valid.
 """
 
 from typing import NamedTuple
@@ -19,16 +19,16 @@ from mtpkit.kernels.draft_head.reference import to_token_ids
 BLOCK = 4096
 """Logits that a program of `argmax` reads at a time."""
 PROGRAMS = 8 * MULTIPROCESSORS
-"""Programs of `argmax` that fill the chip."""
+"""Programs of `argmax` that fill the GPU."""
 STREAM_ROWS = 64
-"""Up to so many rows of hidden states the weight is streamed once and no logits are written."""
+"""For up to this many rows of hidden states the weight is streamed once, and no logits are written."""
 CHUNK_ROWS = 1024
-"""Rows whose logits are held at a time where there are more."""
+"""With more rows, the number of rows whose logits are in memory at a time."""
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the weight that a program of `linear_argmax` multiplies at a time, and how it does."""
+    """Rows and columns of the weight that a program of `linear_argmax` multiplies at a time; pipeline stages; warps."""
 
     block_n: int
     block_k: int
@@ -37,10 +37,10 @@ class Tile(NamedTuple):
 
 
 TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4)}
-"""By padded rows of hidden states: two programs a multiprocessor with three tiles in flight each. With more rows
-the tile of the weight grows, since every program reads all of the hidden states from the cache."""
+"""Tiles by padded number of rows of hidden states: two programs per multiprocessor with three tiles in flight each. The
+tile of the weight grows with the rows, since every program reads all hidden states from the cache."""
 WIDE_TILE = Tile(64, 16, 2, 4)
-"""For fp32, which has no matrix unit at full precision: small, so that operands stay in registers."""
+"""Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay in registers."""
 
 
 @triton.jit
@@ -83,12 +83,12 @@ def _linear_part_kernel(
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_K)
-    # Loads without a mask: what lies past the end repeats the last row, and is left out below.
+    # Loads need no mask: indices past the end read the last row again, and are left out below.
     token_start = tl.minimum(token, vocabulary - 1).to(tl.int64) * weight_stride
     row_start = tl.minimum(row, rows - 1).to(tl.int64) * hidden_stride
     weights = weight + token_start[:, None] + column[None, :]
     states = hidden + row_start[None, :] + column[:, None]
-    # The weight is the left operand: its many rows fill the matrix unit, whose other side may be as narrow as 16.
+    # The weight is the left operand: its many rows fill the tensor core, whose other side may be as narrow as 16.
     logits = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     for start in range(0, width, BLOCK_K):
         if EVEN:
@@ -128,8 +128,8 @@ def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, 
 
 
 def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Tensor:
-    """[M] the index of the largest of values [M, parts], smallest among equals, as a token; `NO_TOKEN` where that value
-    is not finite."""
+    """[M] int64, the token of the largest of values [M, parts], among equals of the smallest index; `NO_TOKEN` where
+    that value is not finite."""
     rows, parts = values.shape
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     block = triton.next_power_of_2(parts)
@@ -170,7 +170,7 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
 
 
 def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """`linear_argmax` of up to STREAM_ROWS rows without writing logits."""
+    """Compute `linear_argmax` of up to STREAM_ROWS rows without writing logits."""
     hidden = with_rows(hidden)
     rows, width = hidden.shape
     if not rows:

@@ -1,4 +1,4 @@
-"""Linears in fp8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433) with a scale for each row."""
+"""Linears in fp8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433) with one scale per row."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ FP8_MAX = torch.finfo(FP8).max
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x [..., n] in fp8, each so that its largest entry becomes 448.
+    """Quantise x [..., n] to fp8, each row scaled so that its largest magnitude becomes 448.
 
-    An entry of a row whose largest is a comes back as x (1 + d) + e with |d| <= 1/16 and |e| <= a / 448 / 1024.
+    An entry x of a row with largest magnitude a is restored as x (1 + d) + e with |d| <= 1/16, |e| <= a / 448 / 1024.
 
     Returns:
-        values [..., n] e4m3, and what they are multiplied by, [..., 1] fp32: 1 for a row of zeros.
+        values [..., n] e4m3, and the scales that restore them, [..., 1] fp32; 1 for a row of zeros.
     """
     wide = x.float()
     scale = wide.abs().amax(dim=-1, keepdim=True) / FP8_MAX
@@ -22,11 +22,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x times the transpose of a weight in fp8, both by `quantize_rows`; sums and scaling in fp32. No gradient.
+    """Multiply x by the transpose of an fp8 weight, with sums and scaling in fp32. No gradient.
 
     Args:
-        x: [M, in], made fp8 here.
-        weight, scale: [out, in] e4m3 and [out, 1] fp32.
+        x: [M, in], quantised here.
+        weight, scale: [out, in] e4m3 and [out, 1] fp32, from `quantize_rows`.
 
     Returns:
         [M, out] in the dtype of x.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Rows to fp8 in one pass, a program a row; the product is cuBLAS's or CUTLASS's, as torch chooses."""
+"""Linears in fp8: a Triton kernel quantises with one program per row; torch picks cuBLAS or CUTLASS for the product."""
 
 import torch
 import triton
@@ -37,6 +37,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """See the reference. x in bf16; in and out are multiples of 16."""
+    """See the reference. x must be bf16; in and out must be multiples of 16."""
     values, rows = quantize_rows(x)
     return torch._scaled_mm(values, weight.t(), rows, scale.t(), out_dtype=x.dtype, use_fast_accum=True)

@@ -1,4 +1,4 @@
-"""Losses of draft heads from a chunk of logits, and the gradient of the logits in their place."""
+"""Losses of draft heads from a chunk of logits, and the gradient with respect to the logits, in place."""
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.head_loss import reference

@@ -1,4 +1,4 @@
-"""The passes over a chunk of logits that give the losses of draft heads and the gradient of the logits."""
+"""Passes over a chunk of logits that give the losses of draft heads and the gradient with respect to the logits."""
 
 from collections.abc import Iterator
 
@@ -18,28 +18,28 @@ from mtpkit.kernels.head_loss.slices import (
 )
 
 GROUP = 64
-"""Logits of which `best` keeps the largest."""
+"""Neighbouring logits that `best` first reduces to their maximum."""
 
 
 class HeadLoss:
-    """One chunk: C target positions, at each of which the teacher and up to K depths predict the same token.
+    """Loss of one chunk: C target positions, at each of which the teacher and up to K depths predict the same token.
 
-    The logits are used up: they are worked on in place, and what the buffers hold between the calls is the twin's own.
-    Here that is the exponentials, so that each is taken once.
+    The logits are overwritten: both twins work in place, and each keeps what it likes in the buffers between calls. The
+    reference keeps exponentials, so that each is computed once.
 
     Args:
         teacher: [C, V].
         students: [S, V], one row for each True of `mask`, in the order of `mask.nonzero()`.
         mask: [K, C] bool, the depths that predict at each position.
-        targets: [C] int64, for `ce` the column of the token at each position; it may lie outside 0 .. V - 1, in the
-            slice that another rank holds.
-        kind: `kl` is KL(teacher || student) at a temperature, times its square, `tv` total variation distance, `ce`
-            cross-entropy against the targets.
-        temperature: of `kl`, 1 for the others.
-        floor: [C] for `kl`: tokens of which the teacher's logit is below it have no part in the teacher's
-            distribution, which is renormalised over the others. None: all have.
+        targets: [C] int64, for `ce` the column of the token at each position. A column outside 0 .. V - 1 belongs to
+            the slice of another rank.
+        kind: `kl` is KL(teacher || student) at a temperature, times the temperature squared; `tv` is total variation
+            distance; `ce` is cross-entropy against the targets.
+        temperature: temperature of `kl`; 1 for the others.
+        floor: [C] for `kl`: the teacher's distribution leaves out tokens whose teacher logit is below the floor, and is
+            renormalised over the others. None: all tokens count.
 
-    Sums are in fp32 whatever the logits' dtype (fp64 of fp64 logits).
+    Sums are in fp32 whatever the dtype of the logits (fp64 for fp64 logits).
 
     Shape legend: C positions, V vocabulary (one rank's slice of it), K depths, S student rows, P slices.
     """
@@ -62,7 +62,7 @@ class HeadLoss:
         self.weights = self.teacher
 
     def statistics(self) -> Tensor:
-        """[P, 7, S], see `slices`; P = 1 here."""
+        """Statistics [P, 7, S], see `slices`; P = 1 here."""
         base = self._weigh_teacher()
         for span, rows in self._depths():
             part, student = self.parts[0, :, span], self.students[span]
@@ -78,12 +78,11 @@ class HeadLoss:
         return self.parts
 
     def overlap(self, whole: Tensor) -> Tensor:
-        """For `tv`, after `statistics`: its loss and the gradient's pull, [P, 2, S], to be summed over P.
+        """Loss and gradient pull of `tv`, [P, 2, S], to be summed over P; call `statistics` first.
 
-        After statistics of `kl` at temperature 1 it gives the same, but no gradient can follow.
-
-        With p the teacher's probability of a token, q the student's and d the half of sign(q - p), the loss is the sum
-        of d (q - p), the pull the sum of d q.
+        With p the teacher's probability of a token, q the student's and d = sign(q - p) / 2, the loss is the sum of
+        d (q - p), and the pull is the sum of d q. After the statistics of `kl` at temperature 1 the result is the same,
+        but `gradient_` can no longer be called.
 
         Args:
             whole: [7, S], the folded statistics.
@@ -98,7 +97,7 @@ class HeadLoss:
         return parts
 
     def gradient_(self, whole: Tensor, pull: Tensor | None = None) -> None:
-        """Put the gradient of each row's loss with respect to its logits in the place of `students`, in their dtype.
+        """Overwrite `students` with the gradient of each row's loss with respect to its logits, in their dtype.
 
         Args:
             whole: [7, S], the folded statistics.
@@ -121,11 +120,11 @@ class HeadLoss:
             self.out.copy_(self.students)
 
     def _weigh_teacher(self) -> Tensor:
-        """Statistics [7, C] of the teacher, CROSS being its part of that; `weights` from here on."""
+        """Set `weights` and return the teacher's statistics [7, C], with its share of CROSS."""
         base = self.parts.new_zeros(NUM_STATISTICS, len(self.teacher))
         base[BASE_PEAK], base[BASE_TOKEN] = best(self.teacher)
         if self.kind == "ce":
-            base[BASE_TOTAL] = base[BASE_PEAK] * 0  # NaN of a peak that is not finite
+            base[BASE_TOTAL] = base[BASE_PEAK] * 0  # NaN if the peak is not finite
             return base
         left_out = None if self.floor is None else self.teacher < self.floor[:, None]
         shifted = _shift(self.teacher, base[BASE_PEAK], self.temperature)
@@ -140,14 +139,14 @@ class HeadLoss:
         return base
 
     def _scales(self, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """What turns a row's weights, which are beside this slice's peak, into probabilities (times T for `kl`)."""
+        """Factors that turn weights relative to this slice's peak into probabilities (times T for `kl`)."""
         own, factor = self.parts[0], self.temperature
         scale = ((own[PEAK] - whole[PEAK]) / self.temperature).exp() * (factor / whole[TOTAL])
         base_scale = ((own[BASE_PEAK] - whole[BASE_PEAK]) / self.temperature).exp() * (factor / whole[BASE_TOTAL])
         return scale, base_scale
 
     def _depths(self) -> Iterator[tuple[slice, slice | Tensor]]:
-        """Each depth's rows of `students`, and the rows of `teacher` that belong to them."""
+        """Yield each depth's rows of `students`, and the matching rows of `teacher`."""
         start = 0
         for chosen in self.mask:
             rows = slice(None) if chosen.all() else chosen.nonzero().squeeze(-1)
@@ -157,9 +156,9 @@ class HeadLoss:
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit [n] of each row [n, V], and its column [n], the first of equals.
+    """The largest logit [n] of each row [n, V], and its column [n], the first among equals.
 
-    A search for the largest goes many times faster than one for its place: the place is looked for in one block.
+    torch's maximum is many times faster than its argmax, so that the argmax is taken within one block only.
     """
     width = logits.shape[1]
     whole = width // GROUP * GROUP
@@ -168,7 +167,7 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     tops = logits[:, :whole].unflatten(1, (-1, GROUP)).amax(-1)
     if whole < width:
         tops = torch.cat([tops, logits[:, whole:].amax(-1, keepdim=True)], 1)
-    # The last block is shorter, and is made whole by logits before it: they are smaller where it is the first.
+    # The last block is shorter and is extended to the left; if it wins, the logits added are smaller than its maximum.
     start = (tops.argmax(-1, keepdim=True) * GROUP).clamp_(max=width - GROUP)
     columns = start + torch.arange(GROUP, device=logits.device)
     peak, place = logits.gather(1, columns).max(-1)
@@ -176,18 +175,18 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shift(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
-    """(logits - peak) / T, in place."""
+    """Compute (logits - peak) / T in place."""
     logits.sub_(peak[:, None])
     return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """[n] the logit in each row's column, 0 where it has none."""
+    """[n], the logit in each row's column; 0 where the column is outside this slice."""
     held = (columns >= 0) & (columns < logits.shape[1])
     return logits.gather(1, columns.where(held, 0)[:, None]).squeeze(1).where(held, 0)
 
 
 def _lower(probs: Tensor, columns: Tensor) -> None:
-    """Take 1 from each row's column, where it has one."""
+    """Subtract 1 in each row's column, unless the column is outside this slice."""
     held = (columns >= 0) & (columns < probs.shape[1])
     probs.scatter_add_(1, columns.where(held, 0)[:, None], -held[:, None].to(probs.dtype))

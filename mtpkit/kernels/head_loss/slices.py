@@ -1,7 +1,7 @@
-"""What one pass over logits tells of a slice of the vocabulary, how slices become the whole, and the losses from it.
+"""Statistics of a slice of the vocabulary from one pass over logits, their reduction to the whole, and the losses.
 
-A slice is what one program of a kernel reads, or what one tensor-parallel rank holds: both are folded alike. Everything
-is laid out by student row; the rows that one teacher row teaches repeat its numbers.
+A slice is the part that one program of a kernel reads, or that one tensor-parallel rank holds; both are reduced alike.
+All statistics have one column per student row; student rows with the same teacher row repeat the teacher's numbers.
 
 Shape legend: S student rows, P slices, t and s the logits of teacher and student, T the temperature.
 """
@@ -14,22 +14,22 @@ from torch import Tensor
 LossKind = Literal["kl", "tv", "ce"]
 
 PEAK, TOKEN, TOTAL, BASE_PEAK, BASE_TOKEN, BASE_TOTAL, CROSS = range(7)
-"""Statistics of a slice. The student's largest logit; its column, the first of equals; the sum of the weights
-exp((s - PEAK) / T). The same of the teacher, whose total is of the tokens that its support keeps; for `ce` it is 0, or
-NaN where one of the teacher's logits is NaN or infinity. CROSS is for `kl` the sum of the teacher's weights times
-((t - BASE_PEAK) - (s - PEAK)) / T, for `ce` the target's logit, or 0 where another slice has the target.
+"""Statistics of a slice. PEAK is the student's largest logit; TOKEN is its column, the first among equals; TOTAL is the
+sum of the weights exp((s - PEAK) / T). BASE_* are the same for the teacher. BASE_TOTAL leaves out tokens below the
+floor; for `ce` it is 0, or NaN if a teacher logit is NaN or +inf. CROSS is for `kl` the sum of the teacher's weights
+times ((t - BASE_PEAK) - (s - PEAK)) / T, for `ce` the target's logit, or 0 if another slice has the target.
 
-A logit of NaN or infinity makes one of these numbers one, whatever the kind, and the row's loss with it. A logit of
-minus infinity is a probability of 0."""
+A logit of NaN or +inf makes one of these numbers, and so the row's loss, NaN or infinite, whatever the kind. A logit of
+-inf is a probability of 0."""
 NUM_STATISTICS = 7
 
 
 def fold(parts: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
-    """Statistics [7, S] of the whole from those of its slices [P, 7, S], which may be folded again with others."""
+    """Reduce the statistics [P, 7, S] of slices to those of their union [7, S], which may be reduced again."""
     if len(parts) == 1:
         return parts[0]
     whole = torch.zeros_like(parts[0])
-    rises = []  # how far each slice's peak is above the whole's, times 1 / T
+    rises = []  # (peak of the slice - peak of the whole) / T
     for peak, token, total in ((PEAK, TOKEN, TOTAL), (BASE_PEAK, BASE_TOKEN, BASE_TOTAL)):
         peaks = parts[:, peak]
         whole[peak] = peaks.amax(0)
@@ -45,14 +45,14 @@ def fold(parts: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
 
 
 def number_tokens(whole: Tensor, first: int) -> Tensor:
-    """Statistics [7, S] whose slice begins at token `first`, with tokens in place of columns. Exact below 2^24."""
+    """Replace columns by tokens in the statistics [7, S] of a slice that begins at token `first`. Exact below 2^24."""
     offset = whole.new_zeros(NUM_STATISTICS, 1)
     offset[TOKEN] = offset[BASE_TOKEN] = first
     return whole + offset
 
 
 def row_losses(whole: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
-    """[S], of `kl` and `ce`; `tv` has its losses from `HeadLoss.overlap`."""
+    """[S], losses of `kl` and `ce`; `HeadLoss.overlap` gives those of `tv`."""
     if kind == "ce":
         return whole[PEAK] + whole[TOTAL].log() - whole[CROSS] + whole[BASE_TOTAL]
     assert kind == "kl", kind
@@ -61,21 +61,22 @@ def row_losses(whole: Tensor, kind: LossKind, temperature: float = 1.0) -> Tenso
 
 
 def matches(whole: Tensor) -> Tensor:
-    """[S] bool: the student's best token is the teacher's. Logits that are not finite have no best token."""
+    """[S] bool, whether the student's best token is the teacher's; False if one of the two rows is invalid."""
     return (whole[TOKEN] == whole[BASE_TOKEN]) & is_finite(whole)
 
 
 def is_finite(whole: Tensor) -> Tensor:
-    """[S] bool: the logits of student and teacher give probabilities."""
+    """[S] bool, whether the logits of student and teacher are valid."""
     return whole.isfinite().all(0)
 
 
 def draft_tokens(whole: Tensor) -> Tensor:
-    """[S] int64: the student's best token."""
+    """[S] int64, the student's best token."""
     return whole[TOKEN].long()
 
 
 def log_probs(whole: Tensor, logits: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """A token's logits [S] as log-probabilities of student and teacher, [S] each; of `kl` at temperature 1."""
+    """Turn the student's and the teacher's logits [S] of a token into log-probabilities, [S] each; for `kl` at
+    temperature 1."""
     own = logits - whole[PEAK] - whole[TOTAL].log()
     return own, base_logits - whole[BASE_PEAK] - whole[BASE_TOTAL].log()

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Losses of draft heads in Triton: each logit is read twice (for `tv` thrice), and its gradient written once.
+"""Losses of draft heads in Triton: each logit is read twice (for `tv` three times), and its gradient is written once.
 
-A program holds one block of a teacher row in registers and goes through the students' rows of that position: the
-teacher's numbers are made once for all depths, and rows that the mask leaves out are not there. Exponentials are taken
-anew in each pass, which costs less than to write them down.
+A program holds one block of a teacher row in registers and loops over the students' rows of that position, so that the
+teacher's numbers are computed once for all depths. Rows that the mask leaves out take no memory. Each pass recomputes
+the exponentials, which is cheaper than to store them.
 """
 
 import torch
@@ -15,17 +15,17 @@ from mtpkit.kernels.device import with_rows
 from mtpkit.kernels.head_loss.slices import NUM_STATISTICS, LossKind
 
 BLOCK = 4096
-"""Logits of a row that a program takes."""
+"""Logits of a row per program."""
 NUM_WARPS = 8
 
 _LOG2_E = 1.4426950408889634
 _FIELDS = tl.constexpr(NUM_STATISTICS)
-_BASE = tl.constexpr(3)  # the teacher's statistics come after so many of the student's
+_BASE = tl.constexpr(3)  # index of the teacher's first statistic, BASE_PEAK
 
 
 @triton.jit
 def _place(width, BLOCK: tl.constexpr):
-    """Of a program: its position, its slice of the vocabulary, its columns, and which of these exist."""
+    """The position of this program, its slice of the vocabulary, its columns, and which of these exist."""
     parts = tl.cdiv(width, BLOCK)
     part = tl.program_id(0) % parts
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +39,7 @@ def _load(logits, row, stride, column, inside):
 
 @triton.jit
 def _first(x, peak, column):
-    """The first column that holds the peak."""
+    """The first column with the peak."""
     return tl.min(tl.where(x == peak, column, 2147483647), axis=0).to(tl.float32)
 
 
@@ -50,7 +50,8 @@ def _slot(slots, depth, positions, row):
 
 @triton.jit
 def _probabilities(x, whole, rows, slot, scale):
-    """By the student's statistics in `whole`, or the teacher's where that is moved by _BASE rows."""
+    """Probabilities of x by the student's statistics in `whole`, or by the teacher's if `whole` is moved by _BASE
+    rows."""
     peak, total = tl.load(whole + slot), tl.load(whole + 2 * rows + slot)
     return tl.exp2((x - peak) * scale) * (1 / total)
 
@@ -80,7 +81,7 @@ def _statistics_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [P, 7, S], see `slices`."""
+    """Store the statistics in out [P, 7, S], see `slices`."""
     row, part, column, inside = _place(width, BLOCK)
     t = _load(teacher, row, teacher_stride, column, inside)
     base_peak = tl.max(t, axis=0)
@@ -138,7 +139,7 @@ def _second_pass_kernel(
     DEPTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient in place of the students' logits, or out [P, 2, S]: loss and pull of `tv`."""
+    """Overwrite the students' logits with their gradient, or store loss and pull of `tv` in out [P, 2, S]."""
     row, part, column, inside = _place(width, BLOCK)
     each = tl.arange(0, DEPTHS)
     any_slot = tl.max(tl.load(slots + each * positions + row, mask=each < depths, other=-1), axis=0).to(tl.int64)
@@ -170,7 +171,7 @@ def _second_pass_kernel(
 
 
 class HeadLoss:
-    """See the reference. Logits of any row stride; those of 16 bytes load fastest."""
+    """See the reference. Logits may have any row stride; strides that are multiples of 16 bytes load fastest."""
 
     def __init__(
         self,

@@ -4,12 +4,12 @@ from torch import Tensor
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Put token t at flat slot slots[t] = block * block_size + offset; a slot of -1 is written nowhere.
+    """Write token t to slot slots[t] = block * block_size + offset; skip it if the slot is -1.
 
     Args:
-        key, value: [T, kv_heads, d], of any strides, as views of a fused projection have them.
+        key, value: [T, kv_heads, d] of any strides; views of a fused projection, for example.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, d], updated in place.
-        slots: [T] int64, distinct where not -1.
+        slots: [T] int64, the slot mapping; distinct but for -1.
     """
     written = slots >= 0
     places = slots[written]

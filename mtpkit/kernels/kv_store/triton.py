@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Write new keys and values into a paged cache: the Triton twin."""
+"""Write new keys and values into a paged cache, in Triton."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def _store_kernel(
     HEADS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
-    """One token and HEADS_BLOCK of its heads a program; both caches are contiguous."""
+    """Copy HEADS_BLOCK heads of one token per program; both caches are contiguous."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -47,7 +47,7 @@ def store_kv(
     program_elements: int = 1024,
     num_warps: int = 4,
 ) -> None:
-    """See the reference. A program copies about `program_elements` of the keys and as many of the values."""
+    """See the reference. A program copies about `program_elements` elements of the keys and as many of the values."""
     tokens, kv_heads, width = key.shape
     if tokens == 0:
         return

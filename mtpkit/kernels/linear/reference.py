@@ -1,4 +1,4 @@
-"""A linear with what stands around it in a layer: the norm of its input before it, activation and residual after it."""
+"""A linear with the ops around it in a layer: the norm of its input, and activation and residual of its output."""
 
 from types import ModuleType
 from typing import Literal
@@ -21,19 +21,20 @@ def linear(
     activation: Literal["relu2"] | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """activation(norm(x) @ weight.T) + residual.
+    """Compute activation(norm(x) @ weight.T) + residual.
 
     Args:
         x: [M, K], rows of any stride.
         weight: [N, K].
-        norm_weight: [K]; with it x is RMS-normalised, without it nothing is.
-        group_size, gate: of Mamba2's gated norm: x * silu(gate) is normalised in groups of `group_size` channels.
-            gate [M, K] may be a slice of a wider projection.
+        norm_weight: [K], weight of the RMS norm of x; None: no norm.
+        group_size, gate: arguments of Mamba2's gated norm, which normalises x * silu(gate) in groups of `group_size`
+            channels. gate [M, K] may be a slice of a wider projection.
         activation: `relu2` is max(y, 0)^2.
-        residual: [M, N]; may be overwritten by the result.
+        residual: [M, N]; the result may overwrite it.
 
     Returns:
-        [M, N] in the dtype of x. Here every step rounds to it, but a residual right after the product is added first.
+        [M, N] in the dtype of x. The reference rounds after every op, but adds a residual directly after the product
+        before it rounds.
     """
     return compose(norms, activations, x, weight, norm_weight, eps, group_size, gate, activation, residual)
 
@@ -50,7 +51,7 @@ def compose(
     activation: Literal["relu2"] | None,
     residual: Tensor | None,
 ) -> Tensor:
-    """`linear` from one op after another; `norms` and `activations` say which twins of them."""
+    """Compute `linear` as separate ops, with the twins of norms and activations that the two modules hold."""
     assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
     if gate is not None:
         x = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps)

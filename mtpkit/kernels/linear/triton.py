@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The linear of a few rows in Triton: one pass over the weight, with norm, activation and residual on the way.
+"""Linear of a few rows in Triton: one pass over the weight, fused with norm, activation and residual.
 
-The norm's factor 1 / rms is one number of a row, so that it may be multiplied after the product: the sum of squares is
-gathered in the same loop over K. (A gated norm has its own kernel: in here its silu, computed again for every tile of
-outputs, costs more than it saves.) Where one program for each tile of outputs would leave the GPU
-idle, several share the input channels; the last of them to finish adds up the parts, always in the same order.
+The norm's factor 1 / rms is one number per row and is applied after the product; the same loop over K sums the squares.
+(A gated norm has its own kernel: fused, its silu would be recomputed for every tile of outputs, which costs more than
+it saves.) If one program per tile of outputs would leave the GPU idle, several programs share the input channels; the
+last to finish adds up the parts, always in the same order.
 """
 
 from typing import Literal, NamedTuple
@@ -20,13 +20,14 @@ from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, with_ro
 from mtpkit.kernels.linear.reference import compose
 
 MAX_ROWS = 16
-"""With more rows the matrix units matter, and a library's kernel is better."""
+"""Most rows that the kernel takes; with more, cuBLAS makes better use of tensor cores."""
 _MAX_SPLITS = 8
-"""More would leave a program too few tiles to overlap."""
+"""Most splits of the input channels; more would leave a program too few tiles to overlap."""
 
 
 class Tile(NamedTuple):
-    """Outputs and input channels that a program multiplies at a time, and how; `splits` programs share the outputs."""
+    """Outputs and input channels that a program multiplies at a time; programs that share the outputs; pipeline stages;
+    warps."""
 
     block_n: int
     block_k: int
@@ -35,7 +36,7 @@ class Tile(NamedTuple):
     num_warps: int
 
     def fits(self, width: int) -> bool:
-        """Whether `width` input channels are whole tiles for every program."""
+        """Whether `width` input channels divide into whole tiles for every program."""
         return width % (self.splits * self.block_k) == 0
 
 
@@ -48,19 +49,19 @@ TILES: dict[tuple[int, int], Tile] = {
     (4096, 8192): Tile(64, 128, 4, 4, 4),
     (4096, 21504): Tile(64, 128, 4, 4, 4),
 }
-"""By (N, K) of the weight. All programs, but not those of the vocabulary, are resident at once, so that they share the
-bandwidth evenly and end together. 64 outputs are the fewest that Hopper's matrix units take from shared memory as their
-left operand."""
+"""Tiles by (N, K) of the weight. All programs are resident at once, except with the vocabulary's weight, so that they
+share the bandwidth evenly and end together. 64 outputs are the fewest that Hopper's tensor cores take from shared
+memory as their left operand."""
 _OTHER = Tile(64, 128, 1, 3, 4)
-"""Of weights that the table has not."""
+"""Tile of other weights, before `splits` is chosen."""
 _RESIDENT = 3
-"""Such programs that a multiprocessor holds at once."""
+"""Programs with this tile that a multiprocessor holds at once."""
 
 
 def choose_tile(outputs: int, width: int) -> Tile | None:
-    """The table's tile or, for other weights, one that fills the GPU with programs that are resident at once.
+    """The table's tile; for other weights one that fills the GPU with programs that are resident at once.
 
-    None where `width` channels are not whole tiles.
+    None if `width` channels do not divide into whole tiles.
     """
     if (outputs, width) in TILES:
         return TILES[outputs, width]
@@ -74,20 +75,20 @@ def choose_tile(outputs: int, width: int) -> Tile | None:
 
 @triton.jit
 def _store_part(products, squares, product, square, live, NORMED: tl.constexpr):
-    """Leave one program's sums to the last one of its tile."""
+    """Store one program's sums for the last program of its tile."""
     tl.store(products, product, mask=live)
     if NORMED:
         tl.store(squares, square)
-    tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
+    tl.debug_barrier()  # all threads must have stored their part before one thread increments the counter
 
 
 @triton.jit
 def _sum_parts(products, squares, live, PART: tl.constexpr, SPLITS: tl.constexpr, NORMED: tl.constexpr):
-    """The sums of all parts of a tile, which lie PART apart from the pointers to the first on."""
+    """Add up all parts of a tile; the pointers are those of the first part, and parts are PART elements apart."""
     product = tl.zeros(products.shape, tl.float32)
     square = tl.zeros(squares.shape, tl.float32)
     for part in tl.static_range(SPLITS):
-        # From the L2 cache, where the other multiprocessors wrote them.
+        # .cg reads the L2 cache, where the other multiprocessors' stores are.
         product += tl.load(products + part * PART, mask=live, other=0.0, cache_modifier=".cg")
         if NORMED:
             square += tl.load(squares + part * PART, cache_modifier=".cg")
@@ -117,22 +118,22 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """BLOCK_N outputs of all rows, summed over SPAN of the WIDTH input channels. The weight is the left operand of the
-    product, whose other side may be as narrow as 16."""
+    """Compute BLOCK_N outputs of all rows per program, summed over SPAN of the WIDTH input channels. The weight is the
+    left operand of the product, whose other side may be as narrow as 16."""
     SPLITS: tl.constexpr = WIDTH // SPAN
     NORMED: tl.constexpr = norm_ptr is not None
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     k = split * SPAN + tl.arange(0, BLOCK_K)
     live = (m < rows)[None, :]
-    # Outputs past the end repeat the last one: loads without a mask.
+    # Outputs past the end repeat the last one, so that loads need no mask.
     weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
     weight_ptrs = weights[:, None] + k[None, :]
     x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
     if NORMED:
-        # Laid out like x, whose threads then hold it without an exchange, and a tile ahead; the L1 cache repeats it.
+        # Loaded one tile ahead, in the layout of x, so that threads exchange nothing; the L1 cache serves the repeats.
         scale_ptrs = norm_ptr + k[:, None] + tl.zeros([1, ROWS], tl.int32)
         scale = tl.load(scale_ptrs)
     for start in range(0, SPAN, BLOCK_K):
@@ -147,7 +148,7 @@ def _linear_kernel(
     square = tl.sum(squares, 0)
 
     if SPLITS > 1:
-        # A part is the products [ROWS, BLOCK_N] and the sums of squares [ROWS].
+        # A part holds products [ROWS, BLOCK_N], then sums of squares [ROWS].
         PART: tl.constexpr = ROWS * (BLOCK_N + 1)
         places = parts_ptr + tile * (SPLITS * PART) + m[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         last = parts_ptr + tile * (SPLITS * PART) + ROWS * BLOCK_N + m
@@ -159,7 +160,7 @@ def _linear_kernel(
     if NORMED:
         product *= tl.rsqrt(square / WIDTH + eps)[None, :]
     if RELU2:
-        product = tl.where(product < 0, 0.0, product * product)  # not tl.maximum, which would turn a NaN into 0
+        product = tl.where(product < 0, 0.0, product * product)  # tl.maximum would turn a NaN into 0
     mask = (n < outputs)[:, None] & live
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=mask, other=0.0)
@@ -171,11 +172,11 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _counters_of(device: torch.device, tiles: int) -> Tensor:
-    """Zeros that the kernel leaves as zeros: one a tile of outputs, of the programs that have written their part.
+    """Counters, one per tile of outputs, of programs that have stored their part; the kernel resets them to zero.
 
-    All calls on a device share them, so that they may not run at the same time on two streams. They are kept for good,
-    because graphs know their address. While a graph is captured nothing runs, and new ones would be zero only after its
-    own memset: those stay with the graph, which repeats the memset. A call before the capture saves that.
+    All calls on a device share the counters, so that two streams must not run them at once. They are never freed, since
+    CUDA graphs hold their address. During a capture nothing runs: counters created then become zero only by a memset
+    that belongs to the graph and is replayed with it. A call before the capture avoids that.
     """
     key = device, max(4096, triton.next_power_of_2(tiles))
     if key in _counters:
@@ -198,8 +199,8 @@ def linear(
     residual: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See the reference. Up to MAX_ROWS rows in bf16 are one kernel that rounds once, and a gated norm one before it;
-    others are one op after another. `tile` replaces the table's choice.
+    """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once, after a kernel for a gated norm;
+    other inputs run as separate ops. `tile` overrides the choice of `TILES`.
     """
     assert activation in (None, "relu2") and (gate is None) == (group_size is None)
     (rows, width), outputs = x.shape, len(weight)

@@ -1,6 +1,6 @@
-"""Mixture of experts: which experts a token goes to, and what they make of it.
+"""Mixture of experts: routing of tokens to experts, and the experts' feed-forward networks.
 
-Shape legend: T tokens, E experts, k experts a token, h width of a token, f inner width of an expert.
+Shape legend: T tokens, E experts, k experts per token, h width of a token, f inner width of an expert.
 """
 
 from typing import Literal
@@ -22,14 +22,14 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token by sigmoid scores (DeepSeek-V3, arXiv:2412.19437), as megatron-core chooses them.
+    """Choose the experts of each token by sigmoid scores (DeepSeek-V3, arXiv:2412.19437), as megatron-core does.
 
     Args:
         logits: [T, E] float32.
-        bias: [E] float32, added to the scores where experts are chosen, not where they are weighed.
-        scale: times the weights, which add up to it where k > 1.
-        num_groups, top_groups: only experts of the `top_groups` best of `num_groups` groups of neighbours are chosen; a
-            group is as good as its best k / top_groups experts together.
+        bias: [E] float32, added to the scores for the choice of experts, not for their weights.
+        scale: factor of the weights, which add up to it if k > 1.
+        num_groups, top_groups: experts come only from the best `top_groups` of `num_groups` groups of neighbours; the
+            score of a group is the sum of its best k / top_groups experts.
 
     Returns:
         Distinct experts [T, k] int64, in any order, and their weights [T, k] float32.
@@ -57,7 +57,7 @@ def expert_mlp(
     activation: Activation,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + sum over the k experts e of a token: weight * fc2[e] @ activation(fc1[e] @ x).
+    """Compute residual + the sum over the k experts e of a token of weight * fc2[e] @ activation(fc1[e] @ x).
 
     Args:
         x: [T, h].
@@ -68,7 +68,7 @@ def expert_mlp(
         residual: [T, h].
 
     Returns:
-        [T, h] in the dtype of x; the sum is made in float32 and rounded once. Waits for the device here.
+        [T, h] in the dtype of x, summed in float32 and rounded once. The reference waits for the device.
     """
     outputs = x.new_zeros(*expert_ids.shape, fc2.shape[1])
     act = relu2 if activation == "relu2" else swiglu

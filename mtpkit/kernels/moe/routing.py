@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The experts of each token in Triton: one program a token, which looks for the best expert k times."""
+"""Routing of tokens to experts in Triton: one program per token, which searches for the best expert k times."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from mtpkit.kernels.moe import reference
 
 @triton.jit
 def _best(values, taken, index):
-    """The index of the largest value that is not taken, the first of equals; NaN counts as the least."""
+    """The index of the largest value that is not taken, the first among equals; NaN counts as the smallest."""
     values = tl.where(values == values, values, -1e30)
     values = tl.where(taken, float("-inf"), values)
     return tl.min(tl.where((values == tl.max(values)) & ~taken, index, 2147483647))
@@ -33,7 +33,7 @@ def _route_kernel(
     COLUMNS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """One token; its scores as [ROWS, COLUMNS], a row a group of GROUP experts."""
+    """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
     token = tl.program_id(0).to(tl.int64)
     row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     index = row[:, None] * GROUP + column[None, :]
@@ -43,7 +43,7 @@ def _route_kernel(
     ranked = scores + tl.load(bias_ptr + index, mask=real, other=0.0)
     taken = ~real
     if NUM_GROUPS > 1:
-        # A group's value is the sum of its best TOP_K // TOP_GROUPS experts.
+        # The score of a group is the sum of its best TOP_K // TOP_GROUPS experts.
         left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
         value = tl.zeros([ROWS], tl.float32)
         for _ in tl.static_range(TOP_K // TOP_GROUPS):
@@ -71,9 +71,9 @@ def _route_kernel(
 def route(
     logits: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, num_groups: int = 1, top_groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. A token of NaN, which pads a batch, goes to some experts, too.
+    """See the reference. Padding tokens may be NaN and go to some experts too.
 
-    The kernel takes groups of a power of two; others take the plain ops, which ask the device nothing either.
+    Group sizes that are no power of two run the reference, which does not wait for the device either.
     """
     tokens, experts = logits.shape
     assert logits.dtype == bias.dtype == torch.float32 and logits.stride(1) == 1

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Mixture of experts in Triton, without a word from the host: every grid has the size of the worst case.
+"""Mixture of experts in Triton without host-device syncs: every grid has the size of the worst case.
 
 A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert into blocks of a
-fixed size, the last one of an expert padded; a program multiplies one block by one tile of its expert's weight. Few
-tokens make many small blocks, each of which streams an expert's weights once; many make blocks that fill the matrix
-units.
+fixed size, and the last block of an expert is padded. A program multiplies one block by one tile of its expert's
+weight. With few tokens there are many small blocks, each of which streams an expert's weights once; with many tokens,
+blocks fill the tensor cores.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from mtpkit.kernels.moe.routing import route
 __all__ = ["expert_mlp", "route"]
 
 _SORT_CHUNK = 2048
-"""Pairs that a program looks at at a time while they are sorted."""
+"""Pairs that a program of the sort reads at a time."""
 _COMBINE_BLOCK = 1024
-"""Channels of a token that a program adds up."""
+"""Channels of a token per program of the final sum."""
 
 
 class Tile(NamedTuple):
-    """Outputs and input channels that a program multiplies at a time, and how."""
+    """Outputs and input channels that a program multiplies at a time; pipeline stages; warps."""
 
     block_n: int
     block_k: int
@@ -36,9 +36,9 @@ class Tile(NamedTuple):
 
 
 TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
-"""By pairs of a block."""
+"""Tiles by pairs per block."""
 _WIDE_TILE = Tile(64, 16, 2, 4)
-"""For fp32, which has no matrix unit at full precision."""
+"""Tile for fp32, which tensor cores do not multiply at full precision."""
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _sort_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The pairs of one expert, in their order, and the blocks that they fill."""
+    """Store the pairs of one expert in order, and the expert of each block that they fill."""
     expert = tl.program_id(0)
     bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -88,7 +88,7 @@ def _dot(a, b, acc, NARROW: tl.constexpr):
 
 @triton.jit
 def _load_weight(ptrs, inside, WHOLE: tl.constexpr):
-    """Zero where a channel is not `inside`; WHOLE: all are."""
+    """Load a weight, zero where a channel is not `inside`; WHOLE: all are inside."""
     if WHOLE:
         return tl.load(ptrs)
     else:
@@ -115,8 +115,8 @@ def _expert_kernel(
     BLOCK_K: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """BLOCK_N outputs of a block of pairs, of which SHARED_BY neighbours have one row of x. The weight is the left
-    operand of the product, whose other side may be as narrow as 16."""
+    """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
+    The weight is the left operand of the product, whose other side may be as narrow as 16."""
     block = tl.program_id(1)
     if block >= tl.load(used_ptr):
         return
@@ -142,7 +142,7 @@ def _expert_kernel(
             w = _load_weight(weight_ptrs + outputs * WIDTH + start, inside[None, :], WHOLE)
             value = _dot(w, x, value, NARROW)
     if ACTIVATION == "relu2":
-        product = tl.where(product < 0, 0.0, product * product)  # not tl.maximum, which would turn a NaN into 0
+        product = tl.where(product < 0, 0.0, product * product)  # tl.maximum would turn a NaN into 0
     if GATED:
         product = product / (1.0 + tl.exp(-product)) * value
     if scale_ptr is not None:
@@ -153,7 +153,7 @@ def _expert_kernel(
 
 @triton.jit
 def _combine_kernel(parts_ptr, residual_ptr, out_ptr, width, residual_stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the pairs of a token."""
+    """Add up the pairs of a token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -169,17 +169,17 @@ class _Blocks(NamedTuple):
     """Pairs sorted by expert."""
 
     order: Tensor
-    """[blocks, size] int32 pairs; their number where a block is padded."""
+    """[blocks, size] int32 pairs; padding holds the number of pairs."""
     experts: Tensor
-    """[blocks] int32."""
+    """[blocks] int32, the expert of each block."""
     used: Tensor
-    """[1] int32, how many blocks there are; what follows in the other two is garbage."""
+    """[1] int32, the number of blocks in use; later entries of the other two are undefined."""
 
 
 def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
-    """expert_ids [T, k], sorted into blocks of `size` pairs."""
+    """Sort the pairs of expert_ids [T, k] into blocks of `size`."""
     pairs = expert_ids.numel()
-    most = min(experts, pairs)  # experts that have a last block, which may be padded
+    most = min(experts, pairs)  # most experts with pairs; each has one block that may be padded
     blocks = most + (pairs - most) // size
 
     def ints(*shape: int) -> Tensor:
@@ -200,7 +200,7 @@ def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
 
 
 def block_size(pairs: int, experts: int) -> int:
-    """Pairs of a block: about as many as an expert has."""
+    """Pairs per block: about as many as an expert has."""
     return min(max(TILES), max(SMALLEST_DOT, triton.next_power_of_2(triton.cdiv(pairs, experts))))
 
 
@@ -215,8 +215,8 @@ def expert_mlp(
     size: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See the reference; each expert's output is rounded before they are added up. `size` and `tile` replace the
-    choice of pairs a block and of tiles."""
+    """See the reference. Each expert's output is rounded before the sum. `size` and `tile` override `block_size` and
+    `TILES`."""
     assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
     (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
@@ -231,7 +231,7 @@ def expert_mlp(
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
 
     def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, shared_by: int, act: str) -> None:
-        # Gate and value have an accumulator each.
+        # swiglu needs two accumulators, one for the gate and one for the value.
         block_n = tile.block_n // 2 if act == "swiglu" and tile.block_n > 64 else tile.block_n
         _expert_kernel[(triton.cdiv(out.shape[1], block_n), len(blocks.experts))](
             source,

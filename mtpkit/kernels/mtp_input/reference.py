@@ -1,4 +1,4 @@
-"""What an MTP depth's `eh_proj` reads."""
+"""Input of an MTP depth's `eh_proj`."""
 
 import torch
 import torch.nn.functional as F
@@ -8,11 +8,11 @@ from torch import Tensor
 def mtp_input(
     token_ids: Tensor, hidden: Tensor, embedding: Tensor, enorm_weight: Tensor, hnorm_weight: Tensor, eps: float
 ) -> Tensor:
-    """[enorm(embedding of the token); hnorm(hidden)] (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """Concatenate enorm(embedding of the token) and hnorm(hidden) (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
     Args:
-        token_ids: [T] int64, the token that is `depth` after each position.
-        hidden: [T, h] of any row stride, what the depth before it left there.
+        token_ids: [T] int64, the token `depth` places after each position.
+        hidden: [T, h] of any row stride, hidden states of the depth before.
         embedding: [V, h].
         enorm_weight, hnorm_weight: [h], weights of the two RMS norms.
 

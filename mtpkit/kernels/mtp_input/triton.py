@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The input of `eh_proj` in Triton: gather, both norms and the concatenation in one launch, two programs a token."""
+"""Input of `eh_proj` in Triton: gather, both norms and the concatenation in one launch, two programs per token."""
 
 import torch
 import triton

@@ -5,15 +5,15 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., h] / sqrt(mean(x^2) + eps) * weight [h], in the dtype of x."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight for x [..., h] and weight [h], in the dtype of x."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
-    """Norm of x * silu(z) over groups of `group_size` channels, as Mamba2 has it before its output projection.
+    """Normalise x * silu(z) over groups of `group_size` channels, as Mamba2 does before its output projection.
 
     Args:
-        x, z: [..., h] of any strides; z is a slice of a wider projection.
+        x, z: [..., h] of any strides; z may be a slice of a wider projection.
         weight: [h].
 
     Returns:

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""RMS norms in Triton: each program holds its rows (or one group of a row) in registers, read and written once."""
+"""RMS norms in Triton: each program keeps its rows (or one group of a row) in registers and reads and writes them
+once."""
 
 import torch
 import triton
@@ -9,12 +10,12 @@ from torch import Tensor
 from mtpkit.kernels.device import as_rows
 
 TILE = 2048
-"""Elements of a program that holds several narrow rows."""
+"""Elements per program where it takes several narrow rows."""
 
 
 @triton.jit
 def normalise(value, weight, column, width, eps):
-    """value [rows, block] in fp32, zero from column `width` on: its norm times weight[column]."""
+    """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column]."""
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / width + eps)
     return value * scale * tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
 
@@ -43,7 +44,7 @@ def _gated_rms_norm_kernel(x, z, weight, out, eps, groups, width, x_stride, z_st
 
 
 def tile(width: int) -> dict[str, int]:
-    """Rows and columns of a program for rows of `width`, and its warps: 16 elements a thread."""
+    """Rows, columns and warps of a program for rows of `width`: 16 elements per thread."""
     block = triton.next_power_of_2(width)
     rows = max(1, TILE // block)
     return dict(ROWS=rows, BLOCK=block, num_warps=min(16, max(1, rows * block // 512)))
@@ -58,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
-    """See the reference; a program takes one group of one row."""
+    """See the reference. One program per group of a row."""
     left, right = as_rows(x), as_rows(z)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups, block = x.shape[-1] // group_size, triton.next_power_of_2(group_size)

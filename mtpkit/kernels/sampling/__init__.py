@@ -1,4 +1,4 @@
-"""Sampling from logits, with randomness that depends on seed, position and branch alone."""
+"""Sampling from logits, with random numbers that depend only on seed, position, stream and branch."""
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.sampling import reference

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Where top-k, top-p and min-p cut a row, without a sort: one program a row.
+"""Find where top-k, top-p and min-p cut a row, without a sort: one program per row.
 
-The weight of a logit x is w(x) = 2^((x - m) * scale), m the row's largest and scale = log2(e) / temperature: its
-probability but for a factor. A cut is (t, last): tokens with x > t stay, and of those with x == t the ones at an index
-<= last. t is the largest number at which the tokens >= t reach a target: k of them for top-k, the share p of the weight
-for top-p.
+The weight of a logit x is w(x) = 2^((x - m) * scale), its probability up to a factor, with m the row's largest logit
+and scale = log2(e) / temperature. A cut is (t, last): tokens with x > t are kept, and tokens with x == t if their index
+is <= last. t is the largest number such that the tokens >= t reach a target: k tokens for top-k, the share p of the
+weight for top-p.
 
-The pass over the logits that finds m leaves the largest logit of each group of 32 tokens behind, and these bound t from
-below: where k groups reach a value, k tokens do, and likewise for weight. Most often few groups reach the bound. Then
-their tokens are all that is read, and bisection over the bits of floats finds t among them (`_cut_groups`). In a flat
-distribution passes over the row find t (`_cut_row`).
+The pass over the logits that finds m also stores the largest logit of each group of 32 tokens. These maxima bound t
+from below: if k groups reach a value, at least k tokens do; the same holds for weight. Usually few groups reach the
+bound; then only their tokens are read, and bisection over the bits of floats finds t among them (`_cut_groups`). In a
+flat distribution several passes over the row find t (`_cut_row`).
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from mtpkit.kernels.sampling.search import search, settle, weight_from
 from mtpkit.kernels.sampling.weights import bisect, has_token, key_of, row_statistics, scale_of, value_of, weight_of
 
 GROUP = tl.constexpr(32)
-"""Neighbouring tokens of which the largest logit is kept."""
-_COARSE = tl.constexpr(4096)  # a bound need not be exact: so many keys are a relative 2^-11
+"""Neighbouring tokens in a group."""
+_COARSE = tl.constexpr(4096)  # resolution of the bound in keys, a relative 2^-11; it need not be exact
 
 
 class Tuning(NamedTuple):
@@ -34,20 +34,20 @@ class Tuning(NamedTuple):
     tile: int = 4096
     """Tokens that a pass over a row reads at a time."""
     pivot_tile: int = 2048
-    """The same of a pass at pivots, which keeps eight sums a token in registers."""
+    """The same for a pass with pivots, which keeps eight sums per token in registers."""
     stages: int = 4
-    """Tiles of a pass that are on their way at once, one of which is worked on."""
+    """Pipeline stages of a pass: tiles in flight, the current one included."""
     num_warps: int = 16
     max_registers: int = 128
 
 
 FEW, MANY = Tuning(), Tuning(tile=2048, pivot_tile=1024, num_warps=8)
-"""For up to a row a multiprocessor, and for more: two programs share one."""
+"""Sizes for at most one row per multiprocessor, and for more rows, where two programs share a multiprocessor."""
 
 
 @triton.jit
 def _bound(row, heads, inside, k, p, floor, total, num_groups):
-    """A number that the cut cannot be below, by the largest logits of the groups, heads [HEADS]."""
+    """A lower bound of the cut from the largest logits of the groups, heads [HEADS]."""
     vocab_size, m, scale = row[1], row[2], row[3]
     low, high = key_of(floor), key_of(m) + 1
     one = tl.where(inside, 1.0, 0.0)
@@ -59,7 +59,7 @@ def _bound(row, heads, inside, k, p, floor, total, num_groups):
         if tl.sum(w, 0) >= p * total:
             low = bisect(heads, w, 0.0, p * total, low, high, _COARSE)
         else:
-            # All tokens lighter than this have less than 1 - p of the weight together.
+            # All tokens lighter than this weigh less than the share 1 - p together.
             lightest = tl.maximum(0.99 * (1 - p) * total / vocab_size, 1e-37)
             low = key_of(m + tl.log2(lightest) / scale)
     return value_of(low)
@@ -69,7 +69,7 @@ def _bound(row, heads, inside, k, p, floor, total, num_groups):
 def _filters(
     top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr
 ):
-    """(k, p, floor) of a row, tokens below the floor being too light for min-p; V, 1 and -inf where one is off."""
+    """(k, p, floor) of a row, where floor is the smallest logit that min-p keeps; V, 1 and -inf if a filter is off."""
     floor = tl.full([], float("-inf"), tl.float32)
     k, p = tl.zeros([], tl.int32) + vocab_size, tl.full([], 1.0, tl.float32)
     if TOP_K:
@@ -85,7 +85,8 @@ def _filters(
 def _cut_groups(
     row, buffer, found, num_found, bound, floor, k, p, total, uniform, DRAW: tl.constexpr, ROOM: tl.constexpr
 ):
-    """(t, last, weight of what stays, token) of a row whose tokens >= bound are in the groups `found` [HEADS]."""
+    """(t, last, weight of the kept tokens, token drawn) of a row whose tokens >= bound are in the groups `found`
+    [HEADS]."""
     line, vocab_size, m, scale = row
     groups = found.to(tl.int32)
     tl.store(buffer + tl.cumsum(groups, 0) - 1, tl.arange(0, groups.shape[0]).to(tl.int64), mask=found)
@@ -140,7 +141,7 @@ def _cut_row(
     PIVOT_TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """(t, last, weight of what stays) of any row."""
+    """(t, last, weight of the kept tokens) of any row."""
     vocab_size = row[1]
     t = floor
     kept = total
@@ -189,10 +190,10 @@ def cut_kernel(
     PIVOT_TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The cut of each row, cut_t and cut_last [N], and the weight of what stays, cut_weight [N].
+    """Store the cut of each row, cut_t and cut_last [N], and the weight of the kept tokens, cut_weight [N].
 
-    With DRAW also the token of each row that is cut by its groups; -1 of other rows. Rows of temperature 0 have no cut,
-    nor have rows that no token can be taken from.
+    With DRAW, also store the token of each row that `_cut_groups` cuts, and -1 for other rows. Rows of temperature 0
+    and invalid rows have no cut.
     """
     place = tl.program_id(0).to(tl.int64)
     if DRAW:

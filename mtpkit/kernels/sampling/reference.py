@@ -10,7 +10,7 @@ from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.draft_head.reference import argmax
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-"""What penalties are kept between, and what they make of logits: a finite logit stays finite."""
+"""Bounds of repetition penalties (both) and of penalised logits (LARGEST), so that finite logits stay finite."""
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -43,16 +43,16 @@ def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None) -> Tensor:
-    """The uniform number of a seed, a token position, a stream and a branch, whatever else is in the batch.
+    """Uniform random numbers that depend on seed, token position, stream and branch, not on the rest of the batch.
 
     Args:
         seeds: [N] int64.
         positions: [N] int64, position of the token that the number decides.
-        stream: which of the independent numbers of that position.
-        branches: [N] int64 below 2^32: of several tokens at one position, which one; None: branch 0 for all.
+        stream: index among the independent numbers of that position.
+        branches: [N] int64 below 2^32, index among several tokens at one position; None: branch 0 for all.
 
     Returns:
-        [N] float64 in [0, 1), multiples of 2^-48: the product with any total stays below that total.
+        [N] float64 in [0, 1), multiples of 2^-48, so that the product with any total stays below that total.
     """
     zeros = torch.zeros_like(positions)
     counter = (positions & _WORD, (positions >> 32) & _WORD, zeros + stream, zeros if branches is None else branches)
@@ -63,17 +63,17 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | No
 def apply_penalties(
     logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """Penalise tokens that were seen: repetition counts prompt and output, frequency and presence the output alone.
+    """Penalise tokens that occurred: repetition counts prompt and output, frequency and presence the output only.
 
     Args:
         logits: [N, V].
-        prompt_mask: [N, V] bool, tokens that are in the prompt.
-        output_counts: [N, V] occurrences in the output so far.
-        repetition, frequency, presence: [N] float; 1, 0 and 0 leave a row as it is.
+        prompt_mask: [N, V] bool, tokens of the prompt.
+        output_counts: [N, V], occurrences in the output so far.
+        repetition, frequency, presence: [N] float; 1, 0 and 0 leave a row unchanged.
 
     Returns:
-        [N, V] float32. Logits that are finite stay so whatever the penalties, the others stay as they are: what they
-        tell of the model is not lost.
+        [N, V] float32. Finite logits stay finite whatever the penalties; others are unchanged, so that an invalid row
+        stays invalid.
     """
     logits, counts = logits.float(), output_counts.float()
     factor = torch.where(prompt_mask | (counts > 0), repetition[:, None].clamp(SMALLEST, LARGEST), 1.0)
@@ -89,22 +89,22 @@ def probabilities(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> Tensor:
-    """The distribution that is sampled from: temperature, then min-p, top-k and top-p, then softmax.
+    """The distribution to sample from: temperature, then min-p, top-k and top-p, then softmax.
 
     Args:
         logits: [N, V].
-        temperature: [N] float; 0 puts all mass on the (first) largest logit.
-        top_k: [N] int64 in 1..V (V: off), or None when no row uses it; ties with the k-th stay.
+        temperature: [N] float; 0 puts all mass on the first token with the largest logit.
+        top_k: [N] int64 in 1..V (V: off), or None if no row uses it; ties with the k-th are kept.
         top_p: [N] float in (0, 1] (1: off), or None.
         min_p: [N] float in [0, 1] (0: off), or None.
 
     Returns:
-        [N, V] float32; NaN in an invalid row: with NaN or +inf, or of nothing but -inf.
+        [N, V] float32; NaN in an invalid row: one with NaN or +inf, or with -inf alone.
     """
     greedy = temperature == 0
     best = argmax(logits)
     valid = (best != NO_TOKEN)[:, None]
-    # Beside the largest, so that nothing overflows however small the temperature is.
+    # Relative to the largest, so that no temperature is small enough for an overflow.
     scaled = logits.float() - logits.float().amax(-1, keepdim=True)
     scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
     if min_p is not None:
@@ -117,27 +117,27 @@ def probabilities(
 
 
 def _keep_top(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Mask what top-k and top-p leave out; top-p measures the mass that top-k left."""
+    """Mask the tokens that top-k and top-p leave out; top-p applies to the mass that top-k keeps."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         ordered = ordered.masked_fill(ordered < ordered.gather(-1, top_k[:, None] - 1), -torch.inf)
     if top_p is not None:
         mass = ordered.softmax(-1)
         mass_before = mass.cumsum(-1) - mass
-        # A row without top-p is left alone: its rounded cumulative mass may reach 1 before the last token.
+        # Skip rows without top-p: their rounded cumulative mass may reach 1 before the last token.
         ordered = ordered.masked_fill((mass_before >= top_p[:, None]) & (top_p < 1)[:, None], -torch.inf)
     return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
 def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token a row by inverting its cumulative distribution.
+    """Draw one token per row by inverse CDF.
 
     Args:
         weights: [N, V], non-negative; need not be normalised.
         uniforms: [N] float64 from `uniform`.
 
     Returns:
-        [N] int64; a token of weight 0 is never drawn. `NO_TOKEN` in a row whose sum is not positive, as with NaN.
+        [N] int64; a token of weight 0 is never drawn. `NO_TOKEN` in a row whose sum is not positive or is NaN.
     """
     cumulative = weights.double().cumsum(-1)
     threshold = uniforms[:, None] * cumulative[:, -1:]
@@ -153,14 +153,14 @@ def sample_logits(
     min_p: Tensor | None,
     uniforms: Tensor,
 ) -> Tensor:
-    """Draw one token a row from `probabilities`; rows of temperature 0 take their (first) best token.
+    """Draw one token per row from `probabilities`; rows of temperature 0 take the first best token.
 
     Args:
-        logits, temperature, top_k, top_p, min_p: as `probabilities`.
+        logits, temperature, top_k, top_p, min_p: as for `probabilities`.
         uniforms: [N] float64 from `uniform`.
 
     Returns:
-        [N] int64, what `sample` draws but where rounding of the sums moves a boundary over the number; `NO_TOKEN` as
-        `argmax` has it.
+        [N] int64, the token that `sample` draws, unless rounding of the sums moves a token's boundary past the uniform
+        number; `NO_TOKEN` in the rows where `argmax` gives it.
     """
     return sample(probabilities(logits, temperature, top_k, top_p, min_p), uniforms)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The place of a cut in any row, also a flat one: passes over it that narrow down an interval, then a buffer.
+"""Find the cut of any row, even a flat one: passes over the row narrow an interval until its tokens fit into a buffer.
 
-A `row` is the tuple of its pointer, V, its largest logit m and its scale. Scalars named low and high are keys. What
-tokens `reach` is their number for top-k and their weight for top-p.
+A `row` is the tuple of its pointer, V, its largest logit m and its scale. Scalars named low and high are keys. Tokens
+`reach` a number: their count for top-k, their weight for top-p.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 
 from mtpkit.kernels.sampling.weights import bisect, key_of, value_of, weight_of
 
-_EVEN_PASSES = tl.constexpr(4)  # after them pivots are spread by key, which ends for any distribution of values
-_RUN = tl.constexpr(8)  # neighbouring tokens that a lane of `_gather` takes
-_COARSE = tl.constexpr(256)  # keys that a guess need not tell apart
+_EVEN_PASSES = tl.constexpr(4)  # later passes spread pivots by key, so that the search ends for any distribution
+_RUN = tl.constexpr(8)  # neighbouring tokens per lane of `_gather`
+_COARSE = tl.constexpr(256)  # resolution of a guess in keys
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _tile(line, start, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def weight_from(row, floor, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """The weight of the row's logits >= floor."""
+    """Total weight of the row's logits >= floor."""
     line, vocab_size, m, scale = row
     total = tl.zeros([TILE], tl.float32)
     for start in tl.range(0, vocab_size, TILE, num_stages=STAGES):
@@ -34,9 +34,9 @@ def weight_from(row, floor, TILE: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 def _guess(row, low, high, floor, target, most, BY_WEIGHT: tl.constexpr, ROOM: tl.constexpr):
-    """An interval around t, wrong in few cases of a thousand, from ROOM tokens spread over the row.
+    """An interval that contains t but for a few cases in a thousand, from a sample of ROOM tokens across the row.
 
-    The sample tells what lies below t: many tokens of little weight each, which it estimates well.
+    The sample estimates the weight below t, which it does well because many tokens of little weight make it up.
     """
     line, vocab_size, m, scale = row
     distance = tl.maximum(vocab_size // ROOM, 1)
@@ -56,7 +56,7 @@ def _guess(row, low, high, floor, target, most, BY_WEIGHT: tl.constexpr, ROOM: t
 
 @triton.jit
 def _pivot(low, high, part, by_value):
-    """The key at a `part` of [low, high), by value or by key."""
+    """The key at the fraction `part` of [low, high), measured in values or in keys."""
     bottom, top = value_of(low), value_of(high)
     by_key = low + ((high - low).to(tl.float64) * part).to(tl.int64)
     return tl.where(by_value, key_of(bottom + (top - bottom) * part), by_key)
@@ -66,7 +66,7 @@ def _pivot(low, high, part, by_value):
 def _narrow(
     row, target, low, high, below, above, keys, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """[low, high) narrowed down to a part between eight `keys`, and what the logits >= low and >= high reach."""
+    """Narrow [low, high) to the part between two of eight `keys`; also return what logits >= low and >= high reach."""
     line, vocab_size, m, scale = row
     pivots = [value_of(key) for key in keys]
     reach = [tl.zeros([TILE], tl.float32) for _ in keys]
@@ -78,7 +78,7 @@ def _narrow(
         total = tl.sum(reach[i], 0)
         within = (keys[i] > low) & (keys[i] < high)
         reached = within & (total >= target)
-        missed = within & ~reached  # true of NaN, too, so that every search ends
+        missed = within & ~reached  # true for NaN too, so that every search ends
         low, below = tl.where(reached, keys[i], low), tl.where(reached, total, below)
         high, above = tl.where(missed, keys[i], high), tl.where(missed, total, above)
     return low, high, below, above
@@ -86,12 +86,12 @@ def _narrow(
 
 @triton.jit
 def _gather(row, low, high, buffer, ROOM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """Copy the logits in [low, high) and their indices to the buffer, as far as there is room.
+    """Copy the logits in [low, high) and their indices to the buffer until it is full.
 
-    Each lane of a thread has a column of the buffer to itself, so that nothing is exchanged between threads.
+    Each lane of a thread has a column of the buffer to itself, so that threads exchange nothing.
 
     Returns:
-        How many each lane found, also without room for them, and the weight of the logits >= high.
+        The number that each lane found, those that did not fit included, and the weight of the logits >= high.
     """
     line, vocab_size, m, scale = row
     LANES: tl.constexpr = TILE // _RUN
@@ -100,7 +100,7 @@ def _gather(row, low, high, buffer, ROOM: tl.constexpr, TILE: tl.constexpr, STAG
     bottom, top = value_of(low), value_of(high)
     held = tl.zeros([LANES], tl.int32)
     above = tl.zeros([LANES, _RUN], tl.float32)
-    tl.debug_barrier()  # nobody still reads what was there
+    tl.debug_barrier()  # all threads have finished reading the buffer
     for start in tl.range(0, vocab_size, TILE, num_stages=STAGES):
         index = start + offset
         x = tl.load(line + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
@@ -116,7 +116,7 @@ def _gather(row, low, high, buffer, ROOM: tl.constexpr, TILE: tl.constexpr, STAG
 
 @triton.jit
 def _read_buffer(buffer, held, ROOM: tl.constexpr, TILE: tl.constexpr):
-    """Which of [ROOM] slots hold a token, its logit and its index."""
+    """For each of [ROOM] slots: whether it holds a token, the logit, and the token's index."""
     LANES: tl.constexpr = TILE // _RUN
     place = tl.arange(0, ROOM // LANES)[:, None]
     inside = place < held[None, :]
@@ -127,7 +127,7 @@ def _read_buffer(buffer, held, ROOM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _nth_index(index, equal, nth, vocab_size):
-    """The nth smallest index, from 1, of the `equal` ones."""
+    """The nth smallest index (from 1) of the tokens marked in `equal`."""
     low, high = vocab_size * 0 - 1, vocab_size - 1
     while low + 1 < high:
         middle = (low + high) // 2
@@ -140,7 +140,7 @@ def _nth_index(index, equal, nth, vocab_size):
 
 @triton.jit
 def _nth_in_row(row, t, nth, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """Index of the nth token, from 1, whose logit is t."""
+    """Index of the nth token (from 1) whose logit is t."""
     line, vocab_size = row[0], row[1]
     seen = 0
     place = 0
@@ -155,9 +155,9 @@ def _nth_in_row(row, t, nth, TILE: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 def settle(t, m, scale, target, heavier, equal):
-    """How many of the `equal` tokens at t stay, where the tokens > t weigh `heavier`; and the weight of what stays.
+    """The number of the `equal` tokens at t that are kept, where the tokens > t weigh `heavier`, and the kept weight.
 
-    They stay in the order of their indices while the weight before them is below the target.
+    They are kept in the order of their indices while the weight before them is below the target.
     """
     w = weight_of(t, m, scale)
     stay = tl.minimum(tl.maximum(tl.ceil((target - heavier) / w), 1.0), equal.to(tl.float32))
@@ -178,36 +178,35 @@ def search(
     PIVOT_TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The cut at the largest t >= bound from which on the tokens reach the target; at the bound if nothing does.
+    """Cut at the largest t >= bound such that the tokens >= t reach the target; at the bound if there is none.
 
     Args:
-        buffer: [ROOM] int64 of the program's own.
-        floor: tokens below count for nothing; it is not above the bound.
+        buffer: [ROOM] int64, private to the program.
+        floor: tokens below it do not count; at most the bound.
         most: what the tokens >= floor reach.
 
     Returns:
-        t, the last index that stays of the tokens at t, the weight of what stays. By number all tokens at t stay.
+        t, the last index kept among the tokens at t (all are kept unless BY_WEIGHT), the weight of the kept tokens.
     """
     vocab_size, m, scale = row[1], row[2], row[3]
     LANES: tl.constexpr = TILE // _RUN
     low, high = key_of(bound), key_of(m) + 1
     below, above = most, most * 0
     heavier = above
-    held = tl.zeros([LANES], tl.int32)
-    passes = 0
-    size = tl.full([], ROOM, tl.float32)  # how many lie in [low, high), or more
+    held, passes = tl.zeros([LANES], tl.int32), 0
+    size = tl.full([], ROOM, tl.float32)  # upper bound of the number of tokens in [low, high)
     bottom, top = _guess(row, low, high, floor, target, most, BY_WEIGHT, ROOM)
     searching = low < high
     while searching:
-        # Columns of the buffer that are filled to a quarter on average rarely overflow.
+        # If a quarter of the buffer is filled on average, a column of it rarely overflows.
         while (size > ROOM // 4) & (low + 1 < high):
-            first = tl.where(passes == 0, 0.0, 1 / 9.0)  # a guess may be narrower than it should be
+            first = tl.where(passes == 0, 0.0, 1 / 9.0)  # the guess may be too narrow: include its ends
             step = tl.where(passes == 0, 1 / 7.0, 1 / 9.0)
             by_value = (passes < _EVEN_PASSES) & (value_of(bottom) > float("-inf"))
             keys = [_pivot(bottom, top, first + i * step, by_value) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
             low, high, below, above = _narrow(row, target, low, high, below, above, keys, BY_WEIGHT, PIVOT_TILE, STAGES)
             size = below - above
-            if BY_WEIGHT:  # none of them weighs less than the lower end
+            if BY_WEIGHT:  # no token in it weighs less than the lower end
                 size = size / weight_of(value_of(low), m, scale)
             bottom, top = low, high
             passes += 1
@@ -227,7 +226,7 @@ def search(
         stay, kept = settle(t, m, scale, target, heavier, num_equal)
         if BY_WEIGHT and stay < num_equal:
             last = _nth_index(index, equal, stay, vocab_size)
-    else:  # too many are equal
+    else:  # too many equal logits for the buffer
         t = value_of(low)
         num_equal = tl.sum(held, 0)
         stay, kept = settle(t, m, scale, target, heavier, num_equal)

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels around the cut: statistics of the logits before it, probabilities or a draw after it.
+"""Kernels around the cut: statistics of the logits before it, probabilities or a draw after it.
 
-All take programs of one chunk of a row, but the last, which takes a row. Rows of temperature 0 take their best token.
+`draw_logits_kernel` has one program per row, the others one per chunk of a row. Rows of temperature 0 take their best
+token.
 """
 
 import triton
@@ -29,10 +30,10 @@ def statistics_kernel(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Each chunk's largest logit, the sum of its weights beside that, and where the row wants it its best token.
+    """Store each chunk's largest logit, and the sum of its weights relative to that, or in a greedy row its best token.
 
-    With HEADS also the largest logit of each group. NaN counts as +inf, so that a row's largest logit tells whether
-    all are valid, without another pass.
+    With HEADS, also store the largest logit of each group. NaN is replaced by +inf, so that a row's largest logit tells
+    without another pass whether the row is valid.
     """
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     place = tl.program_id(0).to(tl.int64)
@@ -49,7 +50,7 @@ def statistics_kernel(
     if heat == 0:
         tl.store(best + place, tl.min(tl.min(tl.where(x == m, index, vocab_size - 1), 1), 0))
     else:
-        # A chunk may hold nothing but -inf.
+        # A chunk of -inf alone has weight 0.
         w = tl.where(x > float("-inf"), weight_of(x, m, scale_of(heat)), 0.0)
         tl.store(sums + place, tl.sum(tl.sum(w, 1), 0))
 
@@ -88,7 +89,7 @@ def probabilities_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """probs [N, V] of the tokens that stay; NaN in rows without a token."""
+    """Store probs [N, V] of the kept tokens; NaN in invalid rows."""
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = index < vocab_size
@@ -127,7 +128,7 @@ def kept_sums_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """kept_sums [N, num_chunks] float64: each chunk's weight of tokens that stay, in rows that have no token yet."""
+    """Store kept_sums [N, num_chunks] float64, the weight of each chunk's kept tokens, for rows without a token yet."""
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     if tl.load(tokens + row) >= 0:
         return
@@ -136,9 +137,9 @@ def kept_sums_kernel(
         return
     scale = scale_of(heat)
     m, parts = row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS)
-    if not has_token(m):  # and no cut
+    if not has_token(m):  # such a row has no cut
         return
-    if tl.load(cut_t + row) == float("-inf"):  # all stay
+    if tl.load(cut_t + row) == float("-inf"):  # all tokens are kept
         kept = tl.sum(tl.where(tl.arange(0, CHUNKS) == chunk, parts, 0.0), 0).to(tl.float64)
     else:
         index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -167,7 +168,7 @@ def draw_logits_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """tokens [N] int64 of the rows that have none yet; NO_TOKEN of those that none can be taken from."""
+    """Draw tokens [N] int64 for rows without a token yet; NO_TOKEN for invalid rows."""
     row = tl.program_id(0).to(tl.int64)
     if CUT and tl.load(tokens + row) >= 0:
         return

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Sampling in Triton, without a sort; see `cut` and `softmax`.
 
-A row of logits is read once for its statistics, and once more where probabilities are written. Of a row that is cut few
-groups of tokens are read besides as a rule; a flat one takes several passes for each of top-k and top-p (`_cut_row` in
-`cut`), and a draw from it one more.
+A row of logits is read once for its statistics, and again if probabilities are written. A filtered row usually needs
+only a few more groups of tokens; a flat one takes several passes for each of top-k and top-p (`_cut_row` in `cut`), and
+a draw from it one more.
 
-All functions can be captured in a CUDA graph. Rows that pad a batch may hold anything; a token is one of the vocabulary
-or `NO_TOKEN`, whatever they hold.
+All functions can be captured in a CUDA graph. Padding rows may hold anything; they yield a token of the vocabulary or
+`NO_TOKEN`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from mtpkit.kernels.device import MULTIPROCESSORS, with_rows
 from mtpkit.kernels.sampling import cut, draw, reference, softmax
 
 BLOCK = 1024
-"""Numbers that a program of the elementwise kernels makes."""
+"""Elements per program of the elementwise kernels."""
 _SMALLEST, _LARGEST = tl.constexpr(reference.SMALLEST), tl.constexpr(reference.LARGEST)
 
 
@@ -82,7 +82,7 @@ def _penalties_kernel(
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None) -> Tensor:
-    """See the reference; bit for bit the same."""
+    """See the reference; the results are equal to the bit."""
     out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
     if len(out):
         block = min(BLOCK, triton.next_power_of_2(len(out)))
@@ -105,7 +105,7 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | No
 def apply_penalties(
     logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """See the reference. Of a row without penalties only the logits are read."""
+    """See the reference. For a row without penalties only the logits are read."""
     logits, prompt_mask, output_counts = map(with_rows, (logits, prompt_mask, output_counts))
     repetition, frequency, presence = (values.contiguous() for values in (repetition, frequency, presence))
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
@@ -238,21 +238,21 @@ def sample_logits(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Logits and what one pass over them tells."""
+    """Logits and their statistics from one pass."""
 
     logits: Tensor
-    """[N, V]; a row lies in one piece."""
+    """[N, V] with contiguous rows."""
     temperature: Tensor
     """[N]."""
     chunk: int
     maxima: Tensor
     """[N, num_chunks] float32, largest logit of each chunk."""
     sums: Tensor
-    """[N, num_chunks] float32, sum of its weights, relative to the largest."""
+    """[N, num_chunks] float32, sum of each chunk's weights relative to its largest logit."""
     best: Tensor
-    """[N, num_chunks] int32, its best token; of greedy rows alone."""
+    """[N, num_chunks] int32, best token of each chunk; only for greedy rows."""
     heads: Tensor | None
-    """[N, groups] float32, largest logit of each group; None when no row is filtered."""
+    """[N, groups] float32, largest logit of each group; None if no row is filtered."""
 
     @classmethod
     def of(cls, logits: Tensor, temperature: Tensor, filtered: bool) -> "_Rows":
@@ -302,7 +302,7 @@ class _Rows:
 
     @property
     def logits_and_statistics(self) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-        """First arguments of the kernels that come after."""
+        """First arguments of the later kernels."""
         return self.logits, self.logits.stride(0), self.temperature, self.maxima, self.sums
 
     def cut(
@@ -313,7 +313,7 @@ class _Rows:
         uniforms: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """t [N] float32, last [N] int32 and weight [N] float32, see `cut.cut_kernel`; fills `tokens` where it can."""
+        """t [N] float32, last [N] int32 and weight [N] float32, see `cut.cut_kernel`; also draws `tokens` if given."""
         assert self.heads is not None
         tuning = cut.FEW if self.count <= MULTIPROCESSORS else cut.MANY
         device = self.logits.device
@@ -347,6 +347,6 @@ class _Rows:
             STAGES=tuning.stages,
             num_warps=tuning.num_warps,
             maxnreg=tuning.max_registers,
-            enable_fp_fusion=False,  # the program's threads branch on sums, see `row_statistics`
+            enable_fp_fusion=False,  # threads branch on sums, see `row_statistics`
         )
         return t, last, weight

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Logits as weights and as keys: small device functions that the sampling kernels share."""
+"""Device functions that the sampling kernels share: logits as weights, and as integer keys in the same order."""
 
 import triton
 import triton.language as tl
@@ -9,19 +9,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def weight_of(x, m, scale):
-    """Weight of logit x in a row whose largest is m: its probability but for a factor."""
+    """Weight of logit x in a row whose largest logit is m: its probability up to a factor."""
     return tl.exp2((x - m) * scale)
 
 
 @triton.jit
 def scale_of(temperature):
-    """log2(e) / temperature, finite."""
+    """log2(e) / temperature, bounded so that it is finite."""
     return tl.minimum(LOG2_E / temperature, 1e30)
 
 
 @triton.jit
 def has_token(m):
-    """Whether a token can be taken from a row whose largest logit is m; NaN counts as +inf."""
+    """Whether a row with largest logit m is valid, where NaN was replaced by +inf."""
     return tl.abs(m) < float("inf")
 
 
@@ -29,9 +29,9 @@ def has_token(m):
 def row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS: tl.constexpr):
     """The row's largest logit m, and each chunk's sum of weights [CHUNKS].
 
-    They are products. Where a multiply and the first add of a sum over threads are fused, each thread rounds its own
-    product's part alone, and the threads of a program get sums that differ in the last bits. A kernel that branches on
-    a sum is therefore compiled without fusion: its threads have to take the same way.
+    The sums are products. If the compiler fuses such a product with the first addition of a sum over threads, the
+    threads of a program get totals that differ in the last bits. A kernel that branches on a total is therefore
+    compiled without fusion, so that all its threads take the same branch.
     """
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < num_chunks
@@ -42,7 +42,7 @@ def row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def key_of(x):
-    """Integer in the order of the floats."""
+    """Integer key of the float x; keys have the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -56,7 +56,8 @@ def value_of(key):
 
 @triton.jit
 def bisect(x, measure, above, target, low, high, RESOLUTION: tl.constexpr):
-    """Largest key in [low, high) at which `above` and the `measure` of x >= it reach the target; low if none does."""
+    """Largest key in [low, high) for which `above` plus the `measure` of all x >= the key reaches the target; low if
+    none does."""
     while low + RESOLUTION < high:
         middle = (low + high) // 2
         if above + tl.sum(tl.where(x >= value_of(middle), measure, 0.0), 0) >= target:

@@ -17,7 +17,7 @@ def ssd_chunk_scan(
     initial_state: Tensor | None = None,
     chunk_size: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T; y_t = S_t C_t + D x_t, with S = 0 before each document.
+    """Compute S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T and y_t = S_t C_t + D x_t, with S = 0 before each document.
 
     Shape legend: b batch, s sequence, h heads, p head width, g groups of h / g heads, n state width.
 
@@ -27,13 +27,13 @@ def ssd_chunk_scan(
         A: [h], negative.
         B, C: [b, s, g, n].
         D: [h] or None.
-        documents: [b, s] int, non-decreasing; None: one document a row.
+        documents: [b, s] int, non-decreasing; None: one document per row.
         initial_state: [b, h, p, n], continued by the first document of each row; None: zeros.
-        chunk_size: tokens whose pairs are formed at a time; changes rounding only.
+        chunk_size: tokens per chunk; changes rounding only.
 
     Returns:
-        y [b, s, h, p] in the dtype of x, and the fp32 state after the last token [b, h, p, n]. Computed in fp32,
-        the sums of log decays in fp64.
+        y [b, s, h, p] in the dtype of x, and the fp32 state after the last token [b, h, p, n]. All is computed in fp32
+        except the sums of log decays, which are in fp64.
     """
     batch, length, heads, width = x.shape
     groups, state_dim = B.shape[2:]
@@ -43,7 +43,7 @@ def ssd_chunk_scan(
     num_chunks = (length + pad) // chunk
 
     def chunked(t: Tensor, *tail: int) -> Tensor:
-        """[b, s, ...] to [b, c, l, *tail] in fp32, zeros behind the end."""
+        """Reshape [b, s, ...] to [b, c, l, *tail] in fp32, with zeros after the end."""
         t = t.float() if pad == 0 else F.pad(t.float(), (0, 0) * (t.dim() - 2) + (0, pad))
         return t.reshape(batch, num_chunks, chunk, *tail)
 
@@ -51,8 +51,8 @@ def ssd_chunk_scan(
     dt_c = chunked(dt, groups, rep).permute(0, 1, 3, 4, 2)  # [b, c, g, r, l]
     x_c = chunked(x, groups, rep, width).permute(0, 1, 3, 4, 2, 5) * dt_c[..., None]  # [b, c, g, r, l, p]
     B_c, C_c = (chunked(t, groups, state_dim).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
-    # Log decay since the chunk's start, [b, c, g, r, l]. In fp64: after a token that forgets nearly everything, the
-    # difference of two large sums is the small decay between the tokens that follow.
+    # Log decay since the chunk's start, [b, c, g, r, l]. In fp64: after a token that forgets nearly everything, small
+    # decays between later tokens are differences of two large sums.
     decay = torch.cumsum((dt_c * A.float().view(groups, rep, 1)).double(), dim=-1)
 
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
@@ -69,7 +69,7 @@ def ssd_chunk_scan(
     scores = (C_c @ B_c.transpose(-1, -2))[:, :, :, None]
     y = (scores * weights) @ x_c
 
-    # What each chunk adds to the state, and the states at the chunks' starts.
+    # Contribution of each chunk to the state, and the states at the chunks' starts.
     weight_end = torch.exp((decay[..., -1:] - decay).float())
     if to_end is not None:
         weight_end = weight_end * to_end
@@ -93,7 +93,7 @@ def ssd_chunk_scan(
 
 
 def _pass_states(state: Tensor, keep: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """States at the starts of chunks [b, c, g, r, p, n] and at the end of the last, of which each keeps and adds."""
+    """States at the starts of chunks [b, c, g, r, p, n], and the state after the last chunk."""
     starts = []
     for kept, new in zip(keep.unbind(1), added.unbind(1), strict=True):
         starts.append(state)
@@ -114,13 +114,13 @@ def ssd_varlen(
     lens: tuple[int, ...],
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The scan over R sequences that lie one behind the other, each after a state of its own.
+    """Scan R concatenated sequences, each from an initial state.
 
     Args:
-        x: [T, h, p]; dt: [T, h], before its bias and softplus; B, C: [T, g, n]: views of larger tensors will do.
+        x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of larger tensors.
         A_log, D, dt_bias: [h], with A = -exp(A_log); `dt_limit` clamps the softplus.
         initial_states: [R, h, p, n]; None: zeros.
-        lens: lengths of the R sequences, T in all.
+        lens: lengths of the R sequences, T in total.
         chunk_size: as in `ssd_chunk_scan`.
 
     Returns:
@@ -139,8 +139,8 @@ def ssd_varlen(
 
 
 def _within_documents(docs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which pairs of a chunk share a document [b, c, 1, 1, l, l], and which tokens [b, c, 1, 1, l] are in that of their
-    chunk's last token, and in that of the last token before their chunk; docs [b, c, 1, 1, l]."""
+    """Masks from docs [b, c, 1, 1, l]: pairs of a chunk in one document [b, c, 1, 1, l, l], tokens [b, c, 1, 1, l] in
+    the document of their chunk's last token, and tokens in the document of the last token before their chunk."""
     last = docs[..., -1:]
     previous = torch.cat([docs[:, :1, ..., :1], last[:, :-1]], 1)
     return docs[..., :, None] == docs[..., None, :], docs == last, docs == previous

@@ -1,4 +1,4 @@
-"""The chunked scan over sequences that lie one behind the other: megatron-core's Triton kernels."""
+"""Chunked scan over concatenated sequences by megatron-core's Triton kernels."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from mtpkit.kernels.chunks import chunks
 from mtpkit.kernels.ssd import reference
 
 _CHUNK_SIZES = (64, 256)
-"""Smallest and largest chunk; the kernels want powers of two, and tiles that are not mostly empty."""
+"""Smallest and largest chunk; the kernels need powers of two, and smaller chunks would leave tiles mostly empty."""
 
 
 def ssd_varlen(
@@ -25,9 +25,9 @@ def ssd_varlen(
     lens: tuple[int, ...],
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """See the reference, which also serves fp32: the kernels round what tensor cores multiply.
+    """See the reference, which runs for fp32 too: the kernels round the operands of tensor cores.
 
-    The first call of a process measures which tiles are fastest, seconds long.
+    The first call of a process autotunes the kernels, which takes seconds.
     """
     if x.dtype == torch.float32:
         return reference.ssd_varlen(x, dt, A_log, B, C, D, dt_bias, dt_limit, initial_states, lens, chunk_size)
@@ -47,7 +47,7 @@ def ssd_varlen(
         out=y,
         D=D,
         dt_bias=dt_bias,
-        # The kernels want all states in one dtype.
+        # The kernels need all states in one dtype.
         initial_states=None if initial_states is None else initial_states.float(),
         dt_softplus=True,
         dt_limit=dt_limit,

@@ -1,8 +1,8 @@
-"""Mamba2's recurrence over the few tokens of a decode step, with two ways to take rejected tokens back.
+"""Mamba2's recurrence over the few tokens of a decode step, with two kinds of rollback: snapshots and replay.
 
-Shape legend: R rows, T tokens a row, h heads, p head width, g groups of h / g heads, n state width, L ring length.
-Both take dt as the input projection gives it; the step size is softplus(dt + dt_bias), clamped to `dt_limit`. The decay
-of a step is exp(step size * A) with A = -exp(A_log).
+Shape legend: R rows, T tokens per row, h heads, p head width, g groups of h / g heads, n state width, L ring length.
+Both ops take raw dt from the input projection. The step size is softplus(dt + dt_bias), clamped to `dt_limit`; the
+decay of a step is exp(step size * A) with A = -exp(A_log).
 """
 
 import torch
@@ -30,8 +30,8 @@ def ssm_snapshot_update(
     Args:
         state: [slots, at least T, h, p, n]; row r starts from state[slots[r], committed[r]], and entry t becomes the
             state after its token t. Updated in place.
-        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, its y is zero.
-        x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]: views of larger tensors will do. A_log, D, dt_bias: [h].
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its y is zero.
+        x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]; all may be views of larger tensors. A_log, D, dt_bias: [h].
 
     Returns:
         y [R, T, h, p] in the dtype of x.
@@ -74,24 +74,24 @@ def ssm_replay_update(
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
 ) -> Tensor:
-    """Compute the step's outputs from one stored state and the inputs that came after it, in chunked form.
+    """Compute the step's outputs from a stored state and a ring of the inputs since that state, in chunked form.
 
-    The committed state of row r is state[slots[r]] advanced by the inputs at its last ring_lens[r] positions before
-    context_lens[r]. The new inputs go to the positions from context_lens[r] on; position i has place i % L of the ring.
-    Where they no longer fit, the committed entries are folded into the state, which is the only time it is written.
-    Rejecting tokens is forgetting their ring entries.
+    The committed state of row r is state[slots[r]] advanced by the inputs at the last ring_lens[r] positions before
+    context_lens[r]. The new inputs have the positions from context_lens[r] on; position i has place i % L of the ring.
+    If they no longer fit, the committed entries are folded into the state, which is written at no other time. To roll
+    back is to drop the ring entries of rejected tokens.
 
     Args:
-        state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], finished
+        state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], final
             step sizes. L - `ring_capacity(L)` is at least T. Updated in place.
-        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, its y is zero.
-        x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]: views of larger tensors will do. A_log, D, dt_bias: [h].
+        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, and its y is zero.
+        x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]; all may be views of larger tensors. A_log, D, dt_bias: [h].
 
     Returns:
         y [R, T, h, p] in the dtype of x. `ring_base(ring_lens, T, L)` of the old entries are still needed.
 
-    Example, L = 20 (16 entries and room for 4), T = 4, 30 positions computed, 13 of them in the ring: entries 17 .. 29
-    are read at places 17 .. 19, 0 .. 9; since 13 + 4 > 16 they are folded; the new ones go to places 10 .. 13.
+    Example, L = 20 (16 entries and room for 4), T = 4, 30 positions computed, 13 of them in the ring: positions
+    17 .. 29 are read at places 17 .. 19, 0 .. 9; since 13 + 4 > 16 they are folded; the new ones go to places 10 .. 13.
     """
     if bool((slots < 0).any()):
         live = slots >= 0
@@ -121,7 +121,7 @@ def ssm_replay_update(
     all_dt = joined(ring_dt, steps, groups, rep)
     all_B = joined(ring_B, B, groups, state_dim)
     scaled_x = joined(ring_x, x, groups, rep, width) * all_dt[..., None]
-    # Log decay since the stored state, [R, E + T, g, r]; in fp64 because differences of large sums are taken.
+    # Log decay since the stored state, [R, E + T, g, r]; in fp64 since small decays are differences of large sums.
     A = -torch.exp(A_log.float()).view(groups, rep)
     decay = torch.cumsum((all_dt * A).double(), 1)
     current = state[slots].float().view(rows, groups, rep, width, state_dim)
@@ -142,7 +142,7 @@ def ssm_replay_update(
 def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
     """Outputs [R, T, g, r, p] of the last T of J inputs after the state `current` [R, g, r, p, n].
 
-    scaled_x [R, J, g, r, p], B [R, J, g, n], queries [R, T, g, n], decay [R, J, g, r] in logarithms since that state.
+    scaled_x [R, J, g, r, p], B [R, J, g, n], queries [R, T, g, n], decay [R, J, g, r], log decay since that state.
     """
     tokens, earlier = queries.shape[1], B.shape[1] - queries.shape[1]
     causal = torch.ones(tokens, B.shape[1], dtype=torch.bool, device=B.device).tril(earlier)
@@ -154,7 +154,7 @@ def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, dec
 
 
 def _folded(current: Tensor, scaled_x: Tensor, B: Tensor, decay: Tensor) -> Tensor:
-    """The state after all J inputs, [R, g, r, p, n]; arguments as above."""
+    """The state after all J inputs, [R, g, r, p, n]; arguments as for `_replayed`."""
     at_end = decay[:, -1]
     to_end = torch.exp((at_end[:, None] - decay).float())
     added = torch.einsum("rjgn,rjgqp->rgqpn", B, scaled_x * to_end[..., None])
@@ -162,5 +162,5 @@ def _folded(current: Tensor, scaled_x: Tensor, B: Tensor, decay: Tensor) -> Tens
 
 
 def step_size(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float]) -> Tensor:
-    """fp32 step size [..., h] of raw dt [..., h]."""
+    """Step size [..., h] in fp32 from raw dt [..., h]."""
     return F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)

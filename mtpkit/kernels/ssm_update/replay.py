@@ -2,15 +2,15 @@
 """`ssm_replay_update` in Triton: the state is streamed once, and everything else is small.
 
 y is the state times C, plus old and new inputs times a matrix each. These matrices are products of B and C, which the
-heads of a group share, times decays. A program makes the products and the decays of several heads of one row and group
-at once, then takes head after head, keeping some states on their way. What it computes of a state are three small
-products on tensor cores, which multiply fp32 by bf16 as the sum of two bf16 numbers.
+heads of a group share, times decays. A program first computes the products and the decays of several heads of one row
+and group, then loops over the heads with several states in flight. Per state it computes three small products on tensor
+cores, which multiply an fp32 operand as the sum of two bf16 numbers.
 
-Although the state is written in place, threads need no barrier: what is written to an element is computed from what was
-read there. The rings' old entries and new ones never share a place, so that programs of a row need no order.
+The state is written in place without a barrier, since each element is computed from its own old value. Old and new ring
+entries never share a place, so that the programs of a row may run in any order.
 
-Sizes: E old entries of the ring, T new tokens and O outputs, one a token, H heads of a program, P channels of a head,
-N state; entries and tokens that do not exist have a step size of zero.
+Sizes: E old entries of the ring, T new tokens, O outputs (one per token), H heads per program, P channels per head,
+N state width. Entries and tokens that do not exist have a step size of zero.
 """
 
 import torch
@@ -23,25 +23,25 @@ from mtpkit.kernels.ssm_update.ring import ring_capacity
 from mtpkit.kernels.ssm_update.tile import dot, largest_divisor, load, places, step_size
 
 _FORGOTTEN = -100.0
-"""A log decay beyond which nothing in fp32 is left."""
+"""Log decay at which nothing is left in fp32."""
 _WAVE = 4 * MULTIPROCESSORS
 """Programs that run at once."""
 _SMALLEST_OUTPUT = 8
-"""Columns that a product of tiles has at least."""
+"""Smallest number of columns of a product of tiles."""
 
 
 @triton.jit
 def _of_head(tile, h, head):
-    """Column `head` of tile [X, H], where h is arange(H)."""
+    """Column `head` of the tile [X, H], where h is arange(H)."""
     return tl.sum(tl.where(h[None, :] == head, tile, 0.0), 1)
 
 
 @triton.jit
 def _new_steps(dt_ptrs, t, A, bias, low, high, TOKENS: tl.constexpr, FORGOTTEN: tl.constexpr):
-    """Step sizes of the tokens t [X] that heads [H] have at `dt_ptrs`, and log decays up to each, both [X, H].
+    """Step sizes of the tokens t [X] for the heads [H] at `dt_ptrs`, and cumulative log decays, both [X, H].
 
-    A log decay from one token to another is a difference of two of these. Terms are bounded, so that an input that
-    forgets nearly everything does not lose it the small decays that follow.
+    The log decay between two tokens is a difference of two of these sums. Terms are bounded, so that a token that
+    forgets nearly everything does not swamp the small decays of later tokens.
     """
     is_new = (t < TOKENS)[:, None]
     step = step_size(tl.load(dt_ptrs, mask=is_new, other=0.0), bias[None, :], low, high)
@@ -97,9 +97,10 @@ def _replay_kernel(
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_P channels of each of BLOCK_H heads of one row and group, the states of STAGES heads on their way.
+    """Compute BLOCK_P channels of each of BLOCK_H heads of one row and group per program, with STAGES states in flight.
 
-    WHOLE: blocks are never cut short.
+    WHOLE: every block is full. The kernel is longer than 70 lines because it has 45 arguments, most of them strides and
+    sizes, and because its parts share nearly all tiles, so that functions for them would need as many arguments again.
     """
     part, first, row = tl.program_id(0), tl.program_id(1) * BLOCK_H, tl.program_id(2).to(tl.int64)
     group = first // (HEADS // GROUPS)
@@ -132,7 +133,7 @@ def _replay_kernel(
     old_log = tl.maximum(old_step * A[None, :], FORGOTTEN)
     to_last, whole = tl.cumsum(old_log, 0, reverse=True) - old_log, tl.sum(old_log, 0)  # [E, H], [H]
 
-    # The products that they share.
+    # The products that the heads share.
     B_mask = is_new[:, None] & in_n[None, :]
     B = tl.load(B_ptr + row * B_row + t[:, None] * B_token + group * B_group + n[None, :], mask=B_mask, other=0.0)
     C_ptrs = C_ptr + row * C_row + o[None, :] * C_token + group * C_group + n[:, None]
@@ -169,7 +170,7 @@ def _replay_kernel(
         tl.store(y_ptrs + head * WIDTH, y.to(y_ptr.dtype.element_ty), mask=y_mask)
         if count + TOKENS > CAPACITY:
             added = dot(old_x.to(tl.float32) * (tl.exp(to_lasts) * old_steps)[None, :], old_B, NARROW)
-            # Once more from the cache, rather than kept in registers all the while.
+            # Loading the state again from the cache is cheaper than keeping it in registers.
             head_ptrs = state_ptrs + head * (WIDTH * STATE)
             folded = load(head_ptrs, state_mask, WHOLE).to(tl.float32) * tl.exp(all_old) + added
             tl.store(head_ptrs, folded.to(state_ptr.dtype.element_ty), mask=state_mask)
@@ -198,9 +199,9 @@ def ssm_replay_update(
     num_stages: int = 2,
     maxnreg: int | None = None,
 ) -> Tensor:
-    """See the reference. A program takes `block_p` channels of `block_h` heads, `num_stages` of them on their way.
+    """See the reference. A program computes `block_p` channels of `block_h` heads, `num_stages` of them in flight.
 
-    block_h: None: what an H200 does best with, and its registers.
+    block_h: None: `block_h` and `maxnreg` are those that are fastest on an H200.
     """
     (rows, tokens, heads, width), (groups, state_dim) = x.shape, B.shape[2:]
     length, capacity = ring_x.shape[1], ring_capacity(ring_x.shape[1])
@@ -259,9 +260,9 @@ def ssm_replay_update(
 
 
 def _heads_and_registers(tiles: int) -> tuple[int, int | None]:
-    """Heads a program takes and the most registers a thread may hold, where there are `tiles` states or parts of one.
+    """Heads per program and the register limit per thread, for `tiles` states or parts of a state.
 
-    Of few tiles every program gets a small share; of many, more programs at once are worth more than registers.
+    With few tiles, they are spread over all programs; with many, more resident programs are worth more than registers.
     """
     if tiles > 16 * _WAVE:
         return 4, 168

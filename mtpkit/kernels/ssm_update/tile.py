@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the kernels of both updates compute on a tile, and where they find a row."""
+"""Device functions that the kernels of both updates share."""
 
 import triton
 import triton.language as tl
@@ -7,8 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def step_size(raw, bias, low, high):
-    """clamp(softplus(raw + bias)) in fp32. The logarithm is the series of 2 artanh(s), s = u / (2 + u) <= 1/3: the
-    device's approximate one loses the small step sizes."""
+    """Compute clamp(softplus(raw + bias)) in fp32. The logarithm is the series of 2 artanh(s), s = u / (2 + u) <= 1/3,
+    since the device's approximate logarithm loses small step sizes."""
     v = raw.to(tl.float32) + bias
     u = tl.exp(-tl.abs(v))
     s = u / (2.0 + u)
@@ -20,14 +20,15 @@ def step_size(raw, bias, low, high):
 
 @triton.jit
 def halves(a, NARROW: tl.constexpr):
-    """fp32 numbers as the sum of two bf16 ones, to 2^-16. The first is cut off, not rounded: two instructions."""
+    """Split fp32 numbers into sums of two bf16 numbers, exact to 2^-16. The first is truncated, which is cheaper than
+    rounding."""
     high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16).to(NARROW), (a - high).to(tl.bfloat16).to(NARROW)
 
 
 @triton.jit
 def dot(a, b, NARROW: tl.constexpr):
-    """a @ b in fp32. With NARROW one of them is bf16 or comes from it; the other may be fp32."""
+    """Compute a @ b in fp32. With NARROW, one operand is bf16 or was converted from it; the other may be fp32."""
     if NARROW is None:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     elif a.dtype == tl.float32:
@@ -42,7 +43,7 @@ def dot(a, b, NARROW: tl.constexpr):
 
 @triton.jit
 def load(ptrs, mask, WHOLE: tl.constexpr):
-    """Zero where `mask` is not; WHOLE: it is everywhere."""
+    """Load, zero where `mask` is False; WHOLE: it is True everywhere."""
     if WHOLE:
         return tl.load(ptrs)
     else:
@@ -51,10 +52,10 @@ def load(ptrs, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def places(slots_ptr, contexts_ptr, lens_ptr, row, e, t, LENGTH: tl.constexpr):
-    """Slot of a row, its committed entries, and where in the rings its old entries and new tokens are."""
+    """Slot of a row, its number of committed entries, and the ring indices of its old entries and new tokens."""
     slot = tl.load(slots_ptr + row)
     context, count = tl.load(contexts_ptr + row), tl.load(lens_ptr + row)
-    # Null rows may have fewer positions than entries: a place is never negative.
+    # Padding rows may have fewer positions than entries; the places must still not be negative.
     old = slot * LENGTH + (((context - count) % LENGTH).to(tl.int32) + LENGTH + e) % LENGTH
     new = slot * LENGTH + ((context % LENGTH).to(tl.int32) + t) % LENGTH
     return slot, count, old, new

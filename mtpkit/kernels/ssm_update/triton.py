@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Mamba2's recurrence over the few tokens of a decode step: the Triton twins; `ssm_replay_update` is in `replay.py`."""
+"""Mamba2's recurrence over the few tokens of a decode step, in Triton; `ssm_replay_update` is in `replay.py`."""
 
 import torch
 import triton
@@ -48,7 +48,7 @@ def _snapshot_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_P channels of one head of one row, one token after another."""
+    """Compute BLOCK_P channels of one head of one row per program, token by token."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // (HEADS // GROUPS)
     p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
@@ -92,7 +92,7 @@ def ssm_snapshot_update(
     block_p: int | None = None,
     num_warps: int = 4,
 ) -> Tensor:
-    """See the reference. A program takes `block_p` channels of a head."""
+    """See the reference. `block_p`: channels of a head per program."""
     rows, tokens, heads, width = x.shape
     groups, state_dim = B.shape[2:]
     assert state.is_contiguous() and x.stride(3) == dt.stride(2) == B.stride(3) == C.stride(3) == 1
@@ -130,7 +130,7 @@ def ssm_snapshot_update(
 
 
 def _block_p(programs: int, width: int, largest: int) -> int:
-    """Channels a program takes when one for all of them makes `programs`: few enough to fill the GPU."""
+    """Channels per program, few enough to fill the GPU, where `programs` is the number of heads of all rows."""
     block = min(largest, max(SMALLEST_DOT, triton.next_power_of_2(width)))
     while block > SMALLEST_DOT and programs * triton.cdiv(width, block) < PROGRAMS:
         block //= 2
