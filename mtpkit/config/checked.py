@@ -1,0 +1,213 @@
+"""Frozen dataclasses whose wrong values end in one error that names them all, in plain words.
+
+    @checked("loss settings")
+    class LossConfig:
+        kind: Literal["kl", "tv"] = "kl"
+        beta: Annotated[float, Field(gt=0, le=1)] = 0.6
+
+    LossConfig(kind="l2", beta=2)  # loss settings: kind is 'l2', must be 'kl' or 'tv'; beta is 2, must be above 0 ...
+
+Types are strict: True is no number, 2.0 no whole number, "3" neither. Numbers of numpy become Python's own and lists
+become tuples. Floats are finite unless a field allows others (`Field(allow_inf_nan=True)`). A field whose type is
+itself a checked class takes a mapping too, whose problems are named by dotted keys. What one field cannot tell alone
+(`beta` against `kind`) is told by a method `problems`, which yields a clause for each problem.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, cast, dataclass_transform, get_args, get_origin
+
+import numpy as np
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.fields import FieldInfo
+
+from mtpkit.errors import UserError, listed, shown
+
+_NOUNS = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a finite number", "finite numbers"),
+    bool: ("True or False", "True or False"),
+    str: ("a text", "texts"),
+    Path: ("a path", "paths"),
+    types.NoneType: ("None", "None"),
+}
+_BOUNDS = ("ge", "gt", "le", "lt")
+
+
+class WrongValues(UserError):
+    """Values that a checked class refuses."""
+
+    def __init__(self, what: str, clauses: Sequence[str]) -> None:
+        super().__init__(f"{what}: {listed(clauses, width=320, separator='; ')}")
+        self.clauses = list(clauses)
+        """One for each problem; most begin with the key of the value."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
+def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
+    """Make a class a frozen dataclass that checks its values when it is made and raises `WrongValues`.
+
+    Args:
+        what: the object in messages, such as `sampling parameters`.
+        prefix: what the keys of its fields begin with in files and messages. A field's name serves as well.
+    """
+
+    def decorate(cls: C) -> C:
+        config = ConfigDict(
+            strict=True,
+            extra="forbid",
+            allow_inf_nan=False,
+            arbitrary_types_allowed=True,
+            alias_generator=prefix.__add__,
+            validate_by_name=True,
+            validate_by_alias=False,
+        )
+        made = pydantic_dataclass(frozen=True, config=config)(cls)
+        initialise = made.__init__
+
+        @functools.wraps(initialise)
+        def __init__(self: Any, /, *args: Any, **values: Any) -> None:
+            names = {key: name for name, key in keys_of(made).items()}
+            given = {names.get(key, key): value for key, value in values.items()}
+            given |= zip(names.values(), args, strict=False)
+            clauses: list[str] = []
+            try:
+                initialise(self, **_converted(made, given, clauses))
+            except ValidationError as error:
+                clauses += _clauses(made, error, given)
+            if not clauses and hasattr(self, "problems"):
+                clauses += self.problems()
+            if clauses:
+                raise WrongValues(what, clauses)
+
+        made.__init__ = __init__
+        return cast(C, made)
+
+    return decorate
+
+
+@functools.cache
+def keys_of(cls: type) -> Mapping[str, str]:
+    """Field of a checked class -> its key in files and messages, in order."""
+    return {name: cast(str, info.validation_alias) for name, info in _fields(cls).items()}
+
+
+def attempt[T](cls: Callable[..., T], values: Mapping[str, Any], clauses: list[str], section: str = "") -> T | None:
+    """An object of a checked class, or None: then `clauses` has got a clause for each wrong value.
+
+    Args:
+        section: what goes before the clauses, such as `loss.`.
+    """
+    try:
+        return cls(**values)
+    except WrongValues as error:
+        clauses += [section + clause for clause in error.clauses]
+        return None
+
+
+def plain(value: Any) -> Any:
+    """Numbers and flags as Python's own, and lists, ranges and sets of them as tuples; everything else as it is."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    is_list = isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview)
+    return tuple(map(plain, value)) if is_list else value
+
+
+def _fields(cls: Any) -> dict[str, FieldInfo]:
+    return cls.__pydantic_fields__
+
+
+def _converted(cls: type, values: Mapping[str, Any], clauses: list[str]) -> dict[str, Any]:
+    """Values as pydantic takes them strictly: plain, and objects of checked classes in place of mappings. Those that
+    cannot be made are left out, and `clauses` says why."""
+    converted = {}
+    for name, value in values.items():
+        kind = _fields(cls)[name].annotation if name in _fields(cls) else None
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
+            made = attempt(cast(type, kind), value, clauses, f"{keys_of(cls)[name]}.")
+            converted |= {} if made is None else {name: made}
+        else:
+            converted[name] = plain(value)
+    return converted
+
+
+def _clauses(cls: type, error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one clause for each field of the wrong value."""
+    keys = keys_of(cls)
+    found: dict[str, Any] = {}
+    for each in error.errors(include_url=False, include_input=False):
+        found.setdefault(str(each["loc"][0]), each)
+    for name, first in found.items():
+        if name not in keys:
+            yield f"{name if name.isidentifier() and len(name) <= 60 else shown(name)} is unknown"
+        elif name not in values:
+            yield f"{keys[name]} is missing"
+        elif first["type"] != "missing" or len(first["loc"]) > 1:  # or else it was left out
+            yield f"{keys[name]} {_clause(_fields(cls)[name], first, values[name])}"
+
+
+def _clause(info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:
+    """What to say of a value that does not fit its field, given what pydantic says of it."""
+    context = error.get("ctx", {})
+    text = f"must be {info.title or _kind(info.annotation)}"
+    if error["type"] == "value_error":
+        text = str(context["error"])
+    elif any(bound in context for bound in _BOUNDS):
+        text = f"must be {_limits(info)}"
+    return f"is {shown(value)}, {text}" if text.startswith("must ") else text
+
+
+def _kind(annotation: Any) -> str:
+    """The values of a type in words, such as `a whole number or None`."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inner[0])
+    if origin in (Union, types.UnionType):
+        members = [member for member in inner if not (member is int and float in inner)]
+        return " or ".join(map(_kind, members))
+    if origin is Literal:
+        *others, last = map(repr, inner)
+        return f"{', '.join(others)} or {last}" if others else last
+    if origin is tuple:
+        member = inner[0]
+        while get_origin(member) in (Annotated, Union, types.UnionType):
+            member = get_args(member)[-1 if float in get_args(member) else 0]
+        nouns = _NOUNS[member][1] if member in _NOUNS else f"{_kind(member)} each"
+        return f"a list of {nouns}" if inner[-1] is Ellipsis else f"a list of {len(inner)} {nouns}"
+    if dataclasses.is_dataclass(annotation):
+        return "a group of settings"
+    return _NOUNS[annotation][0] if annotation in _NOUNS else f"a {annotation.__name__}"
+
+
+def _limits(info: FieldInfo) -> str:
+    """The range of a field's numbers in words, such as `from 1 to 64`."""
+    bounds = {
+        name: f"{bound:.10g}" if isinstance(bound, float) else str(bound)
+        for entry in _metadata(info.annotation, info.metadata)
+        for name in _BOUNDS
+        if (bound := getattr(entry, name, None)) is not None
+    }
+    if bounds.keys() == {"ge", "le"}:
+        return f"from {bounds['ge']} to {bounds['le']}"
+    if bounds == {"gt": "0"}:
+        return "positive"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return " and ".join(f"{words[name]} {bound}" for name, bound in bounds.items())
+
+
+def _metadata(annotation: Any, own: Sequence[Any] = ()) -> Iterator[Any]:
+    """Yield the constraints of a type and of those inside it."""
+    for entry in (*own, *getattr(annotation, "__metadata__", ())):
+        yield from entry.metadata if isinstance(entry, FieldInfo) else [entry]
+    for inner in get_args(annotation):
+        if get_args(inner):
+            yield from _metadata(inner)
