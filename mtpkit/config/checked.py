@@ -85,7 +85,7 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
             if clauses:
                 raise WrongValues(what, clauses)
 
-        made.__init__ = __init__
+        made.__init__ = __init__  # type: ignore[assignment, method-assign]
         return cast(C, made)
 
     return decorate
@@ -129,7 +129,7 @@ def _fields(cls: Any) -> dict[str, FieldInfo]:
 def _converted(cls: type, values: Mapping[str, Any], clauses: list[str]) -> dict[str, Any]:
     """Values as pydantic takes them strictly: plain, and objects of checked classes in place of mappings. Those that
     cannot be made are left out, and `clauses` says why."""
-    converted = {}
+    converted: dict[str, Any] = {}
     for name, value in values.items():
         kind = _fields(cls)[name].annotation if name in _fields(cls) else None
         if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
