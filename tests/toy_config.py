@@ -5,7 +5,7 @@ from mtpkit.config import ModelConfig
 
 def toy_config(**changes) -> ModelConfig:
     """Mamba2, attention and MLP layers of width 32 with three repeated heads; MoE sizes are there, without a layer."""
-    return ModelConfig(
+    return ModelConfig.of(
         family="nemotron_h",
         vocab_size=40,
         hidden_size=32,

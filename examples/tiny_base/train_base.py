@@ -24,7 +24,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits
 from mtpkit.platform import default_device
 
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.of(
     family="nemotron_h",
     vocab_size=4096,
     hidden_size=192,

@@ -93,7 +93,7 @@ def measure_decode(
     machine = measure_machine(weight.device)
     synthetic = config.acceptance is not None
     how = f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}" if synthetic else "real acceptance"
-    pattern = model.mtpkit_config.mtp_pattern
+    pattern = model.mtpkit_config.mtp.pattern
     head = f", head {pattern}" if pattern else ""
     title = f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}

@@ -154,7 +154,7 @@ class Roofline:
         def draft(depth: int) -> Phase:
             # Entries of the newly accepted tokens are made at depth 1; distinct heads make some again at each depth.
             entries = length if depth == 1 else 1.0
-            if not config.mtp_use_repeated_layer:
+            if not config.mtp.repeated:
                 entries = length + depth - 1
             moved = batch_size * (1 + written if depth == 1 else 1)
             works = self._head(batch_size * entries, batch_size, context_len, cached, moved)
@@ -181,7 +181,7 @@ class Roofline:
         base = self._layers(config.pattern, fed, context, fed, num_prompts, passes)
         phases = [Phase("base", _join(base, self._output(num_prompts, config.vocab_size, passes)))]
         for depth in range(1, k + 1):
-            whole = depth == 1 or not config.mtp_use_repeated_layer
+            whole = depth == 1 or not config.mtp.repeated
             sizes = (fed, num_prompts, context, fed, num_prompts, passes)
             works = self._head(*sizes if whole else (num_prompts, num_prompts, prompt_len, fed, num_prompts))
             phases.append(Phase(f"draft {depth}", works))
@@ -194,8 +194,8 @@ class Roofline:
 
         Those alone go through what follows the last cache of a repeated head, see `mtp_forward`.
         """
-        eh_proj, pattern = eh_proj_matrix(self.config), self.config.mtp_pattern
-        cut = caching_length(pattern) if self.config.mtp_use_repeated_layer else len(pattern)
+        eh_proj, pattern = eh_proj_matrix(self.config), self.config.mtp.pattern
+        cut = caching_length(pattern) if self.config.mtp.repeated else len(pattern)
         return _join(
             self._matrices(eh_proj, fed, passes),
             self._layers(pattern[:cut], fed, context_len, cached, states, passes),
@@ -216,11 +216,11 @@ class Roofline:
         """
         config = self.config
         mamba, attention = pattern.count("M"), pattern.count("*")
-        queries = config.num_attention_heads * config.kv_channels
+        queries = config.attention.num_attention_heads * config.attention.kv_channels
         works = [self._layer(letter, fed, passes) for letter in pattern]
         if mamba:
             # The state takes up x B^T and is read out by C.
-            update = 4 * config.mamba_num_heads * config.mamba_head_dim * config.mamba_state_dim
+            update = 4 * config.mamba2.inner * config.mamba2.state_dim
             works.append(Work("state", states * self.state_bytes(pattern), fed * mamba * update))
         if attention:
             scores = 4 * queries * context_len  # q k^T and its product with v
@@ -229,13 +229,14 @@ class Roofline:
 
     def state_bytes(self, pattern: str) -> int:
         """Recurrent state of one request over the layers of a pattern."""
-        config = self.config
-        one = config.mamba_num_heads * config.mamba_head_dim * config.mamba_state_dim * self.state_dtype.itemsize
+        sizes = self.config.mamba2
+        one = sizes.inner * sizes.state_dim * self.state_dtype.itemsize
         return pattern.count("M") * one
 
     def kv_bytes(self, pattern: str) -> int:
         """Keys and values of one token over the layers of a pattern."""
-        return pattern.count("*") * 2 * self.config.num_query_groups * self.config.kv_channels * self.dtype.itemsize
+        sizes = self.config.attention
+        return pattern.count("*") * 2 * sizes.num_query_groups * sizes.kv_channels * self.dtype.itemsize
 
     def _layer(self, letter: str, fed: float, passes: int) -> Work:
         """The matrices of one layer over `fed` tokens."""
@@ -244,9 +245,9 @@ class Roofline:
         config = self.config
         always, expert = moe_matrices(config)
         # With every token in a pass drawing its experts at random, so many of them are read.
-        missed = (1 - config.moe_router_topk / config.num_moe_experts) ** (fed / passes)
-        read = always + expert * config.num_moe_experts * (1 - missed)
-        used = always + expert * config.moe_router_topk
+        missed = (1 - config.moe.router_topk / config.moe.num_experts) ** (fed / passes)
+        read = always + expert * config.moe.num_experts * (1 - missed)
+        used = always + expert * config.moe.router_topk
         return Work("matrices", passes * read * self.dtype.itemsize, FORWARD * used * fed)
 
     def _matrices(self, count: float, fed: float, passes: int = 1) -> Work:

@@ -21,7 +21,7 @@ _SCORES, _OUTPUT = 3.5, 8.0
 """Standard deviation of attention's scores with random weights, which leaves each query a few keys; and how much more
 than other layers its output projection gives, as there are few such layers."""
 
-NEMOTRON_H_8B = ModelConfig(
+NEMOTRON_H_8B = ModelConfig.of(
     family="nemotron_h",
     vocab_size=131072,
     hidden_size=4096,

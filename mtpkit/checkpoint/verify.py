@@ -93,7 +93,7 @@ def _all_logits(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
     hidden = base_forward(model, tokens, SequenceInput())
     logits = {"base": compute_logits(model, hidden)}
-    depths = model.mtpkit_config.mtp_num_depths
+    depths = model.mtpkit_config.mtp.num_depths
     for depth, g in enumerate(unroll_depths(model, hidden, tokens, depths), start=1):
         logits[f"depth {depth}"] = compute_logits(model, g)[: tokens.shape[1] - depth]
     return logits

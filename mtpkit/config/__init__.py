@@ -1,25 +1,24 @@
 """What a model is: its sizes, its layers and its heads."""
 
-from mtpkit.config.model import (
-    CACHING_KINDS,
-    LARGEST_COUNT,
-    LAYER_KINDS,
-    LAYER_SIZES,
-    MOST_DRAFTS,
-    RANGES,
-    ModelConfig,
-    caching_length,
-    config_of_file,
-)
+from mtpkit.config.model import ModelConfig, config_of_file
+from mtpkit.config.mtp import MtpConfig
+from mtpkit.config.sections import SECTIONS, Section, caching_length, known_letters, register_section
+
+LARGEST_COUNT = 2**31 - 1
+"""The largest value of a setting that counts something."""
+
+MOST_DRAFTS = 1000
+"""The most drafts of a step, whatever the heads."""
 
 __all__ = [
-    "CACHING_KINDS",
     "LARGEST_COUNT",
-    "LAYER_KINDS",
-    "LAYER_SIZES",
     "MOST_DRAFTS",
-    "RANGES",
+    "SECTIONS",
     "ModelConfig",
+    "MtpConfig",
+    "Section",
     "caching_length",
     "config_of_file",
+    "known_letters",
+    "register_section",
 ]

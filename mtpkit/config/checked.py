@@ -25,6 +25,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
+from pydantic_core import ArgsKwargs
 
 from mtpkit.errors import UserError, listed, shown
 
@@ -48,6 +49,12 @@ class WrongValues(UserError):
         """One for each problem; most begin with the key of the value."""
 
 
+def raise_wrong(what: str, clauses: Sequence[str]) -> None:
+    """Raises WrongValues: there are clauses."""
+    if clauses:
+        raise WrongValues(what, clauses)
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
     """Make a class a frozen dataclass that checks its values when it is made and raises `WrongValues`.
@@ -68,22 +75,14 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
             validate_by_alias=False,
         )
         made = pydantic_dataclass(frozen=True, config=config)(cls)
-        initialise = made.__init__
 
-        @functools.wraps(initialise)
+        @functools.wraps(made.__init__)
         def __init__(self: Any, /, *args: Any, **values: Any) -> None:
-            names = {key: name for name, key in keys_of(made).items()}
-            given = {names.get(key, key): value for key, value in values.items()}
-            given |= zip(names.values(), args, strict=False)
-            clauses: list[str] = []
-            try:
-                initialise(self, **_converted(made, given, clauses))
-            except ValidationError as error:
-                clauses += _clauses(made, error, given)
+            values |= zip(keys_of(made), args, strict=False)
+            clauses = _fill(self, values)
             if not clauses and hasattr(self, "problems"):
                 clauses += self.problems()
-            if clauses:
-                raise WrongValues(what, clauses)
+            raise_wrong(what, clauses)
 
         made.__init__ = __init__  # type: ignore[assignment, method-assign]
         return cast(C, made)
@@ -91,8 +90,7 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
     return decorate
 
 
-@functools.cache
-def keys_of(cls: type) -> Mapping[str, str]:
+def keys_of(cls: type) -> dict[str, str]:
     """Field of a checked class -> its key in files and messages, in order."""
     return {name: cast(str, info.validation_alias) for name, info in _fields(cls).items()}
 
@@ -110,6 +108,11 @@ def attempt[T](cls: Callable[..., T], values: Mapping[str, Any], clauses: list[s
         return None
 
 
+def field_clauses(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """One clause for each value that does not fit its field, whatever `problems` would say of them together."""
+    return _fill(object.__new__(cls), values)
+
+
 def plain(value: Any) -> Any:
     """Numbers and flags as Python's own, and lists, ranges and sets of them as tuples; everything else as it is."""
     if isinstance(value, bool | np.bool_):
@@ -124,6 +127,19 @@ def plain(value: Any) -> Any:
 
 def _fields(cls: Any) -> dict[str, FieldInfo]:
     return cls.__pydantic_fields__
+
+
+def _fill(blank: Any, values: Mapping[str, Any]) -> list[str]:
+    """Give a new object of a checked class its values; returns a clause for each wrong one."""
+    cls, clauses = type(blank), list[str]()
+    names = {key: name for name, key in keys_of(cls).items()}
+    named = {names.get(key, key): value for key, value in values.items()}
+    try:
+        given = ArgsKwargs((), _converted(cls, named, clauses))
+        cls.__pydantic_validator__.validate_python(given, self_instance=blank)
+    except ValidationError as error:
+        clauses += _clauses(cls, error, named)
+    return clauses
 
 
 def _converted(cls: type, values: Mapping[str, Any], clauses: list[str]) -> dict[str, Any]:
@@ -166,26 +182,25 @@ def _clause(info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:
     return f"is {shown(value)}, {text}" if text.startswith("must ") else text
 
 
-def _kind(annotation: Any) -> str:
-    """The values of a type in words, such as `a whole number or None`."""
+def _kind(annotation: Any, many: bool = False) -> str:
+    """The values of a type in words, such as `a whole number or None`; of many, `whole numbers`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kind(inner[0])
+        return _kind(inner[0], many)
     if origin in (Union, types.UnionType):
-        members = [member for member in inner if not (member is int and float in inner)]
-        return " or ".join(map(_kind, members))
+        kinds = list(dict.fromkeys(_kind(member, many) for member in inner))
+        if _NOUNS[float][many] in kinds:  # of which whole numbers are some
+            kinds = [kind for kind in kinds if kind != _NOUNS[int][many]]
+        return " or ".join(kinds)
     if origin is Literal:
         *others, last = map(repr, inner)
         return f"{', '.join(others)} or {last}" if others else last
     if origin is tuple:
-        member = inner[0]
-        while get_origin(member) in (Annotated, Union, types.UnionType):
-            member = get_args(member)[-1 if float in get_args(member) else 0]
-        nouns = _NOUNS[member][1] if member in _NOUNS else f"{_kind(member)} each"
-        return f"a list of {nouns}" if inner[-1] is Ellipsis else f"a list of {len(inner)} {nouns}"
+        members = list(dict.fromkeys(_kind(member, many=True) for member in inner if member is not Ellipsis))
+        return f"a list of {'' if Ellipsis in inner else f'{len(inner)} '}{' or '.join(members)}"
     if dataclasses.is_dataclass(annotation):
         return "a group of settings"
-    return _NOUNS[annotation][0] if annotation in _NOUNS else f"a {annotation.__name__}"
+    return _NOUNS[annotation][many] if annotation in _NOUNS else f"a {annotation.__name__}"
 
 
 def _limits(info: FieldInfo) -> str:

@@ -100,7 +100,7 @@ class LLM:
         )
         model_config = config_of(model)
         check_depths(model_config, plain(num_speculative_tokens))
-        depths = model_config.max_adaptive_tokens if adaptive else config.num_speculative_tokens
+        depths = model_config.mtp.most_adaptive_drafts if adaptive else config.num_speculative_tokens
         draft_ids = draft_token_ids(draft_vocab, model_config.vocab_size)
         self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
         stacked, weight = stack_experts(self.model), next(self.model.parameters())

@@ -136,12 +136,11 @@ def plan_memory(
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int) -> int:
     """An estimate: the widest layer's activations a few times over, and logits in the model's dtype and in fp32."""
-    inner = model.mamba_num_heads * model.mamba_head_dim
     widest = max(
-        2 * (model.ffn_hidden_size or 0),
-        3 * inner + 4 * model.mamba_num_groups * model.mamba_state_dim,
-        model.moe_router_topk * (model.moe_ffn_hidden_size + model.hidden_size) if model.num_moe_experts else 0,
-        2 * model.num_attention_heads * model.kv_channels,
+        2 * (model.mlp.ffn_hidden_size or 0),
+        3 * model.mamba2.inner + 4 * model.mamba2.bc_width,
+        model.moe.router_topk * (model.moe.ffn_hidden_size + model.hidden_size) if model.moe.num_experts else 0,
+        2 * model.attention.num_attention_heads * model.attention.kv_channels,
     )
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize
     return tokens * hidden + logit_rows * model.vocab_size * (dtype.itemsize + 4)

@@ -87,7 +87,7 @@ def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
         return
     for name in (name for name, value in settings.items() if value is not None):
         _logger.warning("%s has no effect: num_speculative_tokens is 0", name)
-    if model.mtp_num_depths:
+    if model.mtp.num_depths:
         _logger.info("the model's MTP heads are not used: num_speculative_tokens is 0")
 
 

@@ -65,7 +65,7 @@ def build_model(
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stage, stages = groups.pp.rank(), groups.pp.size()
     if sequence_parallel is None:
-        sequence_parallel = tensor_parallel > 1 and config.num_moe_experts > 0
+        sequence_parallel = tensor_parallel > 1 and config.moe.num_experts > 0
     sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
     patterns = stage_patterns(config, stages, balance)
     pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
@@ -82,9 +82,9 @@ def build_model(
             post_process=stage == stages - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=config.tie_word_embeddings,
-            position_embedding_type=config.position_embedding_type,
-            rotary_base=int(config.rotary_base),
-            rotary_percent=config.rotary_percent,
+            position_embedding_type=config.attention.position_embedding_type,
+            rotary_base=int(config.attention.rotary_base),
+            rotary_percent=config.attention.rotary_percent,
             pg_collection=groups,
         )
     model.mtpkit_config, model.backend, model.base_context = config, backend, nullcontext
@@ -145,20 +145,20 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
             dt = uniform(shape, math.log(1e-3), math.log(1e-1)).exp()
             value = dt + torch.log(-torch.expm1(-dt))  # inverse of softplus
         elif kind in ("conv1d_weight", "conv1d_bias"):
-            bound = 1 / math.sqrt(config.mamba_conv_kernel)
+            bound = 1 / math.sqrt(config.mamba2.conv_kernel)
             value = uniform(shape, -bound, bound)
         elif parameter.dim() == 1:
             value = torch.zeros(shape)
         else:
             writes_residual = any(part in name for part in ("out_proj", "linear_proj", "linear_fc2"))
             value = normal(shape, residual_std if writes_residual else config.init_std)
-        gated = config.activation == "swiglu" and "linear_fc1" in name
+        gated = config.mlp.activation == "swiglu" and "linear_fc1" in name
         parameter.copy_(_own_part(value, parameter, 2 if gated and kind == "weight" else 1))
 
 
 def _global_name(name: str, model: HybridModel) -> str:
     """The name in an undivided model: experts are numbered over all ranks, and base layers over all stages."""
-    experts = model.mtpkit_config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    experts = model.mtpkit_config.moe.num_experts // parallel_state.get_expert_model_parallel_world_size()
     firsts = {
         "local_experts.": experts * parallel_state.get_expert_model_parallel_rank(),
         "decoder.layers.": first_layer(model),

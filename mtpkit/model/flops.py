@@ -25,8 +25,8 @@ def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -
     """
     hidden = config.hidden_size
     layers = sum(used_matrices(config, letter) + layer_vectors(config, letter) for letter in config.pattern)
-    norms = 3 * hidden + sum(layer_vectors(config, letter) for letter in config.mtp_pattern)
-    head = head_matrices(config) + norms if config.mtp_num_depths else 0
-    applied = num_depths if config.mtp_use_repeated_layer else config.mtp_num_depths
+    norms = 3 * hidden + sum(layer_vectors(config, letter) for letter in config.mtp.pattern)
+    head = head_matrices(config) + norms if config.mtp.num_depths else 0
+    applied = num_depths if config.mtp.repeated else config.mtp.num_depths
     base = layers + hidden if base_layers else 0
     return float(FORWARD * base + TRAINED * head * applied + FROZEN * config.vocab_size * hidden * num_depths)

@@ -7,20 +7,19 @@ def layer_matrices(config: ModelConfig, letter: str) -> int:
     """Elements of the matrices of one layer that is no mixture of experts."""
     hidden = config.hidden_size
     if letter == "M":
-        inner = config.mamba_num_heads * config.mamba_head_dim
-        projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_num_heads
-        return hidden * (projected + inner)
+        return hidden * (config.mamba2.projected + config.mamba2.inner)
     if letter == "*":
-        return 2 * hidden * config.kv_channels * (config.num_attention_heads + config.num_query_groups)
+        sizes = config.attention
+        return 2 * hidden * sizes.kv_channels * (sizes.num_attention_heads + sizes.num_query_groups)
     assert letter == "-", letter
-    return _mlp(config, hidden, config.ffn_hidden_size)
+    return _mlp(config, hidden, config.mlp.ffn_hidden_size)
 
 
 def moe_matrices(config: ModelConfig) -> tuple[int, int]:
     """Elements that every token uses (router, shared expert, latent projections), and those of one routed expert."""
-    hidden, latent = config.hidden_size, config.moe_latent_size
-    always = hidden * config.num_moe_experts + _mlp(config, hidden, config.moe_shared_expert_intermediate_size)
-    return always + 2 * hidden * latent, _mlp(config, latent or hidden, config.moe_ffn_hidden_size)
+    hidden, latent = config.hidden_size, config.moe.latent_size
+    always = hidden * config.moe.num_experts + _mlp(config, hidden, config.moe.shared_expert_intermediate_size)
+    return always + 2 * hidden * latent, _mlp(config, latent or hidden, config.moe.ffn_hidden_size)
 
 
 def used_matrices(config: ModelConfig, letter: str, experts: int | None = None) -> int:
@@ -28,17 +27,17 @@ def used_matrices(config: ModelConfig, letter: str, experts: int | None = None) 
     if letter != "E":
         return layer_matrices(config, letter)
     always, expert = moe_matrices(config)
-    return always + expert * (config.moe_router_topk if experts is None else experts)
+    return always + expert * (config.moe.router_topk if experts is None else experts)
 
 
 def layer_vectors(config: ModelConfig, letter: str) -> int:
     """Elements of one layer's other parameters: norms, biases, the convolution, rates per head or expert."""
     hidden = config.hidden_size
     if letter != "M":
-        return hidden + (config.num_moe_experts if letter == "E" else 0)
-    inner = config.mamba_num_heads * config.mamba_head_dim
-    channels = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
-    return hidden + inner + channels * (config.mamba_conv_kernel + 1) + 3 * config.mamba_num_heads
+        return hidden + (config.moe.num_experts if letter == "E" else 0)
+    sizes = config.mamba2
+    channels = sizes.inner + 2 * sizes.bc_width
+    return hidden + sizes.inner + channels * (sizes.conv_kernel + 1) + 3 * sizes.num_heads
 
 
 def eh_proj_matrix(config: ModelConfig) -> int:
@@ -48,8 +47,8 @@ def eh_proj_matrix(config: ModelConfig) -> int:
 
 def head_matrices(config: ModelConfig, experts: int | None = None) -> int:
     """Elements of one depth of the heads without the lm_head: eh_proj, and its layers as `used_matrices` has them."""
-    return eh_proj_matrix(config) + sum(used_matrices(config, letter, experts) for letter in config.mtp_pattern)
+    return eh_proj_matrix(config) + sum(used_matrices(config, letter, experts) for letter in config.mtp.pattern)
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:
-    return width * inner * (3 if config.activation == "swiglu" else 2)
+    return width * inner * (3 if config.mlp.activation == "swiglu" else 2)

@@ -117,7 +117,7 @@ def _gather(model: HybridModel, part: Tensor) -> Tensor:
 def head_of(model: HybridModel, depth: int) -> Any:
     """What runs at a depth, from 1: a repeated head is one for all."""
     layers = model.mtp.layers
-    return layers[0] if model.mtpkit_config.mtp_use_repeated_layer else layers[depth - 1]
+    return layers[0] if model.mtpkit_config.mtp.repeated else layers[depth - 1]
 
 
 def _normed_pair(layer: Any, embedding: Tensor, hidden: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def mtp_forward(
 
 def _kept(model: HybridModel, layers: Any, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
     """x [T, 1, h] after a head's layers at tokens `keep` [N]; the others go as far as the last layer with a cache."""
-    caching = caching_length(model.mtpkit_config.mtp_pattern)
+    caching = caching_length(model.mtpkit_config.mtp.pattern)
     for index, layer in enumerate(layers):
         if index == caching:
             x = x[keep]
@@ -218,7 +218,7 @@ def unroll_depths(
             (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
         forward: what runs one depth, and does what `mtp_forward` does.
     """
-    repeated = model.mtpkit_config.mtp_use_repeated_layer
+    repeated = model.mtpkit_config.mtp.repeated
     serving = repeated if attention is None else attention == "serving"
     assert repeated or not serving, "distinct heads have a cache a depth: per_depth"
     streams: dict = {}

@@ -45,25 +45,25 @@ def transformer_config(
     settings: dict[str, Any] = dict(
         num_layers=len(config.pattern),
         hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        ffn_hidden_size=config.ffn_hidden_size or config.hidden_size,
-        activation_func=relu2 if config.activation == "relu2" else F.silu,
-        gated_linear_unit=config.activation == "swiglu",
+        num_attention_heads=config.attention.num_attention_heads,
+        num_query_groups=config.attention.num_query_groups,
+        kv_channels=config.attention.kv_channels,
+        ffn_hidden_size=config.mlp.ffn_hidden_size or config.hidden_size,
+        activation_func=relu2 if config.mlp.activation == "relu2" else F.silu,
+        gated_linear_unit=config.mlp.activation == "swiglu",
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=config.layernorm_epsilon,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=config.attention.qk_layernorm,
         apply_rope_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         is_hybrid_model=True,
-        mtp_num_layers=config.mtp_num_depths or None,
-        mtp_use_repeated_layer=config.mtp_use_repeated_layer,
+        mtp_num_layers=config.mtp.num_depths or None,
+        mtp_use_repeated_layer=config.mtp.repeated,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -74,28 +74,28 @@ def transformer_config(
         expert_model_parallel_size=expert_parallel,
         sequence_parallel=sequence_parallel,
     )
-    if "M" in config.pattern + config.mtp_pattern:
+    if "M" in config.letters:
         settings |= dict(
-            mamba_num_heads=config.mamba_num_heads,
-            mamba_head_dim=config.mamba_head_dim,
-            mamba_state_dim=config.mamba_state_dim,
-            mamba_num_groups=config.mamba_num_groups,
+            mamba_num_heads=config.mamba2.num_heads,
+            mamba_head_dim=config.mamba2.head_dim,
+            mamba_state_dim=config.mamba2.state_dim,
+            mamba_num_groups=config.mamba2.num_groups,
         )
-    if config.num_moe_experts:
+    if config.moe.num_experts:
         settings |= dict(
-            num_moe_experts=config.num_moe_experts,
-            moe_router_topk=config.moe_router_topk,
-            moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-            moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size or None,
-            moe_latent_size=config.moe_latent_size or None,
+            num_moe_experts=config.moe.num_experts,
+            moe_router_topk=config.moe.router_topk,
+            moe_ffn_hidden_size=config.moe.ffn_hidden_size,
+            moe_shared_expert_intermediate_size=config.moe.shared_expert_intermediate_size or None,
+            moe_latent_size=config.moe.latent_size or None,
             moe_router_score_function="sigmoid",
             moe_router_enable_expert_bias=True,
             moe_router_bias_update_rate=0.0,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
-            moe_router_topk_scaling_factor=config.moe_router_topk_scaling_factor,
-            moe_router_num_groups=config.moe_router_num_groups if config.moe_router_num_groups > 1 else None,
-            moe_router_group_topk=config.moe_router_group_topk if config.moe_router_num_groups > 1 else None,
+            moe_router_topk_scaling_factor=config.moe.router_topk_scaling_factor,
+            moe_router_num_groups=config.moe.router_num_groups if config.moe.router_num_groups > 1 else None,
+            moe_router_group_topk=config.moe.router_group_topk if config.moe.router_num_groups > 1 else None,
             moe_token_dispatcher_type="allgather",
         )
     result = TransformerConfig(**settings)
@@ -116,7 +116,7 @@ class HybridStack(MegatronHybridStack):
 def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
     """Spec of the decoder stack and, within it, of every layer kind and of the MTP block."""
     mlp = MLPSubmodules(linear_fc1=backend.norm_column_linear, linear_fc2=backend.row_linear)
-    qk_norm = dict(q_layernorm=backend.norm, k_layernorm=backend.norm) if config.qk_layernorm else {}
+    qk_norm = dict(q_layernorm=backend.norm, k_layernorm=backend.norm) if config.attention.qk_layernorm else {}
     submodules = HybridStackSubmodules(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
@@ -160,7 +160,7 @@ def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
 
 
 def _moe_layer(backend: Backend, config: ModelConfig) -> ModuleSpec:
-    experts = get_moe_module_spec_for_backend(backend.moe_provider, num_experts=config.num_moe_experts or 1)
+    experts = get_moe_module_spec_for_backend(backend.moe_provider, num_experts=config.moe.num_experts or 1)
     return ModuleSpec(
         module=MixtureLayer,
         submodules=TransformerLayerSubmodules(

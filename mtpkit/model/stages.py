@@ -43,15 +43,15 @@ def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory"
         raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
     if balance not in get_args(Balance):
         raise UserError(f"balance is {balance!r}, must be one of {listed(get_args(Balance))}")
-    embedding, depths = config.vocab_size * config.hidden_size, config.mtp_num_depths
+    embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
     if balance == "time":
         costs = [FORWARD * used_matrices(config, letter) for letter in pattern]
         first, last = 0, (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
     else:
-        experts = config.num_moe_experts
+        experts = config.moe.num_experts
         costs = [2 * used_matrices(config, letter, experts) for letter in pattern]
         outside = 1 if config.tie_word_embeddings or not depths else 2  # lm_head, and an embedding for the heads
-        trained = _TRAINED_BYTES * head_matrices(config, experts) * config.num_mtp_layers
+        trained = _TRAINED_BYTES * head_matrices(config, experts) * config.mtp.num_layers
         first, last = 2 * embedding, 2 * embedding * outside + trained
     sums = list(itertools.accumulate(costs, initial=0))
 

@@ -149,13 +149,13 @@ def evaluate_directory(
         MtpkitError: what was found is not finite.
     """
     config = load_config(directory)
-    if not config.mtp_num_depths:
+    if not config.mtp.num_depths:
         raise UserError(f"{directory} has no MTP heads; train some")
-    num_depths = num_depths or config.default_num_speculative_tokens
-    if num_depths > config.mtp_num_depths and not config.mtp_use_repeated_layer:
+    num_depths = num_depths or config.mtp.default_drafts
+    if num_depths > config.mtp.num_depths and not config.mtp.repeated:
         raise UserError(
-            f"{directory} has {config.mtp_num_depths} distinct heads, too few for K = {num_depths}; ask for "
-            f"{config.mtp_num_depths} or less"
+            f"{directory} has {config.mtp.num_depths} distinct heads, too few for K = {num_depths}; ask for "
+            f"{config.mtp.num_depths} or less"
         )
     attention = resolve_attention(attention, config)
     parallel = parallel or ParallelConfig()

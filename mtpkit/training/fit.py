@@ -100,7 +100,7 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
         hidden, so_far = received
         model.set_input_tensor(hidden)
         taken.append(so_far)
-    copied = {config.pattern.rindex(letter) - first_layer(model) for letter in config.mtp_pattern}
+    copied = {config.pattern.rindex(letter) - first_layer(model) for letter in config.mtp.pattern}
     modules = [layer for number, layer in enumerate(model.decoder.layers) if number in copied]
     modules += [model.decoder.final_norm] if model.post_process else []
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]

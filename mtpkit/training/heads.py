@@ -18,7 +18,7 @@ from torch import nn
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
 from mtpkit.checkpoint.directory import open_weights
-from mtpkit.config import LAYER_KINDS, LAYER_SIZES, ModelConfig
+from mtpkit.config import SECTIONS, ModelConfig, known_letters
 from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
@@ -38,8 +38,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     """
     base = load_model_config(config.model)
     heads = config.heads
-    new = heads.init in ("fresh", "base") or (heads.init == "auto" and not base.mtp_num_depths)
-    if not new and not base.mtp_num_depths:
+    new = heads.init in ("fresh", "base") or (heads.init == "auto" and not base.mtp.num_depths)
+    if not new and not base.mtp.num_depths:
         raise UserError(f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=fresh")
     pattern = default_pattern(base) if heads.pattern == "auto" else heads.pattern
     if new:
@@ -47,18 +47,18 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
         model = base.replace(
             mtp_pattern=pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
         )
-        if base.mtp_num_depths and not _same_layers(base, model):
-            number = "" if base.mtp_use_repeated_layer else f" and heads.num_depths={base.mtp_num_depths}"
+        if base.mtp.num_depths and not _same_layers(base, model):
+            number = "" if base.mtp.repeated else f" and heads.num_depths={base.mtp.num_depths}"
             raise UserError(
-                f"{config.model} has heads of pattern {base.mtp_pattern!r} ({base.num_mtp_layers} physical), which "
+                f"{config.model} has heads of pattern {base.mtp.pattern!r} ({base.mtp.num_layers} physical), which "
                 f"heads.init={heads.init} can start anew but not change; set heads.pattern=auto, "
-                f"heads.repeated={str(base.mtp_use_repeated_layer).lower()}{number}"
+                f"heads.repeated={str(base.mtp.repeated).lower()}{number}"
             )
-    elif base.mtp_use_repeated_layer:
+    elif base.mtp.repeated:
         model = base.replace(mtp_num_depths=heads.num_depths)
-    elif base.mtp_num_depths != heads.num_depths:
+    elif base.mtp.num_depths != heads.num_depths:
         raise UserError(
-            f"{config.model} has {base.mtp_num_depths} distinct heads; set heads.num_depths={base.mtp_num_depths}"
+            f"{config.model} has {base.mtp.num_depths} distinct heads; set heads.num_depths={base.mtp.num_depths}"
         )
     else:
         model = base
@@ -87,7 +87,7 @@ def default_pattern(base: ModelConfig) -> str:
     `M*-`, `*E` for `ME*E`, `M-` for `M-`, `*` for `M*`.
     """
     kinds = (next((letter for letter in pair if letter in base.pattern), "") for pair in ("*M", "-E"))
-    return base.mtp_pattern or "".join(kinds)
+    return base.mtp.pattern or "".join(kinds)
 
 
 def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None:
@@ -98,10 +98,9 @@ def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None
     """
     copies = config.heads.init == "base"
     absent = sorted(set(pattern) - set(base.pattern))
-    sizeless = [kind for kind in absent if any(getattr(base, field) <= 0 for field in LAYER_SIZES.get(kind, ()))]
-    if unknown := sorted(set(pattern) - LAYER_KINDS.keys()):
-        known = ", ".join(f"{letter} ({name})" for letter, name in LAYER_KINDS.items())
-        problem = f"has {listed(map(repr, unknown))}, but layers are {known}"
+    sizeless = [letter for letter in absent if letter in SECTIONS and not _has_sizes(base, letter)]
+    if unknown := sorted(set(pattern) - SECTIONS.keys()):
+        problem = f"has {listed(map(repr, unknown))}, but layers are {known_letters()}"
     elif copies and absent:
         problem = f"has {_named(absent)}, but heads.init=base copies layers of {config.model}, which has none"
     elif sizeless:
@@ -114,12 +113,16 @@ def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None
     raise UserError(f"heads.pattern={pattern} {problem}; set {'heads.pattern=auto' if fits else 'heads.init=fresh'}")
 
 
+def _has_sizes(base: ModelConfig, letter: str) -> bool:
+    return not list(base.section(SECTIONS[letter]).requirements(1))
+
+
 def _named(letters: Sequence[str]) -> str:
-    return listed(f"{letter!r} ({LAYER_KINDS[letter]})" for letter in letters)
+    return listed(f"{letter!r} ({SECTIONS[letter].title})" for letter in letters)
 
 
 def _same_layers(a: ModelConfig, b: ModelConfig) -> bool:
-    return (a.mtp_pattern, a.num_mtp_layers) == (b.mtp_pattern, b.num_mtp_layers)
+    return (a.mtp.pattern, a.mtp.num_layers) == (b.mtp.pattern, b.mtp.num_layers)
 
 
 def resolve_attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention:
@@ -128,14 +131,14 @@ def resolve_attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention
     Raises:
         UserError: `serving` for distinct heads.
     """
-    if asked == "serving" and not model.mtp_use_repeated_layer:
+    if asked == "serving" and not model.mtp.repeated:
         raise UserError(
             "heads.attention=serving is for one repeated head; distinct heads have a cache a depth, so that "
             "heads.attention=per_depth is what they see in serving"
         )
     if asked != "auto":
         return asked
-    return "serving" if model.mtp_use_repeated_layer else "per_depth"
+    return "serving" if model.mtp.repeated else "per_depth"
 
 
 def build_with_heads(
@@ -189,7 +192,7 @@ def init_from_base(model: HybridModel) -> None:
     pipeline, whose earlier stages may hold these layers.
     """
     heads = model.mtp.layers if model.mtp_process else []
-    for place, letter in enumerate(model.mtpkit_config.mtp_pattern):
+    for place, letter in enumerate(model.mtpkit_config.mtp.pattern):
         layers = [head.mtp_model_layer.layers[place] for head in heads]
         _copy_layer(model, model.mtpkit_config.pattern.rindex(letter), layers)
     for head in heads:

@@ -50,15 +50,15 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
 
 
 def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    letters = model.pattern + model.mtp_pattern
+    letters, sizes = model.letters, model.values()
     for letter, fields in SPLIT_BY_TENSOR.items():
         for field in fields if letter in letters else ():
-            if getattr(model, field) % parallel.tensor:
+            if sizes[field] % parallel.tensor:
                 yield (
-                    f"the model's {field} {getattr(model, field)} cannot be split over tensor={parallel.tensor} ranks; "
+                    f"the model's {field} {sizes[field]} cannot be split over tensor={parallel.tensor} ranks; "
                     "set parallel.tensor to a divisor of it"
                 )
-    groups = model.num_query_groups
+    groups = model.attention.num_query_groups
     if "*" in letters and groups % parallel.tensor and parallel.tensor % groups:
         yield (
             f"the model's num_query_groups {groups} and tensor={parallel.tensor} do not divide each other; set "
@@ -71,9 +71,9 @@ def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
         )
     if parallel.expert > 1 and "E" not in letters:
         yield f"the model has no experts to split over expert={parallel.expert} ranks; set parallel.expert=1"
-    elif parallel.expert > 1 and model.num_moe_experts % parallel.expert:
+    elif parallel.expert > 1 and model.moe.num_experts % parallel.expert:
         yield (
-            f"the model's {model.num_moe_experts} experts cannot be split over expert={parallel.expert} ranks; set "
+            f"the model's {model.moe.num_experts} experts cannot be split over expert={parallel.expert} ranks; set "
             "parallel.expert to a divisor of it"
         )
 

@@ -234,7 +234,7 @@ def test_k_as_the_engine_chooses(model):
     config = DecodeConfig(batch_sizes=(2,), ks=("auto",), prompt_len=8, max_tokens=40, repeats=1)
     result = measure_decode(model, config)
     (row,) = result.rows
-    assert row.k == "auto" and len(row.conditional_acceptance) == model.mtpkit_config.mtp_num_depths
+    assert row.k == "auto" and len(row.conditional_acceptance) == model.mtpkit_config.mtp.num_depths
     assert 0 < row.limit_share < 1
     # The depths that were hardly tried have the rates that were asked for.
     line = Roofline(NEMOTRON_H_TINY, next(model.parameters()).dtype)

@@ -16,7 +16,7 @@ from tests.model.toy import CONFIG, toy_model
 def test_the_published_shape():
     config = NEMOTRON_H_8B
     assert {letter: config.pattern.count(letter) for letter in "M-*"} == {"M": 24, "-": 24, "*": 4}
-    assert len(config.pattern) == 52 and config.mtp_pattern == "*" and config.num_mtp_layers == 1
+    assert len(config.pattern) == 52 and config.mtp.pattern == "*" and config.mtp.num_layers == 1
     assert set(NEMOTRON_H_TINY.pattern) == set(config.pattern)
 
 
@@ -34,7 +34,7 @@ def test_a_shape_or_a_directory(tmp_path):
 def test_a_shape_may_have_another_head(tmp_path):
     assert get_config("nemotron-h-tiny", "*-") == NEMOTRON_H_TINY.replace(mtp_pattern="*-")
     model = open_model("nemotron-h-tiny", torch.device("cpu"), pattern="*-")
-    assert model.mtpkit_config.mtp_pattern == "*-" and len(model.mtp.layers[0].mtp_model_layer.layers) == 2
+    assert model.mtpkit_config.mtp.pattern == "*-" and len(model.mtp.layers[0].mtp_model_layer.layers) == 2
     with pytest.raises(UserError, match="Q"):
         get_config("nemotron-h-tiny", "*Q")
     with pytest.raises(

@@ -21,7 +21,7 @@ from tests.checkpoint.builders import GOLDEN, edit_config
 
 def test_both_spellings_of_a_pattern(hf_dir):
     first = load_config(hf_dir)
-    assert (first.pattern, first.mtp_pattern, first.mtp_num_depths, first.num_mtp_layers) == ("M*-E", "*E", 3, 1)
+    assert (first.pattern, first.mtp.pattern, first.mtp.num_depths, first.mtp.num_layers) == ("M*-E", "*E", 3, 1)
     edit_config(hf_dir, layers_block_type=["mamba", "attention", "mlp", "moe"])
     assert load_config(hf_dir) == first
     edit_config(hf_dir, layers_block_type=None, hybrid_override_pattern="M*-E", mtp_hybrid_override_pattern=None)
@@ -43,7 +43,7 @@ def test_both_spellings_of_a_pattern(hf_dir):
 def test_depths_as_the_file_has_them(hf_dir, physical, own, depths, repeated, known):
     edit_config(hf_dir, mtpkit=own, num_nextn_predict_layers=physical)
     config = load_config(hf_dir)
-    assert (config.mtp_num_depths, config.mtp_use_repeated_layer, config.mtp_depths_known) == (depths, repeated, known)
+    assert (config.mtp.num_depths, config.mtp.repeated, config.mtp.depths_known) == (depths, repeated, known)
 
 
 def test_unknown_depths_stay_unknown_until_a_training_sets_them(hf_dir, tmp_path):
@@ -51,11 +51,11 @@ def test_unknown_depths_stay_unknown_until_a_training_sets_them(hf_dir, tmp_path
     import_checkpoint(hf_dir, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
     config = load_config(hf_dir)
-    assert not config.mtp_depths_known
+    assert not config.mtp.depths_known
     assert load_config(tmp_path / "megatron") == load_config(tmp_path / "back") == config
     trained = config.replace(mtp_num_depths=2)
     exported = NEMOTRON_H.config_to_hf(trained, json.loads((hf_dir / "config.json").read_text()))
-    assert trained.mtp_depths_known and NEMOTRON_H.config_from_hf(exported) == trained
+    assert trained.mtp.depths_known and NEMOTRON_H.config_from_hf(exported) == trained
 
 
 def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
@@ -91,7 +91,7 @@ def test_mtpkits_own_keys_are_checked(hf_dir, own, says):
         ({"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern .* is not a text of layer letters"),
         ({"hybrid_override_pattern": None, "layers_block_type": "mamba"}, "layers_block_type 'mamba' is not a list"),
         ({"hybrid_override_pattern": None, "layers_block_type": [["mamba"]]}, "has unknown layers"),
-        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon 'small' is not a number"),
+        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', must be a finite number"),
         ({"eos_token_id": "</s>"}, "eos_token_id .* whole numbers"),
     ],
 )
@@ -120,7 +120,7 @@ def test_dt_has_the_range_of_time_step_limit(hf_dir, changes, limit):
     """As in Megatron-LM and vLLM: `time_step_min`, which transformers clamps at, is for initial values alone."""
     edit_config(hf_dir, **changes)
     config = load_config(hf_dir)
-    assert config.mamba_dt_limit == limit
+    assert config.mamba2.dt_limit == limit
     original = json.loads((hf_dir / "config.json").read_text())
     for exported in (NEMOTRON_H.config_to_hf(config, original), NEMOTRON_H.config_to_hf(config)):
         assert NEMOTRON_H.config_from_hf(json.loads(json.dumps(exported))) == config
@@ -168,9 +168,9 @@ def test_export_writes_what_servers_read_and_keeps_the_rest(hf_dir):
 
 def test_golden_configs():
     config = load_config(GOLDEN / "tp2/moe")
-    assert (config.hybrid_layer_pattern, config.mtp_num_depths, config.num_mtp_layers) == ("ME*E/*E/*E", 2, 1)
-    assert (config.moe_router_topk_scaling_factor, config.moe_shared_expert_intermediate_size) == (2.5, 64)
-    assert not load_config(GOLDEN / "tp1/distinct_heads").mtp_use_repeated_layer
+    assert (config.hybrid_layer_pattern, config.mtp.num_depths, config.mtp.num_layers) == ("ME*E/*E/*E", 2, 1)
+    assert (config.moe.router_topk_scaling_factor, config.moe.shared_expert_intermediate_size) == (2.5, 64)
+    assert not load_config(GOLDEN / "tp1/distinct_heads").mtp.repeated
 
 
 def megatron_args(**changes) -> dict:
@@ -204,8 +204,8 @@ def megatron_args(**changes) -> dict:
 
 def test_megatron_lm_arguments():
     config = config_from_megatron(megatron_args())
-    assert (config.hybrid_layer_pattern, config.num_mtp_layers, config.layernorm_epsilon) == ("M-*-/*-/*-", 1, 1e-6)
-    assert config.num_query_groups == 4, "without group_query_attention every head has its own"
+    assert (config.hybrid_layer_pattern, config.mtp.num_layers, config.layernorm_epsilon) == ("M-*-/*-/*-", 1, 1e-6)
+    assert config.attention.num_query_groups == 4, "without group_query_attention every head has its own"
     assert config_from_megatron(megatron_args(mamba_num_heads=None)) == config, "2 x hidden_size / mamba_head_dim"
     for changes in (
         {"normalization": "LayerNorm"},

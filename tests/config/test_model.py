@@ -1,14 +1,29 @@
 """ModelConfig: every message names its field; dictionaries round-trip; errors carry exit codes."""
 
+import dataclasses
 import json
 
 import pytest
 
 from mtpkit.config import ModelConfig
+from mtpkit.config.moe import MoeConfig
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.toy_config import toy_config
 
-VALUES = vars(toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, moe_ffn_hidden_size=16))
+VALUES = toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, moe_ffn_hidden_size=16).values()
+
+ORDER = [
+    *("family", "vocab_size", "hidden_size", "pattern", "max_position_embeddings"),
+    *("mtp_pattern", "mtp_num_depths", "mtp_depths_known", "mtp_use_repeated_layer"),
+    *("num_attention_heads", "num_query_groups", "kv_channels", "position_embedding_type"),
+    *("rotary_base", "rotary_percent", "qk_layernorm", "ffn_hidden_size", "activation"),
+    *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel"),
+    *("mamba_chunk_size", "mamba_dt_limit", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "layernorm_epsilon", "tie_word_embeddings", "init_std"),
+    *("bos_token_id", "eos_token_ids", "pad_token_id"),
+]
+"""Keys of `mtpkit.json` as files have had them from the start."""
 
 
 @pytest.mark.parametrize(
@@ -48,19 +63,19 @@ VALUES = vars(toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, mo
         (dict(hidden_size="32"), ["hidden_size", "'32'"]),
         (dict(vocab_size=None), ["vocab_size", "None"]),
         (dict(vocab_size=64.5), ["vocab_size", "64.5"]),
-        (dict(layernorm_epsilon="x"), ["layernorm_epsilon 'x' is not a number"]),
-        (dict(init_std=float("nan")), ["init_std nan is not a number"]),
-        (dict(rotary_base=10**30), ["rotary_base 1000000000000000000000000000000 is not a number"]),
-        (dict(tie_word_embeddings=1), ["tie_word_embeddings 1 is not true or false"]),
-        (dict(bos_token_id="<s>"), ["bos_token_id '<s>' is not a whole number, or nothing"]),
-        (dict(eos_token_ids=("</s>",)), ["eos_token_ids ('</s>',) is not whole numbers"]),
-        (dict(mamba_dt_limit=(0.1, None)), ["mamba_dt_limit (0.1, None) is not two numbers"]),
+        (dict(layernorm_epsilon="x"), ["layernorm_epsilon is 'x', must be a finite number"]),
+        (dict(init_std=float("nan")), ["init_std is nan, must be a finite number"]),
+        (dict(rotary_base=10**30), ["rotary_base is 1000000000000000000000000000000, must be from 1 to 1e+15"]),
+        (dict(tie_word_embeddings=1), ["tie_word_embeddings is 1, must be True or False"]),
+        (dict(bos_token_id="<s>"), ["bos_token_id is '<s>', must be a whole number or None"]),
+        (dict(eos_token_ids=("</s>",)), ["eos_token_ids is ('</s>',), must be a list of whole numbers"]),
+        (dict(mamba_dt_limit=(0.1, None)), ["mamba_dt_limit is (0.1, None), must be a list of 2 finite numbers"]),
     ],
     ids=str,
 )
 def test_messages_name_the_field(changes, named):
     with pytest.raises(UserError) as error:
-        ModelConfig(**VALUES | changes)
+        ModelConfig.of(**VALUES | changes)
     message = str(error.value)
     assert message.startswith("model config: ") and "\n" not in message
     assert all(part in message for part in named), message
@@ -68,13 +83,13 @@ def test_messages_name_the_field(changes, named):
 
 def test_all_problems_at_once():
     with pytest.raises(UserError) as error:
-        ModelConfig(**VALUES | dict(pattern="Z", vocab_size=0, hidden_size=0, mtp_num_depths=0))
+        ModelConfig.of(**VALUES | dict(pattern="Z", vocab_size=0, hidden_size=0, mtp_num_depths=0))
     assert all(part in str(error.value) for part in ("'Z'", "mtp_num_depths", "vocab_size", "hidden_size"))
 
 
 def test_sizes_of_absent_layers_are_not_asked_for():
-    config = ModelConfig(family="nemotron_h", vocab_size=8, hidden_size=8, pattern="*")
-    assert (config.num_mtp_layers, config.hybrid_layer_pattern) == (0, "*")
+    config = ModelConfig.of(family="nemotron_h", vocab_size=8, hidden_size=8, pattern="*")
+    assert (config.mtp.num_layers, config.hybrid_layer_pattern) == (0, "*")
 
 
 @pytest.mark.parametrize(
@@ -87,16 +102,54 @@ def test_sizes_of_absent_layers_are_not_asked_for():
     ],
 )
 def test_physical_layers_and_depths(changes, physical, pattern):
-    config = ModelConfig(**VALUES | changes)
-    assert (config.num_mtp_layers, config.hybrid_layer_pattern) == (physical, pattern)
+    config = ModelConfig.of(**VALUES | changes)
+    assert (config.mtp.num_layers, config.hybrid_layer_pattern) == (physical, pattern)
 
 
 @pytest.mark.parametrize(
     "changes", [{}, dict(mamba_dt_limit=(0.01, 0.5)), dict(eos_token_ids=(1, 2), bos_token_id=0)], ids=str
 )
 def test_round_trip_through_json(changes):
-    config = ModelConfig(**VALUES | changes)
+    config = ModelConfig.of(**VALUES | changes)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(mtp_reads_of_base="before_final_norm"), "mtp_reads_of_base 'before_final_norm' cannot be built yet"),
+        (dict(mtp_reads_of_depth="before_final_norm"), "mtp_reads_of_depth 'before_final_norm' cannot be built yet"),
+        (dict(mtp_reads_of_base="logits"), "mtp_reads_of_base is 'logits', must be 'after_final_norm' or"),
+        (dict(mtp_zero_first_embedding=True), "mtp_zero_first_embedding true cannot be built yet, only false"),
+        (dict(mtp_zero_first_embedding="no"), "mtp_zero_first_embedding is 'no', must be True or False"),
+        (dict(mtp={}), "mtp is unknown"),
+        (dict(sections=[], pattern=3), "sections is unknown; pattern is 3, must be a text"),
+        (dict(mamba_num_heads=-1, eos_token_ids=(3, 99)), "mamba_num_heads is -1, .*; eos_token_ids 99 is not in the"),
+    ],
+    ids=str,
+)
+def test_what_no_file_may_say(changes, says):
+    with pytest.raises(UserError, match=says):
+        ModelConfig.from_dict(ModelConfig.of(**VALUES).to_dict() | changes)
+
+
+def test_files_of_models_that_read_after_the_norm_have_no_key_for_it():
+    """As they had none before there was a choice."""
+    values = ModelConfig.of(**VALUES).to_dict()
+    assert not [key for key in values if "reads" in key or "zero" in key]
+    given = {"mtp_reads_of_base": "after_final_norm", "mtp_zero_first_embedding": False}
+    assert ModelConfig.from_dict(values | given).to_dict() == values
+
+
+def test_files_keep_their_keys_in_order_and_numbers_as_written():
+    values = ModelConfig.of(**VALUES | dict(rotary_base=10000, layernorm_epsilon=1e-6)).to_dict()
+    assert list(values) == ORDER and json.dumps(values["rotary_base"]) == "10000"
+
+
+def test_sections_that_are_defaults_are_the_same_as_none():
+    config = toy_config(pattern="M", mtp_pattern="", mtp_num_depths=0)
+    assert dataclasses.replace(config, sections=(MoeConfig(), *config.sections[::-1])) == config
+    assert config.moe == MoeConfig() and config.mamba2.num_heads == 4
 
 
 def test_unknown_and_missing_keys_are_all_named():
@@ -115,13 +168,13 @@ def test_unknown_and_missing_keys_are_all_named():
     ],
 )
 def test_how_many_drafts_a_head_makes(changes, default, adaptive):
-    config = ModelConfig(**VALUES | changes)
-    assert (config.default_num_speculative_tokens, config.max_adaptive_tokens) == (default, adaptive)
+    config = ModelConfig.of(**VALUES | changes)
+    assert (config.mtp.default_drafts, config.mtp.most_adaptive_drafts) == (default, adaptive)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_replace_checks_again():
-    config = ModelConfig(**VALUES)
+    config = ModelConfig.of(**VALUES)
     assert config.replace(hidden_size=64).hidden_size == 64
     with pytest.raises(UserError, match="hidden_size"):
         config.replace(hidden_size=0)

@@ -171,7 +171,7 @@ def test_settings_without_effect_are_named(caplog):
 @pytest.mark.parametrize("extra", [0, 1])
 def test_more_drafts_than_depths_are_warned_of(caplog, extra):
     model = tiny_model()
-    depths = model.mtpkit_config.mtp_num_depths
+    depths = model.mtpkit_config.mtp.num_depths
     LLM(model, depths + extra, num_blocks=50)
     said = [record.message for record in caplog.records if "later drafts were not trained" in record.message]
     assert len(said) == extra

@@ -145,7 +145,7 @@ def record_drafts(llm: LLM, prompts, max_tokens: int = 20, guided: bool = True) 
 @torch.inference_mode()
 def teacher_forced_drafts(model, known: tuple[int, ...], depths: int) -> list[int]:
     """The drafts after `known` tokens, from whole sequences without caches: each depth reads the drafts before it."""
-    attention = "serving" if model.mtpkit_config.mtp_use_repeated_layer else "per_depth"
+    attention = "serving" if model.mtpkit_config.mtp.repeated else "per_depth"
     newest, tokens = len(known) - 2, list(known)
     for depth in range(1, depths + 1):
         ids = torch.tensor([tokens])

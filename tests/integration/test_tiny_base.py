@@ -26,7 +26,7 @@ def oracle() -> torch.nn.Module:
 
 def test_no_server_clamps_dt() -> None:
     """Transformers clamps at `time_step_min`, Megatron-LM and vLLM do not: one range must be the same for all."""
-    assert load_config(TINY_BASE).mamba_dt_limit == (0.0, float("inf"))
+    assert load_config(TINY_BASE).mamba2.dt_limit == (0.0, float("inf"))
     assert json.loads((TINY_BASE / "config.json").read_text())["time_step_min"] == 0.0
 
 

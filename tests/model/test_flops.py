@@ -37,13 +37,13 @@ def test_flops_are_those_that_were_counted_from_checkpoints(changes, flops):
 def test_every_weight_counts_as_often_as_a_token_uses_it(changes, base_layers):
     model = toy_model(**changes)
     config = model.mtpkit_config
-    share = config.moe_router_topk / config.num_moe_experts if "E" in config.pattern else 1
+    share = config.moe.router_topk / config.moe.num_experts if "E" in config.pattern else 1
     counts = {"decoder": 0.0, "mtp": 0.0}
     for name, tensor in model.state_dict().items():
         part = name.partition(".")[0]
         if part in counts and tensor is not None:
             counts[part] += tensor.numel() * (share if ".experts." in name else 1)
-    applied = 3 if config.mtp_use_repeated_layer else 1
+    applied = 3 if config.mtp.repeated else 1
     lm_head = config.vocab_size * config.hidden_size
     want = 2 * counts["decoder"] * base_layers + 6 * applied * counts["mtp"] + 4 * 3 * lm_head
     assert step_flops(config, 3, base_layers) == want

@@ -20,7 +20,7 @@ def run(case: str, ids: torch.Tensor, device: str = "cpu"):
     model = load_model(GOLDEN / case, device=device)
     ids = ids.to(device)
     hidden = base_forward(model, ids, SequenceInput())
-    depths = unroll_depths(model, hidden, ids, model.mtpkit_config.mtp_num_depths, attention="per_depth")
+    depths = unroll_depths(model, hidden, ids, model.mtpkit_config.mtp.num_depths, attention="per_depth")
     return compute_logits(model, hidden).transpose(0, 1).cpu(), [x.cpu() for x in (hidden, *depths)]
 
 

@@ -26,7 +26,7 @@ def build(case: str, **sizes: int):
 
 
 def run_depths(model, hidden, ids):
-    return list(unroll_depths(model, hidden, ids, model.mtpkit_config.mtp_num_depths, attention="per_depth"))
+    return list(unroll_depths(model, hidden, ids, model.mtpkit_config.mtp.num_depths, attention="per_depth"))
 
 
 def fresh_rank(rank: int, out: Path) -> None:

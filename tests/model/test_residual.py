@@ -117,7 +117,7 @@ def test_gradients_pass_and_leave_the_input_alone(kind):
 @torch.no_grad()
 def test_a_residual_is_added_in_the_call_that_is_given_it():
     linear = toy_model().decoder.layers[KINDS["-"]].mlp.linear_fc2
-    x, residual = torch.randn(3, 1, CONFIG.ffn_hidden_size), torch.randn(3, 1, CONFIG.hidden_size)
+    x, residual = torch.randn(3, 1, CONFIG.mlp.ffn_hidden_size), torch.randn(3, 1, CONFIG.hidden_size)
     plain = linear(x)[0]
     want = residual + plain
     assert relative(linear(x, residual)[0], want.double()) < 1e-6
@@ -127,7 +127,7 @@ def test_a_residual_is_added_in_the_call_that_is_given_it():
 @torch.no_grad()
 def test_a_residual_that_cannot_be_accumulated_into():
     linear = toy_model().decoder.layers[KINDS["-"]].mlp.linear_fc2
-    x, residual = torch.randn(3, 2, CONFIG.ffn_hidden_size), torch.randn(2, 3, CONFIG.hidden_size).transpose(0, 1)
+    x, residual = torch.randn(3, 2, CONFIG.mlp.ffn_hidden_size), torch.randn(2, 3, CONFIG.hidden_size).transpose(0, 1)
     want = residual + linear(x)[0]
     assert relative(linear(x, residual)[0], want.double()) < 1e-6
 

@@ -20,14 +20,14 @@ def costs(config, patterns, balance):
         if parameter.ndim == 2 and "conv1d" not in name:
             part, _, rest = name.partition(".layers.")
             number = int(rest.split(".")[0]) if part == "decoder" else 0
-            unused = config.moe_router_topk / config.num_moe_experts if "local_experts" in name else 1
+            unused = config.moe.router_topk / config.moe.num_experts if "local_experts" in name else 1
             sizes[part, number] += parameter.numel() * (unused if balance == "time" else 1)
     ends = itertools.accumulate(map(len, patterns))
     found = [
         sum(2 * sizes["decoder", n] for n in range(end - len(part), end))
         for end, part in zip(ends, patterns, strict=True)
     ]
-    embedding, depths = config.vocab_size * config.hidden_size, config.mtp_num_depths
+    embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
     if balance == "time":
         found[-1] += depths * (6 * sizes["mtp", 0] + 4 * embedding) + 2 * embedding
     else:

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from mtpkit.config import CACHING_KINDS, LAYER_KINDS, caching_length
+from mtpkit.config import SECTIONS, caching_length
 from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model import SequenceInput, StepInput, base_forward, cache_specs, mtp_forward
 from mtpkit.model.inputs import (
@@ -158,10 +158,10 @@ def test_sabotage_would_be_seen(rollback, sabotage):
     assert simulate(toy_model(), rollback, sabotage) > 1e-2
 
 
-@pytest.mark.parametrize("letter", LAYER_KINDS)
+@pytest.mark.parametrize("letter", SECTIONS)
 def test_layers_that_cache_are_known_by_their_letters(letter):
     """Tokens that are not kept must reach all of them."""
-    assert bool(cache_specs(toy_model(pattern=letter, mtp_pattern="", mtp_num_depths=0))) == (letter in CACHING_KINDS)
+    assert bool(cache_specs(toy_model(pattern=letter, mtp_pattern="", mtp_num_depths=0))) == SECTIONS[letter].keeps_past
     assert [caching_length(pattern) for pattern in ("*", "*-", "-*", "M*-E", "-", "")] == [1, 1, 2, 2, 0, 0]
 
 

@@ -67,7 +67,7 @@ def test_whatever_its_import_raises_is_the_reason(monkeypatch, error):
 def states_of(model, ids, documents=None, positions=None):
     """Logits and h, g^1, g^2, .."""
     hidden = base_forward(model, ids, SequenceInput(documents, positions))
-    depths = unroll_depths(model, hidden, ids, model.mtpkit_config.mtp_num_depths, "per_depth", documents, positions)
+    depths = unroll_depths(model, hidden, ids, model.mtpkit_config.mtp.num_depths, "per_depth", documents, positions)
     return [compute_logits(model, hidden), hidden, *depths]
 
 

@@ -102,7 +102,7 @@ def test_new_heads_follow_the_base(make_base, pattern, default):
     """Each can be built, and be copied from the base."""
     for init in ("auto", "base"):
         config, model_config = settle(make_base(pattern), init=init)
-        assert config.heads.pattern == model_config.mtp_pattern == default
+        assert config.heads.pattern == model_config.mtp.pattern == default
         build_with_heads(config, model_config, torch.device("cpu"))
 
 
@@ -133,4 +133,4 @@ def test_heads_that_are_there_may_start_anew(make_base, own):
     assert settle(base)[0].heads.init == "checkpoint"
     with pytest.raises(UserError, match=r"can start anew but not change; set heads\.pattern=auto") as error:
         settle(base, init="fresh", pattern="*", num_depths=2)
-    assert settle(base, init="fresh", **advised(str(error.value)))[1].mtp_pattern == own["mtp_pattern"]
+    assert settle(base, init="fresh", **advised(str(error.value)))[1].mtp.pattern == own["mtp_pattern"]

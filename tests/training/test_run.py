@@ -83,7 +83,7 @@ def test_heads_learn_what_the_base_says(settings, kind, device):
 def test_the_checkpoint_is_the_base_with_trained_heads(settings, toy_base):
     output = run(settings)
     config = load_model_config(output)
-    assert (config.mtp_pattern, config.mtp_num_depths, config.mtp_use_repeated_layer) == ("*-", 2, True)
+    assert (config.mtp.pattern, config.mtp.num_depths, config.mtp.repeated) == ("*-", 2, True)
     trained, base = (load_model(path).state_dict() for path in (output, toy_base))
     assert all(torch.equal(tensor, trained[name]) for name, tensor in base.items() if tensor is not None)
     assert any(name.startswith("mtp.") for name in trained)
@@ -304,7 +304,7 @@ def test_a_mixture_without_mlps_is_trained_by_default(settings, tmp_path, tokeni
     save_model(toy_model(**sizes, **experts), tmp_path / "base")
     shutil.copytree(tokenizer_dir, tmp_path / "base", dirs_exist_ok=True)
     output = run(settings, f"model={tmp_path / 'base'}", f"heads.init={init}", "save_interval=3")
-    assert load_model_config(output).mtp_pattern == load_config(output / "config.yaml").heads.pattern == "*E"
+    assert load_model_config(output).mtp.pattern == load_config(output / "config.yaml").heads.pattern == "*E"
     assert losses(output)[6] < losses(output)[1]
     run(settings, f"model={tmp_path / 'base'}", f"heads.init={init}", "steps=7")
     assert max(losses(output)) == 7
@@ -312,7 +312,7 @@ def test_a_mixture_without_mlps_is_trained_by_default(settings, tmp_path, tokeni
 
 def test_distinct_heads(settings):
     output = run(settings, "heads.repeated=false")
-    assert load_model_config(output).num_mtp_layers == 2
+    assert load_model_config(output).mtp.num_layers == 2
     assert load_config(output / "config.yaml").heads.attention == "per_depth"
 
 

@@ -21,7 +21,7 @@ _TRAINING_LENGTH = 8
 
 def decode_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of a step of `rows` decoding requests."""
-    pattern = shapes.config.pattern + shapes.config.mtp_pattern
+    pattern = shapes.config.letters
     if "M" in pattern:
         yield from (mamba.ssm_replay(shapes), mamba.ssm_snapshot(shapes), mamba.conv_update(shapes))
         yield linears.gated_norm(shapes)
@@ -33,7 +33,7 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     if "E" in pattern:
         count = shapes.rows * shapes.tokens
         yield from (experts.route(shapes, count), experts.expert_mlp(shapes, count))
-    if shapes.config.mtp_num_depths:
+    if shapes.config.mtp.num_depths:
         yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes))
     yield from (tokens.argmax(shapes), tokens.probabilities(shapes), tokens.sample_logits(shapes))
     yield from (tokens.penalties(shapes), tokens.uniform(shapes), tokens.sample(shapes))
@@ -44,7 +44,7 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
 
 def prefill_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of a step of prompts, 16 of `context_len` tokens; whatever `rows` is. Such steps are not captured."""
-    pattern = shapes.config.pattern + shapes.config.mtp_pattern
+    pattern = shapes.config.letters
     lens = (shapes.context_len,) * _PREFILL_ROWS
     if "*" in pattern:
         yield replace(attention.prefill_attention(shapes, lens), capture=False)
@@ -62,9 +62,9 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
     if "*" in shapes.config.pattern:
         yield training.sequence_attention(shapes, length)
     if shapes.k:
-        if "*" in shapes.config.mtp_pattern and shapes.k > 1:
+        if "*" in shapes.config.mtp.pattern and shapes.k > 1:
             yield training.depth_attention(shapes, length)
-        if "-" in shapes.config.pattern + shapes.config.mtp_pattern:
+        if "-" in shapes.config.letters:
             yield training.activation(shapes, length)
         yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))
         yield training.update(shapes)

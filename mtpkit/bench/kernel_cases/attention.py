@@ -15,21 +15,22 @@ _BLOCK = 16
 
 def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values, and the block tables [R, B] of rows with so many tokens each, the blocks lying anywhere."""
-    config, blocks = shapes.config, -(-tokens // _BLOCK)
-    page = (_BLOCK, config.num_query_groups, config.kv_channels)
+    sizes, blocks = shapes.config.attention, -(-tokens // _BLOCK)
+    page = (_BLOCK, sizes.num_query_groups, sizes.kv_channels)
     key, value = (shapes.normal(rows * blocks, *page) for _ in range(2))
     return key, value, shapes.permutation(rows * blocks).view(rows, blocks)
 
 
 def _cached_bytes(shapes: Shapes, tokens: float) -> float:
     """Keys and values of so many tokens in one layer."""
-    return 2 * tokens * shapes.config.num_query_groups * shapes.config.kv_channels * shapes.dtype.itemsize
+    sizes = shapes.config.attention
+    return 2 * tokens * sizes.num_query_groups * sizes.kv_channels * shapes.dtype.itemsize
 
 
 def paged_attention(shapes: Shapes) -> Case:
     """Attention of a step."""
-    rows, tokens, config, context = shapes.rows, shapes.tokens, shapes.config, shapes.context_len
-    heads, width = config.num_attention_heads, config.kv_channels
+    rows, tokens, sizes, context = shapes.rows, shapes.tokens, shapes.config.attention, shapes.context_len
+    heads, width = sizes.num_attention_heads, sizes.kv_channels
 
     def make() -> Args:
         cache = _cache(shapes, rows, context + tokens)
@@ -46,8 +47,8 @@ def paged_attention(shapes: Shapes) -> Case:
 
 def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """Attention of prompts of one length."""
-    config, length, rows = shapes.config, lens[0], len(lens)
-    heads, width = config.num_attention_heads, config.kv_channels
+    sizes, length, rows = shapes.config.attention, lens[0], len(lens)
+    heads, width = sizes.num_attention_heads, sizes.kv_channels
 
     def make() -> Args:
         cache = _cache(shapes, rows, length)
@@ -66,13 +67,13 @@ def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 def store_kv(shapes: Shapes) -> Case:
     """Writing the step's keys and values, each token's to any place."""
-    rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
+    rows, tokens, sizes = shapes.rows, shapes.tokens, shapes.config.attention
     count = rows * tokens
 
     def make() -> Args:
         key, value, _ = _cache(shapes, rows, tokens)  # what lies before them is not touched
-        fused = shapes.normal(count, config.num_query_groups, 2 * config.kv_channels)
+        fused = shapes.normal(count, sizes.num_query_groups, 2 * sizes.kv_channels)
         slots = shapes.permutation(len(key) * _BLOCK)[:count]
-        return fused[..., : config.kv_channels], fused[..., config.kv_channels :], key, value, slots
+        return fused[..., : sizes.kv_channels], fused[..., sizes.kv_channels :], key, value, slots
 
     return Case(kv_store.store_kv, shapes.step, make, lambda args: 2 * _cached_bytes(shapes, count))

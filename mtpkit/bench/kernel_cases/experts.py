@@ -14,9 +14,9 @@ from mtpkit.kernels import moe
 
 def route(shapes: Shapes, tokens: int) -> Case:
     """The experts of each token."""
-    config, count = shapes.config, shapes.config.num_moe_experts
-    rest = (config.moe_router_topk, config.moe_router_topk_scaling_factor)
-    groups = (config.moe_router_num_groups, config.moe_router_group_topk)
+    config, count = shapes.config, shapes.config.moe.num_experts
+    rest = (config.moe.router_topk, config.moe.router_topk_scaling_factor)
+    groups = (config.moe.router_num_groups, config.moe.router_group_topk)
 
     def make() -> Args:
         logits = shapes.normal(tokens, count).float()
@@ -38,13 +38,13 @@ def route(shapes: Shapes, tokens: int) -> Case:
 def expert_mlp(shapes: Shapes, tokens: int) -> Case:
     """The routed experts, each token's drawn at random; bytes are of the experts that were drawn."""
     config = shapes.config
-    count, inner, top_k = config.num_moe_experts, config.moe_ffn_hidden_size, config.moe_router_topk
-    width, rows = config.moe_latent_size or config.hidden_size, inner * (2 if config.activation == "swiglu" else 1)
+    count, inner, top_k = config.moe.num_experts, config.moe.ffn_hidden_size, config.moe.router_topk
+    width, rows = config.moe.latent_size or config.hidden_size, inner * (2 if config.mlp.activation == "swiglu" else 1)
 
     def draw(weights: Args) -> Args:
         expert_ids = shapes.uniform(tokens, count).topk(top_k).indices
         mixing = shapes.uniform(tokens, top_k).float()
-        return shapes.normal(tokens, width), *weights, expert_ids, mixing, config.activation
+        return shapes.normal(tokens, width), *weights, expert_ids, mixing, config.mlp.activation
 
     def make() -> Args:
         return draw((_matrices(shapes, count, rows, width), _matrices(shapes, count, width, inner)))

@@ -61,9 +61,9 @@ def _count(shapes: Shapes) -> int:
 def calls(shapes: Shapes) -> list[Call]:
     """Those of each layer kind that the model has; see `mtpkit.model.layers`."""
     config = shapes.config
-    hidden, inner = config.hidden_size, config.mamba_num_heads * config.mamba_head_dim
-    queries, width = config.num_attention_heads * config.kv_channels, config.ffn_hidden_size
-    pattern = config.pattern + config.mtp_pattern
+    hidden, inner = config.hidden_size, config.mamba2.inner
+    queries, width = config.attention.num_attention_heads * config.attention.kv_channels, config.mlp.ffn_hidden_size
+    pattern = config.letters
     found = []
     if "M" in pattern:
         found.append(Call("in_proj", layer_matrices(config, "M") // hidden - inner, hidden, norm=True))
@@ -72,11 +72,11 @@ def calls(shapes: Shapes) -> list[Call]:
         found.append(Call("linear_qkv", layer_matrices(config, "*") // hidden - queries, hidden, norm=True))
         found.append(Call("linear_proj", hidden, queries, residual=True))
     if "-" in pattern:
-        relu2: Literal["relu2"] | None = "relu2" if config.activation == "relu2" else None
+        relu2: Literal["relu2"] | None = "relu2" if config.mlp.activation == "relu2" else None
         rows = layer_matrices(config, "-") // hidden - width
         found.append(Call("linear_fc1", rows, hidden, norm=True, activation=relu2))
         found.append(Call("linear_fc2", hidden, width, residual=True))
-    if config.mtp_num_depths:
+    if config.mtp.num_depths:
         found.append(Call("eh_proj", hidden, 2 * hidden))
     return [*found, Call("lm_head", config.vocab_size, hidden)]
 
@@ -88,7 +88,7 @@ def linears(shapes: Shapes) -> Iterator[Case]:
 
 def _linear(shapes: Shapes, of: Call) -> Case:
     config, count = shapes.config, _count(shapes)
-    group_size = of.width // config.mamba_num_groups if of.gated else None
+    group_size = of.width // config.mamba2.num_groups if of.gated else None
     settings: dict[str, Any] = dict(eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
 
     def make() -> Args:
@@ -126,9 +126,7 @@ def _linear(shapes: Shapes, of: Call) -> Case:
 def _gate(shapes: Shapes) -> Tensor:
     """[N, inner] z, a slice of Mamba's projection."""
     config = shapes.config
-    inner = config.mamba_num_heads * config.mamba_head_dim
-    width = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_num_heads
-    return shapes.normal(_count(shapes), width)[:, :inner]
+    return shapes.normal(_count(shapes), config.mamba2.projected)[:, : config.mamba2.inner]
 
 
 def _all(args: Args) -> float:
@@ -158,10 +156,10 @@ def rms_norm(shapes: Shapes) -> Case:
 def gated_norm(shapes: Shapes) -> Case:
     """The norm before Mamba's output projection, which no linear fuses."""
     config, count = shapes.config, _count(shapes)
-    inner = config.mamba_num_heads * config.mamba_head_dim
+    inner = config.mamba2.inner
 
     def make() -> Args:
-        group_size = inner // config.mamba_num_groups
+        group_size = inner // config.mamba2.num_groups
         return shapes.normal(count, inner), _gate(shapes), shapes.normal(inner), group_size, config.layernorm_epsilon
 
     return Case(norm.gated_rms_norm, f"[{count}, {inner}]", make, _in_and_out)
@@ -169,8 +167,8 @@ def gated_norm(shapes: Shapes) -> Case:
 
 def activation(shapes: Shapes) -> Iterator[Case]:
     """The activation of feed-forward layers, unless fc1 fuses it."""
-    count, width = _count(shapes), shapes.config.ffn_hidden_size
-    if shapes.config.activation == "swiglu":
+    count, width = _count(shapes), shapes.config.mlp.ffn_hidden_size
+    if shapes.config.mlp.activation == "swiglu":
         yield Case(
             activations.swiglu,
             f"[{count}, {2 * width}]",

@@ -29,24 +29,23 @@ def ring_lens(shapes: Shapes, length: int) -> Tensor:
 
 def _inputs(shapes: Shapes, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, dt, B and C [*lead, ...], as views of the projection and of the convolution's output."""
-    config = shapes.config
-    heads, groups = config.mamba_num_heads, config.mamba_num_groups
-    inner, bc_width = heads * config.mamba_head_dim, groups * config.mamba_state_dim
+    sizes = shapes.config.mamba2
+    heads, groups, inner, bc_width = sizes.num_heads, sizes.num_groups, sizes.inner, sizes.bc_width
     dt = shapes.normal(*lead, 2 * inner + 2 * bc_width + heads)[..., -heads:]
     x, B, C = shapes.normal(*lead, inner + 2 * bc_width).split([inner, bc_width, bc_width], -1)
-    by_group = (groups, config.mamba_state_dim)
-    return x.unflatten(-1, (heads, config.mamba_head_dim)), dt, B.unflatten(-1, by_group), C.unflatten(-1, by_group)
+    by_group = (groups, sizes.state_dim)
+    return x.unflatten(-1, (heads, sizes.head_dim)), dt, B.unflatten(-1, by_group), C.unflatten(-1, by_group)
 
 
 def _parameters(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor]:
     """A_log, D, dt_bias."""
-    heads = shapes.config.mamba_num_heads
+    heads = shapes.config.mamba2.num_heads
     A_log = (1 + 15 * shapes.uniform(heads, dtype=torch.float32)).log()
     return A_log, torch.ones(heads, device=shapes.device), shapes.normal(heads) - 4
 
 
 def _state_shape(config: ModelConfig) -> tuple[int, int, int]:
-    return config.mamba_num_heads, config.mamba_head_dim, config.mamba_state_dim
+    return config.mamba2.num_heads, config.mamba2.head_dim, config.mamba2.state_dim
 
 
 def _state(shapes: Shapes, *lead: int) -> Tensor:
@@ -61,10 +60,10 @@ def ssm_replay(shapes: Shapes) -> Case:
     def make() -> Args:
         x, dt, B, C = _inputs(shapes, rows, tokens)
         A_log, D, dt_bias = _parameters(shapes)
-        ring_dt = 0.1 * shapes.uniform(rows, length, config.mamba_num_heads, dtype=torch.float32)
+        ring_dt = 0.1 * shapes.uniform(rows, length, config.mamba2.num_heads, dtype=torch.float32)
         rings = (shapes.normal(rows, length, *x.shape[2:]), shapes.normal(rows, length, *B.shape[2:]), ring_dt)
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
-        return _state(shapes, rows), *rings, *places, x, dt, A_log, B, C, D, dt_bias, config.mamba_dt_limit
+        return _state(shapes, rows), *rings, *places, x, dt, A_log, B, C, D, dt_bias, config.mamba2.dt_limit
 
     def count(args: Args) -> float:
         state, ring_x, ring_B, ring_dt, _, _, lens, x, dt, _, B, C, *_ = args
@@ -86,7 +85,7 @@ def ssm_snapshot(shapes: Shapes) -> Case:
         x, dt, B, C = _inputs(shapes, rows, tokens)
         A_log, D, dt_bias = _parameters(shapes)
         places = (shapes.permutation(rows), shapes.ints(tokens, rows))
-        return _state(shapes, rows, tokens), *places, x, dt, A_log, B, C, D, dt_bias, shapes.config.mamba_dt_limit
+        return _state(shapes, rows, tokens), *places, x, dt, A_log, B, C, D, dt_bias, shapes.config.mamba2.dt_limit
 
     def count(args: Args) -> float:
         state, _, _, x, dt, _, B, C, *_ = args
@@ -96,13 +95,13 @@ def ssm_snapshot(shapes: Shapes) -> Case:
 
 
 def _conv_dim(config: ModelConfig) -> int:
-    return config.mamba_num_heads * config.mamba_head_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
+    return config.mamba2.inner + 2 * config.mamba2.bc_width
 
 
 def conv_update(shapes: Shapes) -> Case:
     """The convolution of a step."""
     rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
-    width, channels = config.mamba_conv_kernel, _conv_dim(config)
+    width, channels = config.mamba2.conv_kernel, _conv_dim(config)
 
     def make() -> Args:
         x = shapes.normal(rows, tokens, channels + 64)[..., 32 : 32 + channels]  # between z and dt of the projection
@@ -119,7 +118,7 @@ def conv_update(shapes: Shapes) -> Case:
 
 def conv_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """The convolution of prompts."""
-    width, channels = shapes.config.mamba_conv_kernel, _conv_dim(shapes.config)
+    width, channels = shapes.config.mamba2.conv_kernel, _conv_dim(shapes.config)
 
     def make() -> Args:
         x = shapes.normal(sum(lens), channels + 64)[:, 32 : 32 + channels]
@@ -138,7 +137,7 @@ def ssd_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
         x, dt, B, C = _inputs(shapes, sum(lens))
         A_log, D, dt_bias = _parameters(shapes)
         initial = _state(shapes, len(lens))
-        return x, dt, A_log, B, C, D, dt_bias, config.mamba_dt_limit, initial, lens, config.mamba_chunk_size
+        return x, dt, A_log, B, C, D, dt_bias, config.mamba2.dt_limit, initial, lens, config.mamba2.chunk_size
 
     def count(args: Args) -> float:
         final = 4 * args[8].numel()  # in fp32, whatever the state is kept in

@@ -25,14 +25,14 @@ from mtpkit.training.loss import LossOptions, head_losses
 
 def _attention_flops(shapes: Shapes, length: int, products: int) -> float:
     """Of so many matrix products of scores or values, half of them masked."""
-    return products * length**2 * shapes.config.num_attention_heads * shapes.config.kv_channels
+    return products * length**2 * shapes.config.attention.num_attention_heads * shapes.config.attention.kv_channels
 
 
 def _projections(shapes: Shapes, length: int, keys: int) -> Args:
     """q [1, s, heads, d], and so many tensors [1, s, kv_heads, d]."""
-    config = shapes.config
-    q = shapes.normal(1, length, config.num_attention_heads, config.kv_channels)
-    return q, *(shapes.normal(1, length, config.num_query_groups, config.kv_channels) for _ in range(keys))
+    sizes = shapes.config.attention
+    q = shapes.normal(1, length, sizes.num_attention_heads, sizes.kv_channels)
+    return q, *(shapes.normal(1, length, sizes.num_query_groups, sizes.kv_channels) for _ in range(keys))
 
 
 def _differentiated(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -85,16 +85,16 @@ def depth_attention(shapes: Shapes, length: int) -> Case:
 def activation(shapes: Shapes, length: int) -> Case:
     """The activation of feed-forward layers, and its backward."""
     config = shapes.config
-    gated = config.activation == "swiglu"
+    gated = config.mlp.activation == "swiglu"
     op = activations.swiglu if gated else activations.relu2
-    width = config.ffn_hidden_size * (2 if gated else 1)
+    width = config.mlp.ffn_hidden_size * (2 if gated else 1)
     return Case(
         _differentiated(op),
         f"[{length}, {width}], with backward",
         lambda: (shapes.normal(length, width),),
         # Input and output; then the input, its gradient and the output's.
-        lambda args: size(args[0]) * (3 + 2 * config.ffn_hidden_size / width),
-        name=f"{config.activation} training",
+        lambda args: size(args[0]) * (3 + 2 * config.mlp.ffn_hidden_size / width),
+        name=f"{config.mlp.activation} training",
         reference=_differentiated(inspect.unwrap(op)),
         capture=False,
     )

@@ -73,13 +73,13 @@ class Family:
             raise UserError(f"a {self.model_type} config.json cannot express: {listed(misfits)}")
         hf = {key: value for key, value in (original or {}).items() if key not in self.replaced}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type}
-        for line in self._lines(config.pattern + config.mtp_pattern):
+        for line in self._lines(config.letters):
             hf |= line.write(config, original)
         return hf
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         """Yield one clause for each setting of a model that this family has no key or no names for."""
-        letters = config.pattern + config.mtp_pattern
+        letters = config.letters
         yield from (f"layers of kind {kind}" for kind in _kinds(letters) if kind not in self.layers)
         for line in self._lines(letters):
             yield from line.misfits(config)
@@ -95,16 +95,13 @@ class Family:
 
     def _entries(self, config: ModelConfig) -> Iterator[Entry]:
         yield from self.outside
-        layers = {
-            letter: list(self.layers[megatron.KINDS[letter]](config))
-            for letter in set(config.pattern + config.mtp_pattern)
-        }
+        layers = {letter: list(self.layers[megatron.KINDS[letter]](config)) for letter in set(config.letters)}
         for number, letter in enumerate(config.pattern):
             hf, own = self.base_layer(number), megatron.base_layer(number)
             yield from (entry.under(hf, own) for entry in layers[letter])
-        for depth in range(config.num_mtp_layers):
+        for depth in range(config.mtp.num_layers):
             yield from self.mtp_outside(config, depth)
-            for number, letter in enumerate(config.mtp_pattern):
+            for number, letter in enumerate(config.mtp.pattern):
                 hf, own = self.mtp_layer(config, depth, number), megatron.mtp_layer(depth, number)
                 yield from (entry.under(hf, own) for entry in layers[letter])
 

@@ -65,7 +65,7 @@ class Key(Line):
         return {self.field: self.default if key is None else file.get(key)}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        value = getattr(config, self.field)
+        value = config.values()[self.field]
         return {self.key: None if value == self.null else value}
 
 
@@ -94,8 +94,8 @@ class Fixed(Line):
         return {} if self.value is None else {self.key: self.value}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        if self.field and getattr(config, self.field) != self.field_value:
-            yield f"{self.field} {getattr(config, self.field)}"
+        if self.field and (value := config.values()[self.field]) != self.field_value:
+            yield f"{self.field} {value}"
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class Heads(Line):
         }
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        hf: dict[str, object] = {self.key: config.num_mtp_layers}
-        if config.mtp_num_depths and self.pattern_key:
-            hf[self.pattern_key] = config.mtp_pattern
-        if config.mtp_num_depths and config.mtp_depths_known:
-            depths, repeated = config.mtp_num_depths, config.mtp_use_repeated_layer
+        hf: dict[str, object] = {self.key: config.mtp.num_layers}
+        if config.mtp.num_depths and self.pattern_key:
+            hf[self.pattern_key] = config.mtp.pattern
+        if config.mtp.num_depths and config.mtp.depths_known:
+            depths, repeated = config.mtp.num_depths, config.mtp.repeated
             hf["mtpkit"] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": repeated}
         return hf

@@ -99,9 +99,9 @@ class _StepSize(Line):
 
         Transformers clamps at `time_step_min`, so where the original does not have it, it is the low end of the range.
         """
-        if original is not None and _dt_limit(original.get("time_step_limit")) == config.mamba_dt_limit:
+        if original is not None and _dt_limit(original.get("time_step_limit")) == config.mamba2.dt_limit:
             return {}
-        low, high = config.mamba_dt_limit
+        low, high = config.mamba2.dt_limit
         return {"time_step_limit": [low, INFINITY if high == math.inf else high], "time_step_min": low}
 
 
@@ -138,10 +138,10 @@ class _Router(Line):
         return {}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        return {"norm_topk_prob": config.moe_router_topk > 1}
+        return {"norm_topk_prob": config.moe.router_topk > 1}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        if not config.moe_shared_expert_intermediate_size:
+        if not config.moe.shared_expert_intermediate_size:
             yield "experts without a shared expert"
 
 
@@ -200,24 +200,24 @@ def _published_name(name: str) -> str:
 
 def _mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
     """Hugging Face numbers sublayers flat: n = depth * L + i, L = len(pattern)."""
-    return f"mtp.layers.{depth * len(config.mtp_pattern) + number}."
+    return f"mtp.layers.{depth * len(config.mtp.pattern) + number}."
 
 
 def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
     """The input's tensors lie on the first sublayer of a depth, the final norm on the last."""
     prefix = megatron.mtp_depth(depth)
-    for number, names in ((0, ("enorm", "hnorm", "eh_proj")), (len(config.mtp_pattern) - 1, ("final_layernorm",))):
+    for number, names in ((0, ("enorm", "hnorm", "eh_proj")), (len(config.mtp.pattern) - 1, ("final_layernorm",))):
         yield from (one(f"{_mtp_layer(config, depth, number)}{n}.weight", f"{prefix}{n}.weight") for n in names)
 
 
 def _mamba2(c: ModelConfig) -> Iterator[Entry]:
-    inner, bc = c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups * c.mamba_state_dim
+    inner, bc = c.mamba2.inner, c.mamba2.bc_width
     channels = Split((inner, bc, bc))
     yield one("norm.weight", "mixer.in_proj.layer_norm_weight")
     yield Entry(
         ("mixer.in_proj.weight",),
         tuple(f"mixer.in_proj.weight.{part}" for part in megatron.MAMBA_ROWS),
-        Split((inner, inner, bc, bc, c.mamba_num_heads)),
+        Split((inner, inner, bc, bc, c.mamba2.num_heads)),
     )
     for name in ("mixer.conv1d.weight", "mixer.conv1d.bias"):
         yield Entry((name,), tuple(f"{name}.{part}" for part in megatron.MAMBA_CHANNELS), channels)
@@ -226,11 +226,12 @@ def _mamba2(c: ModelConfig) -> Iterator[Entry]:
 
 
 def _attention(c: ModelConfig) -> Iterator[Entry]:
+    sizes = c.attention
     yield one("norm.weight", "self_attention.linear_qkv.layer_norm_weight")
     yield Entry(
         ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight"),
         ("self_attention.linear_qkv.weight",),
-        FuseQKV(c.num_query_groups, c.num_attention_heads // c.num_query_groups, c.kv_channels),
+        FuseQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels),
     )
     yield one("mixer.o_proj.weight", "self_attention.linear_proj.weight")
 
@@ -246,7 +247,7 @@ def _moe(c: ModelConfig) -> Iterator[Entry]:
     yield one("mixer.gate.weight", "mlp.router.weight")
     yield one("mixer.gate.e_score_correction_bias", "mlp.router.expert_bias")
     for name, fc in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
-        for e in range(c.num_moe_experts):
+        for e in range(c.moe.num_experts):
             yield one(f"mixer.experts.{e}.{name}.weight", f"mlp.experts.experts.{fc}.weight[{e}]")
         yield one(f"mixer.shared_experts.{name}.weight", f"mlp.shared_experts.{fc}.weight")
     for name in ("fc1_latent_proj", "fc2_latent_proj"):

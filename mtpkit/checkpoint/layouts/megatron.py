@@ -54,12 +54,12 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield FINAL_NORM, (hidden,)
     if not config.tie_word_embeddings:
         yield OUTPUT, (vocab, hidden)
-    for depth in range(config.num_mtp_layers):
+    for depth in range(config.mtp.num_layers):
         prefix = mtp_depth(depth)
         yield f"{prefix}enorm.weight", (hidden,)
         yield f"{prefix}hnorm.weight", (hidden,)
         yield f"{prefix}eh_proj.weight", (hidden, 2 * hidden)
-        for number, letter in enumerate(config.mtp_pattern):
+        for number, letter in enumerate(config.mtp.pattern):
             yield from _layer(mtp_layer(depth, number), letter, config)
         yield f"{prefix}final_layernorm.weight", (hidden,)
 
@@ -69,12 +69,12 @@ def _layer(prefix: str, letter: str, config: ModelConfig) -> Iterator[tuple[str,
 
 
 def _mamba2(c: ModelConfig) -> dict[str, Shape]:
-    inner, bc, heads = c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups * c.mamba_state_dim, c.mamba_num_heads
+    inner, bc, heads = c.mamba2.inner, c.mamba2.bc_width, c.mamba2.num_heads
     rows = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": heads}
     return {
         "mixer.in_proj.layer_norm_weight": (c.hidden_size,),
         **{f"mixer.in_proj.weight.{part}": (rows[part], c.hidden_size) for part in MAMBA_ROWS},
-        **{f"mixer.conv1d.weight.{part}": (rows[part], 1, c.mamba_conv_kernel) for part in MAMBA_CHANNELS},
+        **{f"mixer.conv1d.weight.{part}": (rows[part], 1, c.mamba2.conv_kernel) for part in MAMBA_CHANNELS},
         **{f"mixer.conv1d.bias.{part}": (rows[part],) for part in MAMBA_CHANNELS},
         **{f"mixer.{name}": (heads,) for name in ("A_log", "D", "dt_bias")},
         "mixer.norm.weight": (inner,),
@@ -83,12 +83,13 @@ def _mamba2(c: ModelConfig) -> dict[str, Shape]:
 
 
 def _attention(c: ModelConfig) -> dict[str, Shape]:
-    queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    norms = ("q_layernorm", "k_layernorm") if c.qk_layernorm else ()
+    sizes = c.attention
+    queries, keys = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
+    norms = ("q_layernorm", "k_layernorm") if sizes.qk_layernorm else ()
     return {
         "self_attention.linear_qkv.layer_norm_weight": (c.hidden_size,),
         "self_attention.linear_qkv.weight": (queries + 2 * keys, c.hidden_size),
-        **{f"self_attention.{norm}.weight": (c.kv_channels,) for norm in norms},
+        **{f"self_attention.{norm}.weight": (sizes.kv_channels,) for norm in norms},
         "self_attention.linear_proj.weight": (c.hidden_size, queries),
     }
 
@@ -96,31 +97,31 @@ def _attention(c: ModelConfig) -> dict[str, Shape]:
 def _mlp(c: ModelConfig) -> dict[str, Shape]:
     return {
         "mlp.linear_fc1.layer_norm_weight": (c.hidden_size,),
-        **_feed_forward(c, "mlp.linear_fc{}.weight", c.hidden_size, c.ffn_hidden_size),
+        **_feed_forward(c, "mlp.linear_fc{}.weight", c.hidden_size, c.mlp.ffn_hidden_size),
     }
 
 
 def _moe(c: ModelConfig) -> dict[str, Shape]:
-    hidden, experts, latent = c.hidden_size, c.num_moe_experts, c.moe_latent_size
+    hidden, experts, latent = c.hidden_size, c.moe.num_experts, c.moe.latent_size
     shapes: dict[str, Shape] = {
         "pre_mlp_layernorm.weight": (hidden,),
         "mlp.router.weight": (experts, hidden),
         "mlp.router.expert_bias": (experts,),
     }
     for name, shape in _feed_forward(
-        c, "mlp.experts.experts.linear_fc{}.weight", latent or hidden, c.moe_ffn_hidden_size
+        c, "mlp.experts.experts.linear_fc{}.weight", latent or hidden, c.moe.ffn_hidden_size
     ).items():
         shapes |= {f"{name}[{expert}]": shape for expert in range(experts)}
     if latent:
         shapes |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
-    if width := c.moe_shared_expert_intermediate_size:
+    if width := c.moe.shared_expert_intermediate_size:
         shapes |= _feed_forward(c, "mlp.shared_experts.linear_fc{}.weight", hidden, width)
     return shapes
 
 
 def _feed_forward(c: ModelConfig, name: str, outer: int, inner: int) -> dict[str, Shape]:
     """Both matrices of an MLP; a gated one has the rows of its gate before those of the other half."""
-    gated = 2 if c.activation == "swiglu" else 1
+    gated = 2 if c.mlp.activation == "swiglu" else 1
     return {name.format(1): (gated * inner, outer), name.format(2): (outer, inner)}
 
 

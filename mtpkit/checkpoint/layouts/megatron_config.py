@@ -5,6 +5,7 @@ from typing import Literal
 
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig, config_of_file
+from mtpkit.config.mamba2 import Mamba2Config
 from mtpkit.errors import UserError, shown
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -85,7 +86,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     groups = file.whole("num_query_groups") if file.flag("group_query_attention", True) else 0
     fields: dict[str, object] = {}
     if "M" in pattern + mtp_pattern:  # as Megatron-LM derives it
-        width = max(1, file.whole("mamba_head_dim", ModelConfig.mamba_head_dim))
+        width = max(1, file.whole("mamba_head_dim", Mamba2Config.head_dim))
         fields["mamba_num_heads"] = MAMBA_EXPAND * hidden // width
     fields |= {field: file.get(key) for field, key in keys.items() if key is not None}
     fields |= dict(

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, is_stacked
 from mtpkit.checkpoint.tensors import is_file_name
-from mtpkit.config import RANGES
+from mtpkit.config.moe import MOST_IN_A_LAYER
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import require_file
 
@@ -116,7 +116,7 @@ def _misfits(directory: Path, index: Any) -> Iterator[str]:
 def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, Any]) -> bool:
     """Whether the pieces of a tensor lie within it and fill it, and have their bytes in a file."""
     size = tuple(entry.size)
-    if is_stacked(key) and not (len(size) > 1 and size[0] <= RANGES["num_moe_experts"][1]):
+    if is_stacked(key) and not (len(size) > 1 and size[0] <= MOST_IN_A_LAYER):
         return False
     filled = 0
     for chunk in entry.chunks:

@@ -36,20 +36,20 @@ def make_drafter(
     if depths == 0:
         return NoDrafter()
     check_depths(config, depths)
-    if not config.mtp_use_repeated_layer:
+    if not config.mtp.repeated:
         return DistinctDrafter(model, depths, block_size, sample, draft_token_ids, num_slots)
-    if config.mtp_depths_known and depths > config.mtp_num_depths:
+    if config.mtp.depths_known and depths > config.mtp.num_depths:
         _logger.warning(
             "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
             depths,
-            config.mtp_num_depths,
+            config.mtp.num_depths,
         )
     return RepeatedDrafter(model, depths, block_size, sample, draft_token_ids)
 
 
 def default_depths(config: ModelConfig) -> int:
     """K where a user names none: as many drafts as the heads of a model were trained for and can make."""
-    return 1 if _draft_one(config) else config.default_num_speculative_tokens
+    return 1 if _draft_one(config) else config.mtp.default_drafts
 
 
 def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str = "num_speculative_tokens") -> None:
@@ -64,24 +64,24 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str =
     if depths == 0:
         return
     given = f"{name} is {depths!r}, but"
-    if not config.mtp_num_depths:
+    if not config.mtp.num_depths:
         raise UserError(f"{given} the model has no MTP heads: train some, or set it to 0")
-    if config.mtp_use_repeated_layer:
+    if config.mtp.repeated:
         return
     if depths == "auto":
         raise UserError(f"{name} 'auto' needs a repeated MTP head: set a number for distinct ones")
     if _draft_one(config) and depths > 1:
         raise UserError(
-            f"{given} distinct heads with Mamba layers (MTP pattern {config.mtp_pattern!r}) draft one token: "
+            f"{given} distinct heads with Mamba layers (MTP pattern {config.mtp.pattern!r}) draft one token: "
             "set it to 1"
         )
-    if depths > config.mtp_num_depths:
+    if depths > config.mtp.num_depths:
         raise UserError(
-            f"{given} the model has {config.mtp_num_depths} distinct MTP heads: set it to {config.mtp_num_depths} "
+            f"{given} the model has {config.mtp.num_depths} distinct MTP heads: set it to {config.mtp.num_depths} "
             "or less"
         )
 
 
 def _draft_one(config: ModelConfig) -> bool:
     """Whether heads draft one token alone: the Mamba states of distinct ones are not taken back."""
-    return bool(config.mtp_num_depths) and not config.mtp_use_repeated_layer and "M" in config.mtp_pattern
+    return bool(config.mtp.num_depths) and not config.mtp.repeated and "M" in config.mtp.pattern

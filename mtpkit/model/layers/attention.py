@@ -109,8 +109,8 @@ class SelfAttention(MegatronSelfAttention):
         return q, k, v
 
     def _rotate(self, q: Tensor, k: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
-        model_config = self.config.mtpkit
-        if model_config.position_embedding_type == "none":
+        settings = self.config.mtpkit.attention
+        if settings.position_embedding_type == "none":
             return q, k
         if isinstance(inputs, StepInput):
             positions = inputs.positions[None]
@@ -120,7 +120,7 @@ class SelfAttention(MegatronSelfAttention):
                 positions = torch.arange(q.shape[0], device=q.device).expand(q.shape[1], -1)
             if isinstance(inputs, DepthInput):
                 positions = positions + inputs.depth - 1
-        base, percent = model_config.rotary_base, model_config.rotary_percent
+        base, percent = settings.rotary_base, settings.rotary_percent
         return apply_rotary(q, positions, base, percent), apply_rotary(k, positions, base, percent)
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:

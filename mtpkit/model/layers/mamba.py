@@ -43,7 +43,7 @@ class MambaMixer(MegatronModule):
         self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config)
-        model_config = config.mtpkit
+        sizes = config.mtpkit.mamba2
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         ranks = self.tp_group.size()
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
@@ -51,8 +51,8 @@ class MambaMixer(MegatronModule):
         self.inner = self.num_heads * self.head_dim
         self.bc_width = self.num_groups * self.state_dim
         self.conv_dim = self.inner + 2 * self.bc_width
-        self.conv_kernel = model_config.mamba_conv_kernel
-        self.chunk_size, self.dt_limit = model_config.mamba_chunk_size, model_config.mamba_dt_limit
+        self.conv_kernel = sizes.conv_kernel
+        self.chunk_size, self.dt_limit = sizes.chunk_size, sizes.dt_limit
         common = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
         self.in_proj = build_module(
             submodules.in_proj,

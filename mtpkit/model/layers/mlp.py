@@ -16,4 +16,4 @@ class MLP(MegatronMLP):
         """hidden_states [s, b, h] to (the same shape, bias or None)."""
         inner, bias = self.linear_fc1(hidden_states)
         assert bias is None, "built without"
-        return linear_of(self.linear_fc2, ACTIVATIONS[self.config.mtpkit.activation], inner)
+        return linear_of(self.linear_fc2, ACTIVATIONS[self.config.mtpkit.mlp.activation], inner)

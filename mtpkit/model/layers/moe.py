@@ -145,7 +145,7 @@ class MoELayer(MegatronMoELayer):
     def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor:
         """residual [..., hidden], which may be overwritten, plus the stacked experts of x [..., hidden]."""
         assert self._stacks is not None, "stack_experts comes first"
-        flat, activation = x.flatten(0, -2), self.config.mtpkit.activation
+        flat, activation = x.flatten(0, -2), self.config.mtpkit.mlp.activation
         total = None if residual is None else residual.contiguous().flatten(0, -2)
         chosen, weights = self.router.choose(flat)
         if self.use_shared_expert:

@@ -51,7 +51,7 @@ class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):
     """A feed-forward network and its residual connection."""
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        inner = self.mlp.linear_fc1.activated(x, self.config.mtpkit.activation)
+        inner = self.mlp.linear_fc1.activated(x, self.config.mtpkit.mlp.activation)
         return self.mlp.linear_fc2(inner, residual=x)[0]
 
 
