@@ -134,7 +134,7 @@ class ModelConfig:
     def values(self) -> dict[str, Any]:
         """The fields of all parts by their keys in files, in the order of files."""
         sections = [self.section(kind) for kind in SECTIONS.values()]
-        written = [section for section in sections if section.in_every_file or section.letter in self.letters]
+        written = [section for section in sections if section.in_every_file or section in self.sections]
         nested: dict[str, Sequence[Part]] = {"mtp": [self.mtp], "sections": written}
         found: dict[str, Any] = {}
         for name in keys_of(type(self)):
