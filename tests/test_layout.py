@@ -143,6 +143,37 @@ def test_a_circle_is_found() -> None:
     assert not circles(import_graph(sources))
 
 
+ENGINE_NEVER = ("ssm_update", "causal_conv1d", "kv_store", "attention")
+"""Kernels of states: `mtpkit.model.state` and the layers know them."""
+
+
+def state_imports(source: str) -> list[str]:
+    """Imports of kernels of states and of layers, as `line: name`."""
+    never = (*(f"mtpkit.kernels.{kernel}." for kernel in ENGINE_NEVER), "mtpkit.model.layers.")
+    return [f"{line}: {name}" for line, name in imported_modules(source) if f"{name}.".startswith(never)]
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ("from mtpkit.kernels.ssm_update import ring_base", True),
+        ("from mtpkit.kernels import kv_store", True),
+        ("def late():\n    import mtpkit.kernels.attention.decode", True),
+        ("from mtpkit.model.layers.mamba import MambaMixer", True),
+        ("from mtpkit.model import layers", True),
+        ("from mtpkit.kernels.sampling import uniform\nfrom mtpkit.model.state import States", False),
+    ],
+)
+def test_imports_of_states_are_seen(source: str, seen: bool) -> None:
+    assert bool(state_imports(source)) == seen
+
+
+def test_the_engine_knows_no_state_and_no_layer() -> None:
+    paths = [path for path in package_modules() if "engine" in path.parts]
+    found = [f"{path}:{name}" for path in paths for name in state_imports(path.read_text())]
+    assert paths and not found, "\n".join(found)
+
+
 def joined_in_errors(source: str) -> list[int]:
     """Lines of `raise` statements that list things by `join`, however many there are."""
     return [

@@ -1,7 +1,7 @@
 """Turns plans into the tensors of a step."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,24 +11,25 @@ from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import SamplingTensors, SamplingUse, sampling_tensors
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Batch, Plan
-from mtpkit.model.inputs import LayerCache, StepInput
+from mtpkit.model.inputs import StepInput
+from mtpkit.model.state import States
 from mtpkit.platform import to_device
 
 
 class BatchBuilder:
-    """Knows the sizes, caches and slots that every step shares."""
+    """Knows the sizes, states and slots that every step shares."""
 
     def __init__(
         self,
         block_size: int,
         vocab_size: int,
-        caches: Mapping[str, LayerCache],
+        states: States,
         slots: Slots,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.caches = caches
+        self.states = states
         self.slots = slots
         self.device = device
 
@@ -60,12 +61,11 @@ class BatchBuilder:
             block_tables=tables,
             kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
             state_slots=slots,
-            committed=self.slots.committed[slots],
-            ring_lens=self.slots.ring_lens[slots],
+            committed=self.slots.committed.at(slots),
             num_decode_rows=rows,
             decode_width=width,
             prefill_lens=(),
-            caches=self.caches,
+            states=self.states,
         )
         return Batch(
             plan=plan,
@@ -96,12 +96,11 @@ class BatchBuilder:
             block_tables=tables,
             kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
             state_slots=slots,
-            committed=zeros,
-            ring_lens=zeros,
+            committed=self.slots.committed.after_chunk(zeros),
             num_decode_rows=0,
             decode_width=1 + depths,
             prefill_lens=tuple(lengths),
-            caches=self.caches,
+            states=self.states,
         )
         return Batch(
             plan=plan,

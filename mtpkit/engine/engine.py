@@ -23,10 +23,10 @@ from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestSt
 from mtpkit.engine.sampler import GREEDY
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.slots import Slots
-from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Batch, Plan, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
+from mtpkit.model.state import StateLayout
 
 _SEED_BITS = 63
 _LONG_NUMBER = 18
@@ -73,7 +73,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        layout: CacheLayout,
+        layout: StateLayout,
         num_blocks: int,
         runner: StepRunner,
         drafter: Drafter,
@@ -91,15 +91,15 @@ class Engine:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         null = int(config.graphs)
-        self.caches = layout.allocate(num_blocks + null, config.max_num_seqs, device)
+        self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
         self.slots = Slots.allocate(
             config.max_num_seqs + null,
             config.num_speculative_tokens,
-            layout.ring_length,
+            layout.counters,
             device,
             vocab_size if config.draft_sampling else None,
         )
-        self.builder = BatchBuilder(config.block_size, vocab_size, self.caches, self.slots, device)
+        self.builder = BatchBuilder(config.block_size, vocab_size, self.states, self.slots, device)
         blocks, slots = IdPool(num_blocks), IdPool(config.max_num_seqs)
         self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes)
         self.graphs = None

@@ -22,10 +22,10 @@ from mtpkit.engine.prompts import Prompt, encode, list_params, list_prompts
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
 from mtpkit.engine.runner import Runner
 from mtpkit.engine.settings import check_settings, draft_token_ids, execution, report_unused
-from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
-from mtpkit.model import cache_specs, stack_experts
+from mtpkit.model import stack_experts, state_specs
+from mtpkit.model.state import StateLayout, StateSizes
 
 _MAX_BATCHED = 2048
 _logger = logging.getLogger(__name__)
@@ -119,7 +119,9 @@ class LLM:
             async_scheduling=ahead,
             graphs=graphs,
         )
-        layout = CacheLayout(cache_specs(self.model), config, weight.dtype, DTYPES[state_dtype])
+        widths = (config.block_size, config.decode_width)
+        sizes = StateSizes(*widths, config.state_rollback, weight.dtype, DTYPES[state_dtype])
+        layout = StateLayout(state_specs(self.model), sizes)
         self.memory_plan = plan_memory(
             model_config, layout, config, weight.device, gpu_memory_utilization, plain(num_blocks)
         )

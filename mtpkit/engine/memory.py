@@ -7,8 +7,8 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine.params import EngineConfig
-from mtpkit.engine.states import CacheLayout
 from mtpkit.errors import UserError
+from mtpkit.model.state import StateLayout
 
 _CPU_CACHE_BYTES = 4 << 30
 """What caches may take on a CPU when `num_blocks` is not given."""
@@ -79,7 +79,7 @@ class MemoryPlan:
 
 def plan_memory(
     model: ModelConfig,
-    layout: CacheLayout,
+    layout: StateLayout,
     config: EngineConfig,
     device: torch.device,
     utilization: float,
@@ -95,8 +95,8 @@ def plan_memory(
     """
     decode_tokens = config.max_num_seqs * config.decode_width
     logit_rows = config.max_num_seqs if config.graphs else decode_tokens
-    activations = _activation_bytes(model, layout.dtype, config.max_num_batched_tokens, logit_rows)
-    graphs = _activation_bytes(model, layout.dtype, decode_tokens, decode_tokens) if config.graphs else 0
+    activations = _activation_bytes(model, layout.sizes.dtype, config.max_num_batched_tokens, logit_rows)
+    graphs = _activation_bytes(model, layout.sizes.dtype, decode_tokens, decode_tokens) if config.graphs else 0
     total = in_use = 0
     available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
     if device.type == "cuda":

@@ -1,5 +1,6 @@
 """What the device knows of each running request, so that a step needs nothing that the step before it decided."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from mtpkit.engine.sampler import SamplingTensors, SamplingUse
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
-from mtpkit.kernels.ssm_update import ring_base
+from mtpkit.model.state import Committed, Counter
 
 _FILTERS = ("top_k", "top_p", "min_p")
 
@@ -19,11 +20,8 @@ class Slots:
     tokens: Tensor
     """[slots, 1 + K] int64: the newest token and the drafts after it, which the next step feeds."""
     num_computed: Tensor
-    """[slots] int64, positions that are committed in the caches."""
-    committed: Tensor
-    """[slots] int64, see `StepInput.committed`."""
-    ring_lens: Tensor
-    """[slots] int64, see `StepInput.ring_lens`."""
+    """[slots] int64, positions that are committed in the states."""
+    committed: Committed
     temperature: Tensor
     top_p: Tensor
     min_p: Tensor
@@ -33,14 +31,17 @@ class Slots:
     """[slots] int64."""
     draft_probs: Tensor | None
     """[slots, K, V] float32 where drafts are drawn from a distribution."""
-    ring_length: int
 
     @classmethod
     def allocate(
-        cls, count: int, depths: int, ring_length: int, device: torch.device, vocab_size: int | None
+        cls, count: int, depths: int, counters: Sequence[Counter], device: torch.device, vocab_size: int | None
     ) -> "Slots":
-        """Slots that hold nothing yet, with filters that null rows can be sampled by; `vocab_size` is None where drafts
-        are not drawn from a distribution."""
+        """Slots that hold nothing yet, with filters that null rows can be sampled by.
+
+        Args:
+            counters: what the states of the layers count for each request.
+            vocab_size: None where drafts are not drawn from a distribution.
+        """
 
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full((count, *shape), fill, dtype=torch.int64, device=device)
@@ -51,15 +52,13 @@ class Slots:
         return cls(
             tokens=ints(1 + depths),
             num_computed=ints(),
-            committed=ints(),
-            ring_lens=ints(),
+            committed=Committed.none(counters, count, device),
             temperature=floats(),
             top_p=floats(fill=1.0),
             min_p=floats(),
             top_k=ints(fill=1),
             seeds=ints(),
             draft_probs=floats(depths, vocab_size) if vocab_size and depths else None,
-            ring_length=ring_length,
         )
 
     def sampling(self, slots: Tensor, use: SamplingUse) -> SamplingTensors:
@@ -84,15 +83,9 @@ class Slots:
         """Take up what a batch gave. Of chunks, those that do not end a prompt leave no tokens."""
         inputs, plan = batch.inputs, batch.plan
         slots, count = inputs.state_slots, plan.num_sampling_rows
-        if plan.num_decode_rows:
-            new = verdict.accepted + 1
-            self.num_computed[slots] = inputs.context_lens + new
-            self.committed[slots] = verdict.accepted
-            self.ring_lens[slots] = ring_base(inputs.ring_lens, inputs.decode_width, self.ring_length) + new
-        else:
-            self.num_computed[slots] = inputs.context_lens + inputs.query_start.diff()
-            self.committed[slots] = 0
-            self.ring_lens[slots] = 0
+        new = verdict.accepted + 1 if plan.num_decode_rows else inputs.query_start.diff()
+        self.num_computed[slots] = inputs.context_lens + new
+        self.committed.put(slots, inputs.committed_after(verdict.accepted, new))
         sampling_slots = slots[:count]
         newest = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count]
         self.tokens[sampling_slots, : 1 + drafts.token_ids.shape[1]] = embeddable(

@@ -1,7 +1,7 @@
 """The model: megatron-core's HybridModel with mtpkit's layers, and the passes over it."""
 
 import mtpkit.platform  # noqa: F401  (quiets megatron-core, so it comes first)
-from mtpkit.model.build import build_model, cache_specs, init_weights
+from mtpkit.model.build import build_model, init_weights, state_specs
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.moe import stack_experts
 from mtpkit.model.mtp import (
@@ -23,7 +23,6 @@ __all__ = [
     "StepInput",
     "base_forward",
     "build_model",
-    "cache_specs",
     "compute_logits",
     "draft_output_weight",
     "embed",
@@ -34,5 +33,6 @@ __all__ = [
     "output_weight",
     "shift_tokens",
     "stack_experts",
+    "state_specs",
     "unroll_depths",
 ]

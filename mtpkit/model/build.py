@@ -15,11 +15,11 @@ from torch import nn
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import get_backend
-from mtpkit.model.inputs import CacheSpec
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.specs import stack_spec, transformer_config
 from mtpkit.model.stages import Balance, first_layer, stage_patterns
+from mtpkit.model.state import StateSpec
 from mtpkit.platform import cpu_redirect, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
@@ -92,7 +92,7 @@ def build_model(
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
         model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
     for name, layer in caching_layers(model).items():
-        layer.cache_name = name
+        layer.layer_name = name
     if init != "none":
         init_weights(model, config, seed, init=init)
     if device is not None:
@@ -109,9 +109,9 @@ def caching_layers(model: HybridModel) -> dict[str, Any]:
     return found
 
 
-def cache_specs(model: HybridModel) -> dict[str, CacheSpec]:
-    """What each layer caches, by the key it looks up in `StepInput.caches`."""
-    return {name: layer.cache_spec() for name, layer in caching_layers(model).items()}
+def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:
+    """The states that each layer keeps, by the key it looks up in `StepInput.states`."""
+    return {name: layer.state_specs() for name, layer in caching_layers(model).items()}
 
 
 @torch.no_grad()

@@ -5,14 +5,16 @@ megatron-core's wrappers hand one of these through unchanged as `inference_conte
 Shape legend: T tokens of a step, R rows (requests) of a step, s sequence, b batch, K speculative tokens.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mtpkit.model.state import Committed, States
 
 
 class LayerInput:
@@ -83,47 +85,6 @@ class DepthInput(SequenceInput):
 
 
 @dataclass(frozen=True)
-class AttentionCache:
-    """Paged keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
-
-    key: Tensor
-    value: Tensor
-
-
-@dataclass(frozen=True)
-class SnapshotCache:
-    """Recurrent state of one Mamba2 layer, kept after each token of a step and committed by index.
-
-    `conv` [slots, kernel - 1 + K, conv_dim]: the inputs of the convolution; with committed index c the window of the
-    next token is columns c .. c + kernel - 2.
-    `state` [slots, 1 + K, heads, head_dim, state_dim]: entry c is the committed state.
-    """
-
-    conv: Tensor
-    state: Tensor
-
-
-@dataclass(frozen=True)
-class ReplayCache:
-    """Recurrent state of one Mamba2 layer as one state and a ring of the small inputs that came after it.
-
-    `conv` as in `SnapshotCache`. `state` [slots, heads, head_dim, state_dim]. `x` [slots, L, heads, head_dim],
-    `B` [slots, L, groups, state_dim] and `dt` [slots, L, heads] (after softplus) hold the latest inputs, that of
-    position i at place i % L. A row's `ring_lens` says how many of its last committed positions are not yet folded into
-    `state`; there are never more than `ring_capacity(L)`, so that a step writes to places that it does not read.
-    """
-
-    conv: Tensor
-    state: Tensor
-    x: Tensor
-    B: Tensor
-    dt: Tensor
-
-
-LayerCache = AttentionCache | SnapshotCache | ReplayCache
-
-
-@dataclass(frozen=True)
 class StepInput(LayerInput):
     """One step of the engine over a flat batch of T tokens in R rows.
 
@@ -140,24 +101,21 @@ class StepInput(LayerInput):
     query_start: Tensor
     """[R + 1] int64."""
     context_lens: Tensor
-    """[R] int64, tokens of the request that are committed in the caches before this step; 0: a zero state."""
+    """[R] int64, tokens of the request that are committed in the states before this step; 0: a zero state."""
     block_tables: Tensor
     """[R, B] int64, blocks of each row in order; entries past a row's last block may name any block and are never
     read."""
     kv_slots: Tensor
     """[T] int64, block * block_size + offset where each token's key and value go; -1: nowhere."""
     state_slots: Tensor
-    """[R] int64, the row's slot in the recurrent caches."""
-    committed: Tensor
-    """[R] int64, which token of the row's last step is the newest accepted one: its index among the decode_width
-    tokens, 0 after a prefill chunk. Selects the convolution window and the snapshot."""
-    ring_lens: Tensor
-    """[R] int64, committed entries in the replay ring: those of the positions before `context_lens`."""
+    """[R] int64, the row's slot in the states that have one for each request."""
+    committed: Committed
+    """Of the R rows."""
     num_decode_rows: int
     decode_width: int
     prefill_lens: tuple[int, ...]
-    caches: Mapping[str, LayerCache]
-    """Cache of each layer by its `cache_name`."""
+    states: States
+    """Those of each layer by its `layer_name`."""
     parents: Tensor | None = None
     """[T] int64, index in its row of the token that each token follows, -1 for the last committed one. None: every row
     is a chain, in which each token follows the one before it."""
@@ -167,25 +125,44 @@ class StepInput(LayerInput):
         """Tokens of the decode rows, which come first."""
         return self.num_decode_rows * self.decode_width
 
+    def committed_after(self, last: Tensor, new: Tensor) -> Committed:
+        """What is committed after this step, of its first rows.
 
-@dataclass(frozen=True)
-class AttentionCacheSpec:
-    """Sizes of the keys and values that one layer caches for a token."""
+        Args:
+            last: [S] int64, index of the newest accepted token of each of these rows; 0 for a chunk.
+            new: [S] int64, how many tokens of a decode row were accepted.
+        """
+        if not self.num_decode_rows:
+            return self.committed.after_chunk(torch.zeros_like(last))
+        committed = self.committed.at(slice(len(last))).after(self.decode_width, last, new)
+        for counts in committed.counts.values():
+            counts[self.num_decode_rows :] = 0
+        return committed
 
-    num_kv_heads: int
-    head_dim: int
+    def continued(self, accepted: Tensor) -> "StepInput":
+        """The first rows as rows of one token each, which follows the newest one that they accepted.
 
+        The states of MTP layers are copies of what depth 1 left there, for deeper depths to change. Positions, context
+        lengths and KV slots are still those of this step.
 
-@dataclass(frozen=True)
-class MambaCacheSpec:
-    """Sizes of the recurrent state that one Mamba2 layer caches for a request."""
+        Args:
+            accepted: [S] int64, accepted drafts of each of these rows; 0 for a chunk.
+        """
+        count, device = len(accepted), accepted.device
+        return replace(
+            self,
+            query_start=torch.arange(count + 1, device=device),
+            block_tables=self.block_tables[:count],
+            state_slots=torch.arange(count, device=device),
+            committed=self.committed_after(accepted, accepted + 1),
+            num_decode_rows=count,
+            decode_width=1,
+            prefill_lens=(),
+            parents=None,
+            states=self.states.fork(self.state_slots[:count], "mtp."),
+        )
 
-    conv_dim: int
-    conv_kernel: int
-    num_heads: int
-    head_dim: int
-    state_dim: int
-    num_groups: int
-
-
-CacheSpec = AttentionCacheSpec | MambaCacheSpec
+    def advanced(self) -> "StepInput":
+        """Rows of one token after that token, which their states have taken up."""
+        last = torch.zeros_like(self.committed.last)
+        return replace(self, committed=self.committed.after(1, last, 1))

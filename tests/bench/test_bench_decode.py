@@ -16,11 +16,10 @@ from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
 from mtpkit.bench.trace import Kernel, Trace
 from mtpkit.engine import verifier
 from mtpkit.engine.request import AcceptanceStats
-from mtpkit.engine.slots import Slots
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model.layers import attention, mamba, moe
 from mtpkit.model.layers.mamba import MambaMixer
+from mtpkit.model.state import Committed
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +94,9 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
 def lost_state(patch):
     prefill = MambaMixer._prefill
 
-    def forget(self, conv_in, dt, step, cache):
-        y = prefill(self, conv_in, dt, step, cache)
-        cache.state[step.state_slots[step.num_decode_rows :]] = 0
+    def forget(self, conv_in, dt, step, window, recurrent):
+        y = prefill(self, conv_in, dt, step, window, recurrent)
+        recurrent.folded[step.state_slots[step.num_decode_rows :]] = 0
         return y
 
     patch.setattr(MambaMixer, "_prefill", forget)
@@ -114,16 +113,8 @@ def blocks_of_others(patch):
 
 
 def kept_rejections(patch):
-    store = Slots.store
-
-    def keep(self, batch, verdict, drafts):
-        store(self, batch, verdict, drafts)
-        inputs = batch.inputs
-        if batch.plan.num_decode_rows:
-            base = ring_base(inputs.ring_lens, inputs.decode_width, self.ring_length)
-            self.ring_lens[inputs.state_slots] = base + inputs.decode_width
-
-    patch.setattr(Slots, "store", keep)
+    after = Committed.after
+    patch.setattr(Committed, "after", lambda self, width, last, new: after(self, width, last, width))
 
 
 def kept_window(patch):
@@ -256,7 +247,6 @@ class FakeEngine:
     """Computes one prompt a step in 100 s, and decodes all that were computed in 1 s."""
 
     drafter = speculation = None
-    layout = SimpleNamespace(ring_length=20)
 
     def __init__(self, k: int, accepts: int, cut: int) -> None:
         self.k, self.accepts, self.cut = k, accepts, cut

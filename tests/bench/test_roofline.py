@@ -15,11 +15,12 @@ from mtpkit.bench.roofline import (
 )
 from mtpkit.bench.shapes import NEMOTRON_H_8B
 from mtpkit.engine.params import EngineConfig
-from mtpkit.engine.states import CacheLayout
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity
 from mtpkit.model import build_model
 from mtpkit.model.matrices import layer_matrices, moe_matrices
+from mtpkit.model.state import ReplaySpec
+from tests.engine.fakes import state_sizes
 from tests.toy_config import toy_config
 
 H200 = (H200_BANDWIDTH, H200_MATRIX_RATE)
@@ -106,7 +107,7 @@ def test_state_is_read_once_and_written_as_the_rollback_does():
 @pytest.mark.parametrize("k", [0, 3, 4, 8, 20])
 def test_the_ring_is_the_engines(k):
     config = EngineConfig(max_model_len=64, num_speculative_tokens=k)
-    held = ring_capacity(CacheLayout({}, config, torch.float32).ring_length)
+    held = ring_capacity(ReplaySpec((1,), {}).ring(state_sizes(config)).length)
     assert Roofline(toy_config()).entries(k) == held and Roofline(toy_config(), ring_entries=8).entries(k) == 8
     state = works(Roofline(toy_config(pattern="M")).decode(1, [1.0] * k), "verify")["state"].bytes
     assert state == pytest.approx(4 * 4 * 8 * 8 * (1 + (1 + k) / held))

@@ -139,7 +139,7 @@ def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path
     assert call(app, "--model", model_dir, *options, "--prompts", tmp_path / "prompts.txt") == 0
     config, layout = made[0].engine.config, made[0].engine.layout
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (3, 40, 4)
-    assert config.draft_sampling and layout.state_dtype == torch.bfloat16
+    assert config.draft_sampling and layout.sizes.state_dtype == torch.bfloat16
     assert call(app, "--model", model_dir, *options, PROMPT) == 0
     assert made[-1].engine.config.max_num_seqs == 1, "there are no more prompts"
     share = ["--gpu-memory-utilization", 2]

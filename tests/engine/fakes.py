@@ -7,10 +7,9 @@ import torch
 from mtpkit.engine import Engine, EngineConfig, SamplingParams
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.sampler import TOKEN_STREAM
-from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Drafts, StepOutput
 from mtpkit.kernels import sampling
-from mtpkit.kernels.ssm_update import ring_base
+from mtpkit.model.state import Part, ReplaySpec, StateLayout, StateSizes
 
 CPU = torch.device("cpu")
 MODULUS = 1_000_003
@@ -60,18 +59,20 @@ class HashModel:
                 return output
 
 
+HASH_SPECS = {"hash": (ReplaySpec((), {"token": Part((), torch.int64)}),)}
+
+
 class HashRunner:
     """`HashModel` over caches of its own: pages of tokens, a snapshot a token, and a state with a ring behind it.
 
     All three must tell the same history. What the step must not read is broken before it.
     """
 
-    def __init__(self, model: HashModel, num_blocks: int, layout: CacheLayout) -> None:
-        block_size, num_slots = layout.config.block_size, layout.config.max_num_seqs
-        width, self.ring_length = layout.config.decode_width, layout.ring_length
-        self.model, self.block_size = model, block_size
-        self.pages = [None] * (num_blocks * block_size)
-        self.snapshots = [[None] * width for _ in range(num_slots)]
+    def __init__(self, model: HashModel, num_blocks: int, num_slots: int, layout: StateLayout) -> None:
+        (self.ring,) = layout.counters
+        self.model, self.block_size, self.ring_length = model, layout.sizes.block_size, self.ring.length
+        self.pages = [None] * (num_blocks * self.block_size)
+        self.snapshots = [[None] * layout.sizes.decode_width for _ in range(num_slots)]
         self.states = [None] * num_slots
         self.rings = [[None] * self.ring_length for _ in range(num_slots)]
 
@@ -80,11 +81,12 @@ class HashRunner:
         for kv_slot, token_id in zip(inputs.kv_slots.tolist(), tokens, strict=True):
             self.pages[kv_slot] = token_id
         values = []
-        bases = ring_base(inputs.ring_lens, inputs.decode_width, self.ring_length).tolist()
+        ring_lens = inputs.committed.counts[self.ring]
+        stays = self.ring.after(ring_lens, inputs.decode_width, 0).tolist()
         for row, slot in enumerate(inputs.state_slots.tolist()):
             start, end = inputs.query_start[row : row + 2].tolist()
             decoding = row < inputs.num_decode_rows
-            values += self._row(inputs, row, slot, tokens[start:end], bases[row] if decoding else None)
+            values += self._row(inputs, row, slot, tokens[start:end], stays[row] if decoding else None)
         hidden = torch.tensor(values)
         return StepOutput(self.model.logits([values[i] for i in batch.logit_indices.tolist()]), hidden[:, None, None])
 
@@ -96,9 +98,9 @@ class HashRunner:
             token_id = self.pages[table[position // self.block_size] * self.block_size + position % self.block_size]
             paged = extend_hash(paged, token_id)
         if context:
-            snapshot = self.snapshots[slot][int(inputs.committed[row])]
+            snapshot = self.snapshots[slot][int(inputs.committed.last[row])]
             replayed = self.states[slot]
-            for position in range(context - int(inputs.ring_lens[row]), context):
+            for position in range(context - int(inputs.committed.counts[self.ring][row]), context):
                 replayed = extend_hash(replayed, self.rings[slot][position % self.ring_length])
             assert paged == snapshot == replayed, (paged, snapshot, replayed)
         values = []
@@ -110,7 +112,7 @@ class HashRunner:
         if base is None:
             self.snapshots[slot][0] = self.states[slot] = paged
         else:
-            if base == 0 and int(inputs.ring_lens[row]):
+            if base == 0 and int(inputs.committed.counts[self.ring][row]):
                 self.states[slot] = replayed
             for position, token_id in enumerate(tokens, context):
                 self.rings[slot][position % self.ring_length] = token_id
@@ -131,6 +133,10 @@ class KnownTokens:
 
     def __init__(self) -> None:
         self._by_slot: dict[int, list[int]] = {}
+
+    def move(self, old: int, new: int) -> None:
+        """A request goes to another slot."""
+        self._by_slot[new] = self._by_slot.pop(old)
 
     def after(self, batch, verdict) -> list[list[int]]:
         """The tokens of each row that samples, after the step. Called once a step."""
@@ -175,13 +181,18 @@ def make_rule(model: HashModel, kind: str) -> Callable[[list[int]], int]:
     return rule
 
 
+def state_sizes(config: EngineConfig, dtype: torch.dtype = torch.float32) -> StateSizes:
+    """What states are made by."""
+    return StateSizes(config.block_size, config.decode_width, config.state_rollback, dtype)
+
+
 def fake_engine(
     model: HashModel, drafts: str = "sometimes", num_blocks: int = 64, eos=(), tokenizer=None, **settings
 ) -> Engine:
     """An engine over a `HashModel`."""
     config = EngineConfig(**{"max_model_len": 1000, "max_num_seqs": 4, "block_size": 4, **settings})
-    layout = CacheLayout({}, config, torch.float32)
-    runner = HashRunner(model, num_blocks, layout)
+    layout = StateLayout(HASH_SPECS, state_sizes(config))
+    runner = HashRunner(model, num_blocks, config.max_num_seqs, layout)
     k = config.num_speculative_tokens
     drafter = RuleDrafter(make_rule(model, drafts), k) if k else NoDrafter()
     return Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)

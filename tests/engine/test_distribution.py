@@ -9,10 +9,10 @@ from scipy import stats
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams, sampler, verifier
 from mtpkit.engine.drafting import NoDrafter
-from mtpkit.engine.states import CacheLayout
 from mtpkit.engine.step import Drafts, StepOutput
 from mtpkit.kernels import sampling
-from tests.engine.fakes import CPU
+from mtpkit.model.state import StateLayout
+from tests.engine.fakes import CPU, state_sizes
 
 VOCAB_SIZE, SEEDS, START = 4, 20_000, 1
 TABLE = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(8)) * 0.7
@@ -56,7 +56,7 @@ class TableDrafter:
 def decode(k, heads=None, draw=False, seeds=range(SEEDS), **params):
     config = EngineConfig(64, k, max_num_seqs=1000, max_num_batched_tokens=6000, draft_sampling=draw)
     drafter = TableDrafter(HEADS[heads], k, draw) if k else NoDrafter()
-    engine = Engine(config, CacheLayout({}, config, torch.float32), 2000, TableRunner(), drafter, VOCAB_SIZE, CPU)
+    engine = Engine(config, StateLayout({}, state_sizes(config)), 2000, TableRunner(), drafter, VOCAB_SIZE, CPU)
     for seed in seeds:
         engine.add_request([START], SamplingParams(max_tokens=3, seed=seed, **params), str(seed))
     outputs = {}

@@ -11,7 +11,6 @@ from mtpkit.engine.graphs import bucket_size
 from mtpkit.engine.step import Drafts
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
-from mtpkit.model.inputs import AttentionCache
 from tests.engine.tiny import (
     PROMPT_LENGTHS,
     VOCAB_SIZE,
@@ -123,9 +122,9 @@ def poison_null(engine) -> None:
     """The block that null rows own is NaN, and so is all state that no request holds."""
     torch.cuda.synchronize()
     free = list(engine.scheduler.slots.free_ids)
-    for cache in engine.caches.values():
-        for tensor in vars(cache).values():
-            tensor[[-1] if isinstance(cache, AttentionCache) else free] = math.nan
+    for state in engine.states.all():
+        for tensor in state.tensors.values():
+            tensor[[-1] if state.unit == "block" else free] = math.nan
 
 
 @pytest.mark.gpu
@@ -135,14 +134,12 @@ def test_null_rows_leave_all_state_as_it_is():
     for count in (5, 9):
         llm = graphed(model, 3, make_prompts(range(2, 2 + count)), max_num_seqs=16)
         engine = llm.engine
-        states = [cache for cache in engine.caches.values() if not isinstance(cache, AttentionCache)]
-        for cache in states:
-            for tensor in vars(cache).values():
-                tensor.fill_(7.0)
+        tensors = [t for state in engine.states.all() if state.unit == "slot" for t in state.tensors.values()]
+        for tensor in tensors:
+            tensor.fill_(7.0)
         generate(llm, make_prompts(range(2, 2 + count)), greedy(8), poison=False)
         assert bucket_size(count) > count and engine.graphs._graphs
-        for cache in states:
-            assert all((tensor[count:] == 7).all() for tensor in vars(cache).values())
+        assert tensors and all((tensor[count:] == 7).all() for tensor in tensors)
         assert int(engine.slots.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
 
 

@@ -10,10 +10,10 @@ import torch
 from mtpkit import LLM, SamplingParams
 from mtpkit.checkpoint import save_model
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.engine.states import CacheLayout
 from mtpkit.errors import UserError
-from mtpkit.model import build_model, cache_specs
-from tests.engine.tiny import greedy, guide, headless_model, make_llm, make_prompts, tiny_model
+from mtpkit.model import build_model, state_specs
+from mtpkit.model.state import Ring
+from tests.engine.tiny import greedy, guide, headless_model, held_bytes, make_llm, make_prompts, tiny_model
 
 
 class Words:
@@ -113,9 +113,8 @@ def test_engine_seed_serves_requests_without_one():
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_bytes_are_those_of_the_tensors(rollback, state_dtype):
     llm = make_llm(tiny_model(), 3, state_rollback=rollback, state_dtype=state_dtype)
-    held = sum(t.nbytes for cache in llm.engine.caches.values() for t in vars(cache).values())
     stats = llm.stats()
-    assert stats.state_bytes + stats.kv_bytes == held
+    assert stats.state_bytes + stats.kv_bytes == held_bytes(llm.engine)
     (output,) = llm.generate([1, 2, 3], greedy(6))
     assert output.stats.state_bytes == stats.state_bytes_per_request == stats.state_bytes // 8
     assert output.stats.kv_bytes == 2 * stats.kv_bytes // 200  # 3 + 6 tokens and what 6 positions of lookahead reach
@@ -184,9 +183,9 @@ def test_an_engine_goes_with_its_last_user(device):
     """It does not hold itself in memory, and nothing waits for a garbage collection."""
     llm = make_llm(tiny_model(device=device), 2)
     llm.generate(make_prompts((4,)), greedy())
-    engine, cache = weakref.ref(llm.engine), weakref.ref(next(iter(llm.engine.caches.values())))
+    engine, state = weakref.ref(llm.engine), weakref.ref(llm.engine.states.all()[0])
     del llm
-    assert engine() is None and cache() is None
+    assert engine() is None and state() is None
 
 
 def test_distinct_heads_with_mamba_layers_draft_one_token():
@@ -201,8 +200,8 @@ def test_cache_defaults_to_full_length_requests_for_every_slot():
 
 def test_ring_holds_a_step_of_any_width():
     llm = make_llm(tiny_model(), 12)
-    layout: CacheLayout = llm.engine.layout
-    assert layout.ring_length == 80 and set(layout.specs) == set(cache_specs(tiny_model()))
+    layout = llm.engine.layout
+    assert layout.counters == (Ring(80),) and set(layout.specs) == set(state_specs(tiny_model()))
     assert (
         llm.generate([[1, 2]], greedy())[0].outputs[0].token_ids
         == make_llm(tiny_model(), 0).generate([[1, 2]], greedy())[0].outputs[0].token_ids

@@ -8,20 +8,19 @@ import torch
 from mtpkit.engine import memory
 from mtpkit.engine.memory import plan_memory
 from mtpkit.errors import UserError
-from mtpkit.model.inputs import ReplayCache
-from tests.engine.tiny import VOCAB_SIZE, generate, greedy, make_llm, tiny_model
+from mtpkit.model.state import Replay
+from tests.engine.tiny import VOCAB_SIZE, generate, greedy, held_bytes, make_llm, tiny_model
 
 
 def test_plan_counts_what_is_allocated():
     llm = make_llm(tiny_model(), 3, num_blocks=24, max_num_seqs=5)
     plan = llm.memory_plan
-    held = sum(t.nbytes for cache in llm.engine.caches.values() for t in vars(cache).values())
-    assert plan.state_bytes + plan.kv_bytes == held
+    assert plan.state_bytes + plan.kv_bytes == held_bytes(llm.engine)
     text = str(plan)
     assert "24 blocks of 8 tokens" in text and text.endswith("fit at once: 1 of 128 tokens")  # max_model_len
-    caches = [cache for cache in llm.engine.caches.values() if isinstance(cache, ReplayCache)]
-    rings = sum(t.nbytes for cache in caches for t in (cache.x, cache.B, cache.dt))
-    assert caches and plan.ring_bytes * 5 == rings
+    states = [state for state in llm.engine.states.all() if isinstance(state, Replay)]
+    rings = sum(state.inputs(name).nbytes for state in states for name in ("x", "B", "dt"))
+    assert states and plan.ring_bytes * 5 == rings
 
 
 def test_lengths_beyond_the_longest_request_are_not_promised():

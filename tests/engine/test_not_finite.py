@@ -235,7 +235,7 @@ def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, setting
     assert [o.outputs[0].token_ids for o in outputs[1::2]] == want[:3]
     for output in outputs[::2]:
         assert not output.outputs[0].token_ids and f"request {output.request_id})" in output.error
-    assert any(t.isnan().any() for cache in llm.engine.caches.values() for t in vars(cache).values())
+    assert any(t.isnan().any() for state in llm.engine.states.all() for t in state.tensors.values())
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, sampling)] == want
     llm.engine.scheduler.check_integrity()
 

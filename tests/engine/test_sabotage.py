@@ -9,7 +9,7 @@ from mtpkit.engine.drafting.distinct import DistinctDrafter, _Window
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Verdict
-from mtpkit.kernels.ssm_update import ring_base
+from mtpkit.model.state import Committed
 from tests.engine.tiny import (
     decode,
     generate,
@@ -42,17 +42,12 @@ def test_nothing_is_broken_without_sabotage():
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 def test_state_left_unrestored_after_a_rejection(monkeypatch, rollback):
-    store = Slots.store
+    after = Committed.after
 
-    def keep_all(self, batch, verdict, drafts):
-        store(self, batch, verdict, drafts)
-        inputs, width = batch.inputs, batch.inputs.decode_width
-        if batch.plan.num_decode_rows:
-            base = ring_base(inputs.ring_lens, width, self.ring_length)
-            self.committed[inputs.state_slots] = width - 1
-            self.ring_lens[inputs.state_slots] = base + width
+    def keep_all(self, width, last, new):
+        return after(self, width, torch.full_like(last, width - 1), width)
 
-    monkeypatch.setattr(Slots, "store", keep_all)
+    monkeypatch.setattr(Committed, "after", keep_all)
     assert not tokens_survive(state_rollback=rollback)
 
 
@@ -75,7 +70,7 @@ def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
 
     def store_then_swap(self, batch, verdict, drafts):
         store(self, batch, verdict, drafts)
-        for values in (self.committed, self.ring_lens):
+        for values in (self.committed.last, *self.committed.counts.values()):
             first, second = values[batch.inputs.state_slots[:2]] if len(batch.inputs.state_slots) > 1 else (0, 0)
             if batch.plan.num_decode_rows > 1:
                 values[batch.inputs.state_slots[:2]] = torch.stack([second, first])

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mtpkit import SamplingParams
+from mtpkit.engine import Engine
 from mtpkit.engine.slots import Slots
-from tests.engine.tiny import make_llm, tiny_model
+from tests.engine.tiny import generate, guide, make_llm, make_prompts, tiny_model
 
 MIXED = [
     {"top_k": 2},
@@ -51,5 +52,40 @@ def test_a_filter_goes_with_its_request(name, value, k):
 
 def test_a_slot_that_nobody_had_can_be_sampled():
     """Null rows of CUDA graphs are: filters of 0 would leave them no token."""
-    slots = Slots.allocate(3, 2, 0, torch.device("cpu"), None)
+    slots = Slots.allocate(3, 2, (), torch.device("cpu"), None)
     assert slots.top_k.tolist() == [1] * 3 and slots.top_p.tolist() == [1.0] * 3 and slots.min_p.tolist() == [0.0] * 3
+
+
+def move_request(engine, request) -> None:
+    """Put a running request into a free slot; the one that it had is free then."""
+    old, (new,) = request.slot, engine.scheduler.slots.allocate(1)
+    engine.states.restore(new, engine.states.copy(old, engine.slots.committed), engine.slots.committed)
+    for values in vars(engine.slots).values():
+        if isinstance(values, torch.Tensor):
+            values[new] = values[old]
+    request.slot = new
+    engine.scheduler.slots.release([old])
+    engine.drafter.known.move(old, new)
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("mtp_pattern", ["*-", "M*"])
+def test_a_request_restored_into_another_slot_goes_on_with_the_same_tokens(mtp_pattern, rollback, monkeypatch):
+    """After every step one request changes its slot, and free slots are NaN; its acceptance stays the same too."""
+    model, prompts = tiny_model(mtp_pattern=mtp_pattern), make_prompts()
+    runs, moved = [], 0
+
+    def step_and_move(self, *args):
+        nonlocal moved
+        outputs = step(self, *args)
+        for request in self.scheduler.running[moved % max(1, len(self.scheduler.running)) :][:1]:
+            move_request(self, request)
+            moved += 1
+        return outputs
+
+    step = Engine.step
+    for change in (step, step_and_move):
+        monkeypatch.setattr(Engine, "step", change)
+        llm = guide(make_llm(model, 3, state_rollback=rollback), prompts)
+        runs.append((generate(llm, prompts), llm.stats().acceptance))
+    assert runs[0] == runs[1] and moved >= 8

@@ -89,10 +89,15 @@ def generate(llm: LLM, prompts, params=None, poison: bool = True) -> list[list[i
 
 def poison_free(engine) -> None:
     """Fill free blocks and slots with NaN."""
-    free = {"key": engine.scheduler.blocks.free_ids, "value": engine.scheduler.blocks.free_ids}
-    for cache in engine.caches.values():
-        for name, tensor in vars(cache).items():
-            tensor[free.get(name, engine.scheduler.slots.free_ids)] = math.nan
+    free = {"block": engine.scheduler.blocks.free_ids, "slot": engine.scheduler.slots.free_ids}
+    for state in engine.states.all():
+        for tensor in state.tensors.values():
+            tensor[free[state.unit]] = math.nan
+
+
+def held_bytes(engine) -> int:
+    """What the states of all layers take."""
+    return sum(tensor.nbytes for state in engine.states.all() for tensor in state.tensors.values())
 
 
 class Guided:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mtpkit.errors import UserError
-from mtpkit.model import SequenceInput, base_forward, build_model, cache_specs, compute_logits, embed, output_weight
-from mtpkit.model.inputs import AttentionCacheSpec, MambaCacheSpec
+from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, embed, output_weight, state_specs
+from mtpkit.model.state import ConvWindowSpec, PagedKVSpec, Part, RecurrentSpec
 from tests.model.toy import CONFIG, VOCAB, toy_model, toy_tokens
 
 
@@ -14,9 +14,10 @@ def parameters(model) -> dict[str, torch.Tensor]:
 
 
 def test_caches_of_every_layer_by_name():
-    attention = AttentionCacheSpec(num_kv_heads=2, head_dim=8)
-    mamba = MambaCacheSpec(conv_dim=32 + 2 * 16, conv_kernel=4, num_heads=4, head_dim=8, state_dim=8, num_groups=2)
-    assert cache_specs(toy_model(mtp_pattern="*M")) == {
+    attention = (PagedKVSpec(num_kv_heads=2, head_dim=8),)
+    inputs = {"x": Part((4, 8)), "B": Part((2, 8)), "dt": Part((4,), torch.float32)}
+    mamba = (ConvWindowSpec(kernel=4, channels=32 + 2 * 16), RecurrentSpec((4, 8, 8), inputs))
+    assert state_specs(toy_model(mtp_pattern="*M")) == {
         "decoder.layers.0": mamba,
         "decoder.layers.1": attention,
         "mtp.layers.0.layers.0": attention,
@@ -28,7 +29,7 @@ def test_caches_of_every_layer_by_name():
 def test_physical_heads(repeated, physical):
     model = toy_model(mtp_use_repeated_layer=repeated)
     assert len(model.mtp.layers) == physical
-    found = {name.split(".")[2] for name in cache_specs(model) if name.startswith("mtp.")}
+    found = {name.split(".")[2] for name in state_specs(model) if name.startswith("mtp.")}
     assert found == set(map(str, range(physical)))
 
 

@@ -8,10 +8,11 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer import TransformerLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtpkit.model import StepInput, build_model, cache_specs, compute_logits, init_weights, output_weight
+from mtpkit.model import StepInput, build_model, compute_logits, init_weights, output_weight
 from mtpkit.model.mtp import draft_output_weight, greedy_tokens
+from mtpkit.model.state import Committed
 from tests.kernels.recurrence import relative
-from tests.model.test_steps import make_cache, simulate
+from tests.model.test_steps import make_layout, nan_states, simulate
 from tests.model.toy import CONFIG, VOCAB, toy_model
 from tests.ranks import run_ranks
 from tests.toy_config import toy_config
@@ -30,12 +31,11 @@ def first_step(model) -> StepInput:
         block_tables=torch.arange(ROWS)[:, None],
         kv_slots=torch.tensor([0, 1, 2, 4, 5, 6]),
         state_slots=torch.arange(ROWS),
-        committed=torch.zeros(ROWS, dtype=torch.int64),
-        ring_lens=torch.zeros(ROWS, dtype=torch.int64),
+        committed=Committed.none((), ROWS, torch.device("cpu")),
         num_decode_rows=0,
         decode_width=0,
         prefill_lens=(WIDTH,) * ROWS,
-        caches={name: make_cache(spec, "snapshot") for name, spec in cache_specs(model).items()},
+        states=nan_states(make_layout(model, "snapshot")),
     )
 
 

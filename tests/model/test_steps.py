@@ -1,66 +1,89 @@
 """Prefill in chunks and decode steps with rejections compute what whole sequences do."""
 
 import dataclasses
+import itertools
 from itertools import chain
 
 import pytest
 import torch
 
 from mtpkit.config import SECTIONS, caching_length
-from mtpkit.kernels.ssm_update import ring_base
-from mtpkit.model import SequenceInput, StepInput, base_forward, cache_specs, mtp_forward
-from mtpkit.model.inputs import (
-    AttentionCache,
-    AttentionCacheSpec,
-    LayerCache,
-    MambaCacheSpec,
-    ReplayCache,
-    SnapshotCache,
-)
+from mtpkit.model import SequenceInput, StepInput, base_forward, mtp_forward, state_specs
+from mtpkit.model.state import Committed, RecurrentSpec, Replay, ReplaySpec, Ring, StateLayout, States, StateSizes
 from tests.kernels.recurrence import relative
 from tests.model.toy import VOCAB, toy_model
 
-K, BLOCK_SIZE, NUM_BLOCKS, SLOTS, RING = 2, 4, 36, 6, 15
+K, BLOCK_SIZE, NUM_BLOCKS, SLOTS, RING = 2, 4, 48, 6, 15
 TOLERANCE = 1e-5
+CPU = torch.device("cpu")
+MAMBA_HEAD = dict(pattern="MM**", mtp_pattern="M*E")
 
 
-def make_cache(spec, rollback: str) -> LayerCache:
+@dataclasses.dataclass(frozen=True)
+class OwnRing(ReplaySpec):
+    """With rings of any length."""
+
+    length: int
+
+    def ring(self, sizes: StateSizes) -> Ring:
+        return Ring(self.length)
+
+
+def make_layout(model, rollback: str, rings: tuple[int, ...] = (RING,)) -> StateLayout:
+    """`rings`: lengths of the replay rings of the layers in turn."""
+    specs, lengths = state_specs(model), itertools.cycle(rings)
+    if rollback == "replay":
+        for name, (*others, last) in specs.items():
+            if isinstance(last, RecurrentSpec):
+                specs[name] = (*others, OwnRing(last.shape, last.inputs, next(lengths)))
+    return StateLayout(specs, StateSizes(BLOCK_SIZE, 1 + K, rollback, torch.float32))
+
+
+def nan_states(layout: StateLayout) -> States:
     """Everything NaN: a step must not read what was not written."""
-
-    def nan(*shape: int) -> torch.Tensor:
-        return torch.full(shape, torch.nan)
-
-    if isinstance(spec, AttentionCacheSpec):
-        return AttentionCache(*(nan(NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim) for _ in range(2)))
-    assert isinstance(spec, MambaCacheSpec)
-    conv = nan(SLOTS, spec.conv_kernel - 1 + K, spec.conv_dim)
-    state = (spec.num_heads, spec.head_dim, spec.state_dim)
-    if rollback == "snapshot":
-        return SnapshotCache(conv, nan(SLOTS, 1 + K, *state))
-    return ReplayCache(
-        conv,
-        nan(SLOTS, *state),
-        nan(SLOTS, RING, spec.num_heads, spec.head_dim),
-        nan(SLOTS, RING, spec.num_groups, spec.state_dim),
-        nan(SLOTS, RING, spec.num_heads),
-    )
+    states = layout.allocate(NUM_BLOCKS, SLOTS, CPU)
+    for state in states.all():
+        for tensor in state.tensors.values():
+            tensor.fill_(torch.nan)
+    return states
 
 
 @dataclasses.dataclass
 class Row:
-    """A request: its tokens so far, where its history is, and what its last step left."""
+    """A request: its tokens so far, and where its history is."""
 
     tokens: list[int]
     blocks: list[int]
     slot: int
-    committed: int = 0
-    ring_len: int = 0
     length: int = 0
-    """Tokens that are committed in the caches."""
+    """Tokens that are committed in the states."""
 
 
-def run_step(model, caches, rows: list[Row], feeds: list[list[int]], num_decode_rows: int):
-    """Feed each row its tokens; decode rows come first. Returns h and g^1 of every row, [t, 1, h] each.
+class Cells:
+    """The states of all layers, and what of them is committed."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self.states, self.committed = nan_states(layout), Committed.none(layout.counters, SLOTS, CPU)
+
+    def move(self, row: Row, slot: int, blocks: list[int]) -> None:
+        """Put a request elsewhere; where it was is NaN then."""
+        saved = self.states.copy(row.slot, self.committed)
+        for state in self.states.all():
+            if state.unit == "block":
+                for old, new in zip(row.blocks, blocks, strict=True):
+                    state.restore(new, state.copy(old, self.committed))
+            for tensor in state.tensors.values():
+                tensor[row.blocks if state.unit == "block" else row.slot] = torch.nan
+        self.committed.put(slice(row.slot, row.slot + 1), self.committed.at(slice(SLOTS - 1, SLOTS)))
+        self.states.restore(slot, saved, self.committed)
+        row.slot, row.blocks = slot, blocks
+
+
+def run_step(model, cells: Cells, rows: list[Row], feeds: list[list[int]], accepted: list[int]):
+    """Feed each row its tokens. Decode rows come first: those that `accepted` says the accepted drafts of.
+
+    Returns:
+        h and g^1 of every row, [t, 1, h] each.
 
     The heads read the request's own next token at every position, as after verification.
     """
@@ -69,25 +92,26 @@ def run_step(model, caches, rows: list[Row], feeds: list[list[int]], num_decode_
         torch.tensor([row.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in where.tolist()])
         for row, where in zip(rows, positions, strict=True)
     ]
-    counts = [len(feed) for feed in feeds]
+    counts, slots = [len(feed) for feed in feeds], torch.tensor([row.slot for row in rows])
     step = StepInput(
         positions=torch.cat(positions),
         query_start=torch.tensor([0, *counts]).cumsum(0),
         context_lens=torch.tensor([row.length for row in rows]),
         block_tables=torch.tensor([row.blocks for row in rows]),
         kv_slots=torch.cat(places),
-        state_slots=torch.tensor([row.slot for row in rows]),
-        committed=torch.tensor([row.committed for row in rows]),
-        ring_lens=torch.tensor([row.ring_len for row in rows]),
-        num_decode_rows=num_decode_rows,
+        state_slots=slots,
+        committed=cells.committed.at(slots),
+        num_decode_rows=len(accepted),
         decode_width=1 + K,
-        prefill_lens=tuple(counts[num_decode_rows:]),
-        caches=caches,
+        prefill_lens=tuple(counts[len(accepted) :]),
+        states=cells.states,
     )
     flat = torch.tensor([list(chain(*feeds))])
     hidden = base_forward(model, flat, step)
     following = [row.tokens[row.length + 1 :][: len(feed)] for row, feed in zip(rows, feeds, strict=True)]
     drafted = mtp_forward(model, 1, hidden, torch.tensor([list(chain(*following))]), step)
+    last = torch.tensor([*accepted, *[0] * (len(rows) - len(accepted))])
+    cells.committed.put(slots, step.committed_after(last, last + 1))
     return list(zip(hidden.split(counts), drafted.split(counts), strict=True))
 
 
@@ -104,12 +128,19 @@ def draw(generator: torch.Generator, count: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=generator).tolist()
 
 
-def simulate(model, rollback: str, sabotage: str = "", steps: int = 14) -> float:
-    """Two requests prefilled in chunks, a third that joins later; random accepts. The worst relative error."""
+def simulate(
+    model, rollback: str, sabotage: str = "", steps: int = 14, rings: tuple[int, ...] = (RING,), moves: bool = False
+) -> float:
+    """Two requests prefilled in chunks, a third that joins later; random accepts. The worst relative error.
+
+    Args:
+        moves: after each step one request goes to another slot and other blocks.
+    """
     generator = torch.Generator().manual_seed(5)
-    caches = {name: make_cache(spec, rollback) for name, spec in cache_specs(model).items()}
+    cells = Cells(make_layout(model, rollback, rings))
     order = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
     rows = [Row(draw(generator, 60), order[12 * i : 12 * i + 12], slot) for i, slot in enumerate((4, 0, 3))]
+    free_slot, free_blocks = 1, order[36:48]
     chunks = {0: [[5], [1], [4]], 1: [[1], [6]], 2: [[], [], [], [2], [3]]}
     errors = []
     for turn in range(steps):
@@ -123,20 +154,22 @@ def simulate(model, rollback: str, sabotage: str = "", steps: int = 14) -> float
             accepted.append(count)
         feeds += [rows[i].tokens[rows[i].length : rows[i].length + chunks[i][turn][0]] for i in prefill]
         stepped = [rows[i] for i in decode + prefill]
-        outputs = run_step(model, caches, stepped, feeds, len(decode))
+        kept = [K] * len(accepted) if sabotage == "unrestored" else accepted
+        outputs = run_step(model, cells, stepped, feeds, kept)
         for row, feed, output in zip(stepped, feeds, outputs, strict=True):
             errors += [relative(have, want) for have, want in zip(output, expect(model, row, feed), strict=True)]
         for i, count in zip(decode, accepted, strict=True):
-            row, kept = rows[i], K if sabotage == "unrestored" else count
-            row.committed = kept
-            row.ring_len = int(ring_base(torch.tensor(row.ring_len), 1 + K, RING)) + kept + 1
-            row.length += count + 1
+            rows[i].length += count + 1
         for i in prefill:
             rows[i].length += chunks[i][turn][0]
-            rows[i].committed = rows[i].ring_len = 0
         if sabotage == "swapped" and len(decode) > 1:
             first, second = (rows[i] for i in decode[:2])
             first.slot, second.slot = second.slot, first.slot
+        if moves:
+            row = rows[turn % len(rows)]
+            was = row.slot, row.blocks
+            cells.move(row, free_slot, free_blocks)
+            free_slot, free_blocks = was
     return max(errors)
 
 
@@ -144,7 +177,7 @@ def simulate(model, rollback: str, sabotage: str = "", steps: int = 14) -> float
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), dict(pattern="MM**", mtp_pattern="M*E")],
+    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), MAMBA_HEAD],
     ids=["plain", "rope", "mamba_head"],
 )
 def test_steps_equal_whole_sequences(changes, rollback):
@@ -158,10 +191,40 @@ def test_sabotage_would_be_seen(rollback, sabotage):
     assert simulate(toy_model(), rollback, sabotage) > 1e-2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("rollback", ["snapshot", "replay"])
+def test_a_request_goes_on_where_its_states_are_restored(rollback):
+    assert simulate(toy_model(**MAMBA_HEAD), rollback, moves=True) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rollback", ["snapshot", "replay"])
+@pytest.mark.parametrize("forgotten", ["last", "counts"])
+def test_a_copy_that_is_not_of_what_is_committed_would_be_seen(forgotten, rollback, monkeypatch):
+    copy = States.copy
+
+    def copy_all_zero(self, slot, committed):
+        zeros = Committed.none(committed.counts, SLOTS, CPU)
+        return copy(self, slot, dataclasses.replace(committed, **{forgotten: getattr(zeros, forgotten)}))
+
+    monkeypatch.setattr(States, "copy", copy_all_zero)
+    seen = simulate(toy_model(**MAMBA_HEAD), rollback, moves=True) > 1e-2
+    assert seen == (forgotten == "last" or rollback == "replay")
+
+
+@torch.no_grad()
+def test_each_layer_has_a_ring_of_its_own_length():
+    model, lengths = toy_model(**MAMBA_HEAD), (15, 20, 35)
+    layout = make_layout(model, "replay", lengths)
+    assert layout.counters == tuple(map(Ring, lengths))
+    places = {state.inputs("x").shape[1] for state in nan_states(layout).all() if isinstance(state, Replay)}
+    assert places == set(lengths) and simulate(model, "replay", rings=lengths) < TOLERANCE
+
+
 @pytest.mark.parametrize("letter", SECTIONS)
 def test_layers_that_cache_are_known_by_their_letters(letter):
     """Tokens that are not kept must reach all of them."""
-    assert bool(cache_specs(toy_model(pattern=letter, mtp_pattern="", mtp_num_depths=0))) == SECTIONS[letter].keeps_past
+    assert bool(state_specs(toy_model(pattern=letter, mtp_pattern="", mtp_num_depths=0))) == SECTIONS[letter].keeps_past
     assert [caching_length(pattern) for pattern in ("*", "*-", "-*", "M*-E", "-", "")] == [1, 1, 2, 2, 0, 0]
 
 
@@ -177,11 +240,12 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
         width += len(kwargs["hidden_states"])
 
     layers = model.mtp.layers[0].mtp_model_layer.layers
-    caches = [{name: make_cache(spec, "replay") for name, spec in cache_specs(model).items()} for _ in range(2)]
+    layout = make_layout(model, "replay")
+    both = [nan_states(layout) for _ in range(2)]
     tokens = draw(generator, 6)
     hidden = torch.randn(5, 1, model.mtpkit_config.hidden_size, generator=generator)
     states, widths = [], []
-    for cache, kept in zip(caches, (None, torch.tensor(keep, dtype=torch.int64)), strict=True):
+    for held, kept in zip(both, (None, torch.tensor(keep, dtype=torch.int64)), strict=True):
         zeros, width = torch.zeros(1, dtype=torch.int64), 0
         step = StepInput(
             positions=torch.arange(5),
@@ -190,12 +254,11 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
             block_tables=torch.tensor([[3, 7]]),
             kv_slots=torch.tensor([12, 13, 14, 15, 28]),
             state_slots=zeros + 1,
-            committed=zeros,
-            ring_lens=zeros,
+            committed=Committed.none(layout.counters, 1, CPU),
             num_decode_rows=0,
             decode_width=1 + K,
             prefill_lens=(5,),
-            caches=cache,
+            states=held,
         )
         hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in layers]
         states.append(mtp_forward(model, 1, hidden.clone(), torch.tensor([tokens[1:]]), step, keep=kept))
@@ -204,9 +267,9 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
         widths.append(width)
     assert states[1].shape == (len(keep), 1, hidden.shape[-1])
     assert torch.allclose(states[0][keep], states[1], rtol=1e-5, atol=1e-6)
-    for name, cache in caches[0].items():
-        for field, tensor in vars(cache).items():
-            assert torch.equal(tensor.nan_to_num(7), getattr(caches[1][name], field).nan_to_num(7))
+    for first, second in zip(*(held.all() for held in both), strict=True):
+        for name, tensor in first.tensors.items():
+            assert torch.equal(tensor.nan_to_num(7), second.tensors[name].nan_to_num(7))
     caching = caching_length(mtp_pattern)
     assert widths == [5 * len(mtp_pattern), 5 * caching + len(keep) * (len(mtp_pattern) - caching)]
 
@@ -217,17 +280,18 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
 def test_a_recycled_slot_does_not_leak(rollback, length):
     """A request in a slot and blocks that another has used computes what it would in fresh ones."""
     model, generator = toy_model(), torch.Generator().manual_seed(2)
-    caches = {name: make_cache(spec, rollback) for name, spec in cache_specs(model).items()}
+    cells = Cells(make_layout(model, rollback))
     blocks = list(range(8))
     first, second = (Row(draw(generator, 20), blocks, slot=1) for _ in range(2))
-    run_step(model, caches, [first], [first.tokens[:12]], 0)
+    run_step(model, cells, [first], [first.tokens[:12]], [])
     first.length = 12
-    run_step(model, caches, [first], [draw(generator, 1 + K)], 1)
-    (output,) = run_step(model, caches, [second], [second.tokens[:length]], 0)
+    run_step(model, cells, [first], [draw(generator, 1 + K)], [0])
+    (output,) = run_step(model, cells, [second], [second.tokens[:length]], [])
     for have, want in zip(output, expect(model, second, second.tokens[:length]), strict=True):
         assert relative(have, want) < TOLERANCE
 
 
-def test_ring_base():
+def test_a_ring_counts_what_it_holds():
     lens = torch.tensor([0, 3, 9, 10, 12])
-    assert ring_base(lens, 3, 15).tolist() == [0, 3, 9, 0, 0]
+    assert Ring(15).after(lens, 3, 0).tolist() == [0, 3, 9, 0, 0]
+    assert Ring(15).after(lens, 3, torch.tensor([1, 2, 3, 1, 3])).tolist() == [1, 5, 12, 1, 3]

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
 from mtpkit.kernels.kv_store import store_kv
-from mtpkit.model.inputs import AttentionCache, AttentionCacheSpec, DepthInput, SequenceInput, StepInput
+from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.state import PagedKV, PagedKVSpec, StateSpec
 
 
 class CoreAttention(nn.Module):
@@ -45,12 +46,12 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float, percent: float) -> T
 class SelfAttention(MegatronSelfAttention):
     """megatron-core's attention parameters with mtpkit's forward."""
 
-    cache_name: str
-    """Key of this layer in `StepInput.caches` and `DepthInput.streams`, set when the model is built."""
+    layer_name: str
+    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
 
-    def cache_spec(self) -> AttentionCacheSpec:
-        """What this layer caches for a token."""
-        return AttentionCacheSpec(self.num_query_groups_per_partition, self.hidden_size_per_attention_head)
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """What this layer keeps for a token."""
+        return (PagedKVSpec(self.num_query_groups_per_partition, self.hidden_size_per_attention_head),)
 
     def forward(
         self,
@@ -124,7 +125,7 @@ class SelfAttention(MegatronSelfAttention):
         return apply_rotary(q, positions, base, percent), apply_rotary(k, positions, base, percent)
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
-        (first_k, first_v), *later = inputs.leave(self.cache_name, (k, v))
+        (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
         if not later:
             return sequence_attention(q, k, v, inputs.documents)
         return depth_attention(q, first_k, first_v, [k for k, _ in later], [v for _, v in later], inputs.documents)
@@ -135,8 +136,8 @@ class SelfAttention(MegatronSelfAttention):
         Returns:
             [T, heads, d], given q [T, groups, heads / groups, d].
         """
-        cache = step.caches[self.cache_name]
-        assert isinstance(cache, AttentionCache)
+        (cache,) = step.states[self.layer_name]
+        assert isinstance(cache, PagedKV)
         store_kv(k, v, cache.key, cache.value, step.kv_slots)
         rows, start = step.num_decode_rows, step.num_decode_tokens
         outputs = []

@@ -19,8 +19,9 @@ from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, ca
 from mtpkit.kernels.dispatch import no_grad, on_kernels
 from mtpkit.kernels.ssd import ssd_chunk_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
-from mtpkit.model.inputs import DepthInput, MambaCacheSpec, SequenceInput, SnapshotCache, StepInput
+from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.norm import GatedRMSNorm
+from mtpkit.model.state import ConvWindow, ConvWindowSpec, Part, RecurrentSpec, Replay, Snapshot, StateSpec
 
 
 class ScanInputs(NamedTuple):
@@ -36,8 +37,8 @@ class ScanInputs(NamedTuple):
 class MambaMixer(MegatronModule):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060) with the parameters and sharding of Megatron's mixer."""
 
-    cache_name: str
-    """Key of this layer in `StepInput.caches` and `DepthInput.streams`, set when the model is built."""
+    layer_name: str
+    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
 
     def __init__(
         self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, **_: Any
@@ -95,11 +96,15 @@ class MambaMixer(MegatronModule):
         """Rows of `in_proj` on this rank, in order."""
         return {"z": self.inner, "x": self.inner, "B": self.bc_width, "C": self.bc_width, "dt": self.num_heads}
 
-    def cache_spec(self) -> MambaCacheSpec:
-        """What this layer caches for a request."""
-        return MambaCacheSpec(
-            self.conv_dim, self.conv_kernel, self.num_heads, self.head_dim, self.state_dim, self.num_groups
-        )
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """What this layer keeps for a request."""
+        inputs = {
+            "x": Part((self.num_heads, self.head_dim)),
+            "B": Part((self.num_groups, self.state_dim)),
+            "dt": Part((self.num_heads,), torch.float32),  # after softplus
+        }
+        recurrent = RecurrentSpec((self.num_heads, self.head_dim, self.state_dim), inputs)
+        return ConvWindowSpec(self.conv_kernel, self.conv_dim), recurrent
 
     def forward(
         self, hidden_states: Tensor, inference_context: Any = None, residual: Tensor | None = None, **_: Any
@@ -180,40 +185,46 @@ class MambaMixer(MegatronModule):
 
     def _step(self, conv_in: Tensor, dt: Tensor, step: StepInput) -> Tensor:
         """Decode rows, then prefill chunks: conv_in [T, c], raw dt [T, h] to y [T, h, p]."""
-        cache, split = step.caches[self.cache_name], step.num_decode_tokens
+        window, recurrent = step.states[self.layer_name]
+        assert isinstance(window, ConvWindow) and isinstance(recurrent, Snapshot | Replay)
+        split = step.num_decode_tokens
         if not step.prefill_lens:
-            return self._decode(conv_in, dt, step, cache)
-        y = self._prefill(conv_in[split:], dt[split:], step, cache)
-        return torch.cat([self._decode(conv_in[:split], dt[:split], step, cache), y]) if split else y
+            return self._decode(conv_in, dt, step, window, recurrent)
+        y = self._prefill(conv_in[split:], dt[split:], step, window, recurrent)
+        return torch.cat([self._decode(conv_in[:split], dt[:split], step, window, recurrent), y]) if split else y
 
-    def _decode(self, conv_in: Tensor, dt: Tensor, step: StepInput, cache: Any) -> Tensor:
+    def _decode(
+        self, conv_in: Tensor, dt: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
+    ) -> Tensor:
         rows = step.num_decode_rows
-        slots, committed = step.state_slots[:rows], step.committed[:rows]
+        slots, last = step.state_slots[:rows], step.committed.last[:rows]
         conv_in, dt = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, dt))
-        conv_out = causal_conv1d_update(conv_in, cache.conv, self.conv1d_weight, self.conv1d_bias, slots, committed)
+        conv_out = causal_conv1d_update(conv_in, window.columns, self.conv1d_weight, self.conv1d_bias, slots, last)
         x, dt, B, C = self._scan_inputs(conv_out, dt)
         inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
-        if isinstance(cache, SnapshotCache):
-            y = ssm_snapshot_update(cache.state, slots, committed, *inputs)
+        if isinstance(recurrent, Snapshot):
+            y = ssm_snapshot_update(recurrent.entries, slots, last, *inputs)
         else:
-            lens = (step.context_lens[:rows], step.ring_lens[:rows])
-            y = ssm_replay_update(cache.state, cache.x, cache.B, cache.dt, slots, *lens, *inputs)
+            rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
+            lens = (step.context_lens[:rows], step.committed.counts[recurrent.ring][:rows])
+            y = ssm_replay_update(recurrent.folded, *rings, slots, *lens, *inputs)
         return y.flatten(0, 1)
 
-    def _prefill(self, conv_in: Tensor, dt: Tensor, step: StepInput, cache: Any) -> Tensor:
+    def _prefill(
+        self, conv_in: Tensor, dt: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
+    ) -> Tensor:
         """One chunk of each prefill row, [T', ...]; leaves the final states and windows as committed entry 0.
 
         A chunk never follows a decode step of the same request, so that what it continues is entry 0 too.
         """
         slots = step.state_slots[step.num_decode_rows :]
         continues = step.context_lens[step.num_decode_rows :, None, None] > 0
-        taps = self.conv_kernel - 1
         # A slot may hold what another request left, or nothing that is a number.
-        windows = torch.where(continues, cache.conv[slots, :taps], 0)
-        state = cache.state[:, 0] if isinstance(cache, SnapshotCache) else cache.state
+        windows = torch.where(continues, window.folded[slots], 0)
+        state = recurrent.folded
         initial = torch.where(continues[..., None], state[slots], 0)
         y, windows, final = self._rows(conv_in, dt, windows, initial, step.prefill_lens)
-        cache.conv[slots, :taps] = windows
+        window.folded[slots] = windows
         state[slots] = final.to(state.dtype)
         return y
 
@@ -223,13 +234,13 @@ class MambaMixer(MegatronModule):
         With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i; so y^k_i is C_k's readout of
         S_i, decayed, plus one term for each of depths 2..k.
         """
-        raw = inputs.leave(f"{self.cache_name}.conv", conv_in)
+        raw = inputs.leave(f"{self.layer_name}.conv", conv_in)
         if inputs.depth == 1:
             conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
         else:
             conv_out = self._depth_conv(raw, inputs.documents)
         current = self._scan_inputs(conv_out, dt)
-        first, *later = inputs.leave(self.cache_name, current)
+        first, *later = inputs.leave(self.layer_name, current)
         if not later:
             return self._scan(current, documents=inputs.documents)[0]
         A, rep = self._A, self.num_heads // self.num_groups

@@ -1,0 +1,37 @@
+"""What layers keep of a request from step to step: one file a kind of state.
+
+The engine asks these for bytes, allocation, rollback and copies; a layer finds its own in `StepInput.states`.
+"""
+
+from mtpkit.model.state.base import Committed, Counter, Part, Rollback, Saved, State, StateSizes, StateSpec, Unit
+from mtpkit.model.state.conv_window import ConvWindow, ConvWindowSpec
+from mtpkit.model.state.layout import SavedRequest, StateLayout, States
+from mtpkit.model.state.paged_kv import PagedKV, PagedKVSpec
+from mtpkit.model.state.recurrent import RecurrentSpec
+from mtpkit.model.state.replay import Replay, ReplaySpec, Ring
+from mtpkit.model.state.snapshot import Snapshot, SnapshotSpec
+
+__all__ = [
+    "Committed",
+    "ConvWindow",
+    "ConvWindowSpec",
+    "Counter",
+    "PagedKV",
+    "PagedKVSpec",
+    "Part",
+    "RecurrentSpec",
+    "Replay",
+    "ReplaySpec",
+    "Ring",
+    "Rollback",
+    "Saved",
+    "SavedRequest",
+    "Snapshot",
+    "SnapshotSpec",
+    "State",
+    "StateLayout",
+    "StateSizes",
+    "StateSpec",
+    "States",
+    "Unit",
+]

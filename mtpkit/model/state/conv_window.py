@@ -1,0 +1,50 @@
+"""The inputs that a causal convolution still reads, widened by K columns: rollback is an index, not a copy."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtpkit.model.state.base import Committed, Part, Saved, State, StateSizes, StateSpec
+
+
+@dataclass(frozen=True)
+class ConvWindow(State):
+    """Inputs of the convolution of one layer."""
+
+    taps: int
+    """Inputs before a token that it reads: the kernel's width - 1."""
+
+    @property
+    def columns(self) -> Tensor:
+        """[slots, taps + K, channels]; with `Committed.last` c the next token reads columns c .. c + taps - 1."""
+        return self.tensors["columns"]
+
+    @property
+    def folded(self) -> Tensor:
+        """[slots, taps, channels], the window where `Committed.last` is 0, as a prefill chunk reads and leaves it."""
+        return self.columns[:, : self.taps]
+
+    def copy(self, unit: int, committed: Committed) -> Saved:
+        """See `State.copy`: the committed window."""
+        windows = self.columns[unit].unfold(0, self.taps, 1)  # [1 + K, channels, taps]
+        return {"columns": windows[committed.last[unit : unit + 1]][0].t()}
+
+    def restore(self, unit: int, saved: Saved) -> None:
+        """See `State.restore`."""
+        self.folded[unit] = saved["columns"]
+
+
+@dataclass(frozen=True)
+class ConvWindowSpec(StateSpec):
+    """Sizes of the convolution of one layer."""
+
+    kernel: int
+    channels: int
+
+    def parts(self, sizes: StateSizes) -> dict[str, Part]:
+        """See `StateSpec.parts`."""
+        return {"columns": Part((self.kernel - 2 + sizes.decode_width, self.channels))}
+
+    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> ConvWindow:
+        """See `StateSpec.make`."""
+        return ConvWindow(tensors, self.kernel - 1)

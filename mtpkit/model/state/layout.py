@@ -1,0 +1,113 @@
+"""The states of all layers: their bytes before they are allocated, and one request's share of them after."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpkit.model.state.base import Committed, Counter, Saved, State, StateSizes, StateSpec, Unit
+
+
+@dataclass(frozen=True)
+class SavedRequest:
+    """What the slot of one request held."""
+
+    layers: dict[str, tuple[Saved, ...]]
+    """Of each layer, its states that have a slot for each request."""
+    committed: Committed
+    """Of one row, whose `last` is 0."""
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of every layer, in the order in which the layer names them."""
+
+    layers: Mapping[str, tuple[State, ...]]
+
+    def __getitem__(self, layer: str) -> tuple[State, ...]:
+        return self.layers[layer]
+
+    def all(self) -> list[State]:
+        """The states of all layers."""
+        return [state for states in self.layers.values() for state in states]
+
+    def fork(self, slots: Tensor, prefix: str) -> "States":
+        """These, but those of layers whose names start with `prefix` forked: see `State.fork`."""
+        forked = {
+            name: tuple(state.fork(slots) for state in states)
+            for name, states in self.layers.items()
+            if name.startswith(prefix)
+        }
+        return States({**self.layers, **forked})
+
+    def copy(self, slot: int, committed: Committed) -> SavedRequest:
+        """What the slot of a request holds, for `restore`. Keys and values are not part of it: they lie in blocks,
+        which requests share or copy with `State.copy`. Does not wait for the device.
+
+        Args:
+            committed: of all slots.
+        """
+        layers = {
+            name: tuple(state.copy(slot, committed) for state in states if state.unit == "slot")
+            for name, states in self.layers.items()
+        }
+        counts = {counter: held[slot : slot + 1].clone() for counter, held in committed.counts.items()}
+        return SavedRequest(layers, Committed(torch.zeros_like(committed.last[:1]), counts))
+
+    def restore(self, slot: int, saved: SavedRequest, committed: Committed) -> None:
+        """Write what `copy` gave to a slot: a request with the same tokens goes on there.
+
+        Args:
+            committed: of all slots; that of `slot` is written too.
+        """
+        for name, values in saved.layers.items():
+            states = [state for state in self.layers[name] if state.unit == "slot"]
+            for state, value in zip(states, values, strict=True):
+                state.restore(slot, value)
+        committed.put(slice(slot, slot + 1), saved.committed)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Shapes of the states of every layer."""
+
+    specs: Mapping[str, tuple[StateSpec, ...]]
+    sizes: StateSizes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self._bytes("block")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of recurrent state of one request over all layers."""
+        return self._bytes("slot")
+
+    @property
+    def ring_bytes(self) -> int:
+        """What the replay rings take of `slot_bytes`."""
+        return self._bytes("slot", only_rings=True)
+
+    @property
+    def counters(self) -> tuple[Counter, ...]:
+        """What has to be counted for each request, each counter once."""
+        found = (counter for spec in self._all() for counter in spec.counters(self.sizes))
+        return tuple(dict.fromkeys(found))
+
+    def allocate(self, num_blocks: int, num_slots: int, device: torch.device) -> States:
+        """The states of all layers, uninitialised."""
+        units: dict[Unit, int] = {"block": num_blocks, "slot": num_slots}
+        return States(
+            {
+                name: tuple(spec.allocate(units[spec.unit], self.sizes, device) for spec in specs)
+                for name, specs in self.specs.items()
+            }
+        )
+
+    def _all(self) -> list[StateSpec]:
+        return [spec for specs in self.specs.values() for spec in specs]
+
+    def _bytes(self, unit: Unit, only_rings: bool = False) -> int:
+        return sum(spec.unit_bytes(self.sizes, only_rings) for spec in self._all() if spec.unit == unit)

@@ -1,0 +1,35 @@
+"""Recurrent state with the rollback that the engine is set to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtpkit.model.state.base import Counter, Part, State, StateSizes, StateSpec
+from mtpkit.model.state.replay import ReplaySpec
+from mtpkit.model.state.snapshot import SnapshotSpec
+
+
+@dataclass(frozen=True)
+class RecurrentSpec(StateSpec):
+    """Sizes of the recurrent state of one layer and of the inputs that advance it, by name: a `Snapshot` or a `Replay`
+    by `StateSizes.rollback`."""
+
+    shape: tuple[int, ...]
+    inputs: Mapping[str, Part]
+
+    def chosen(self, sizes: StateSizes) -> SnapshotSpec | ReplaySpec:
+        """The spec with the rollback that is set."""
+        return SnapshotSpec(self.shape) if sizes.rollback == "snapshot" else ReplaySpec(self.shape, self.inputs)
+
+    def parts(self, sizes: StateSizes) -> dict[str, Part]:
+        """See `StateSpec.parts`."""
+        return self.chosen(sizes).parts(sizes)
+
+    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> State:
+        """See `StateSpec.make`."""
+        return self.chosen(sizes).make(tensors, sizes)
+
+    def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
+        """See `StateSpec.counters`."""
+        return self.chosen(sizes).counters(sizes)

@@ -1,0 +1,68 @@
+"""Recurrent state as one state and a ring of the small inputs that came after it.
+
+A step reads the state once and writes it only when its tokens no longer fit into the ring; rejecting tokens is
+forgetting their inputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from mtpkit.kernels.ssm_update import ring_base, ring_length
+from mtpkit.model.state.base import Counter, Part, State, StateSizes, StateSpec
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Counts the committed inputs in rings of `length` places that are not folded into the state yet: those of the
+    last positions of a request. There are never more than `ring_capacity(length)`, so that a step writes to places that
+    it does not read."""
+
+    length: int
+
+    def after(self, counts: Tensor, width: int, new: Tensor | int) -> Tensor:
+        """See `Counter.after`."""
+        return ring_base(counts, width, self.length) + new
+
+
+@dataclass(frozen=True)
+class Replay(State):
+    """The recurrent state of one layer and the rings behind it, one a replayed input."""
+
+    ring: Ring
+
+    @property
+    def folded(self) -> Tensor:
+        """[slots, ...], the state before the inputs in the ring; none are there after a prefill chunk."""
+        return self.tensors["state"]
+
+    def inputs(self, name: str) -> Tensor:
+        """[slots, L, ...] the latest inputs `name`, that of position i at place i % L."""
+        return self.tensors[name]
+
+
+@dataclass(frozen=True)
+class ReplaySpec(StateSpec):
+    """Sizes of a recurrent state and of the inputs that are replayed to it, by name."""
+
+    shape: tuple[int, ...]
+    inputs: Mapping[str, Part]
+
+    def ring(self, sizes: StateSizes) -> Ring:
+        """The ring of each input; a kind whose kernel wants another length overrides this."""
+        return Ring(ring_length(sizes.decode_width))
+
+    def parts(self, sizes: StateSizes) -> dict[str, Part]:
+        """See `StateSpec.parts`."""
+        length = self.ring(sizes).length
+        rings = {n: replace(part, shape=(length, *part.shape), in_ring=True) for n, part in self.inputs.items()}
+        return {"state": Part(self.shape, sizes.state_dtype), **rings}
+
+    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Replay:
+        """See `StateSpec.make`."""
+        return Replay(tensors, self.ring(sizes))
+
+    def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
+        """See `StateSpec.counters`."""
+        return (self.ring(sizes),)

@@ -1,0 +1,227 @@
+"""Kinds of state: shapes, bytes, rollback, copies; also of kinds that are not mtpkit's own."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpkit.kernels.ssm_update import ring_capacity, ring_length
+from mtpkit.model.state import (
+    Committed,
+    ConvWindowSpec,
+    Counter,
+    PagedKVSpec,
+    Part,
+    RecurrentSpec,
+    Replay,
+    Snapshot,
+    State,
+    StateLayout,
+    StateSizes,
+    StateSpec,
+)
+
+BF16, FP32, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
+INPUTS = {"x": Part((4, 8)), "B": Part((2, 16)), "dt": Part((4,), FP32)}
+SPECS = {
+    "decoder.0": (ConvWindowSpec(kernel=4, channels=96), RecurrentSpec((4, 8, 16), INPUTS)),
+    "decoder.1": (PagedKVSpec(num_kv_heads=2, head_dim=32),),
+}
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+def test_states_have_what_their_kernels_ask_for(k, rollback):
+    """Weights in bf16, state in fp32: step sizes are never rounded to the weights' type."""
+    layout = StateLayout(SPECS, StateSizes(8, 1 + k, rollback, BF16, FP32))
+    states = layout.allocate(7, 5, CPU)
+    have = [{name: (tuple(t.shape), t.dtype) for name, t in state.tensors.items()} for state in states.all()]
+    ring = ring_length(1 + k)
+    state = {
+        "replay": {
+            "state": ((5, 4, 8, 16), FP32),
+            "x": ((5, ring, 4, 8), BF16),
+            "B": ((5, ring, 2, 16), BF16),
+            "dt": ((5, ring, 4), FP32),
+        },
+        "snapshot": {"state": ((5, 1 + k, 4, 8, 16), FP32)},
+    }[rollback]
+    page = ((7, 8, 2, 32), BF16)
+    assert have == [{"columns": ((5, 3 + k, 96), BF16)}, state, {"key": page, "value": page}]
+    held = {unit: [t for s in states.all() if s.unit == unit for t in s.tensors.values()] for unit in ("slot", "block")}
+    taken = {unit: sum(tensor.nbytes for tensor in tensors) for unit, tensors in held.items()}
+    assert (5 * layout.slot_bytes, 7 * layout.block_bytes) == (taken["slot"], taken["block"])
+    rings = sum(math.prod(state[name][0]) * state[name][1].itemsize for name in ("x", "B", "dt") if name in state)
+    assert 5 * layout.ring_bytes == rings
+
+
+DECAY, WIDTH, ROWS, SLOTS = 0.75, 3, 3, 6
+
+
+class Toy:
+    """A moving average of vectors, s = DECAY s + x, over steps whose later tokens may be rejected: one state for each
+    request. `advance` gives [R, WIDTH, d], the average after each of a step's tokens."""
+
+    dim = 2
+
+    def __init__(self, spec: StateSpec, rollback: str) -> None:
+        self.layout = StateLayout({"toy": (spec,)}, StateSizes(8, WIDTH, rollback, FP32))
+        self.states = self.layout.allocate(0, SLOTS, CPU)
+        (self.state,) = self.states["toy"]
+        self.committed = Committed.none(self.layout.counters, SLOTS, CPU)
+        for tensor in self.state.tensors.values():
+            tensor.fill_(math.nan)
+        self.contexts = torch.zeros(SLOTS, dtype=torch.int64)
+
+    def prefill(self, slot: int, value: Tensor) -> None:
+        """Take up the state after a prompt."""
+        self.state.folded[slot] = value
+        self.contexts[slot] = 100 + slot
+
+    def step(self, slots: Tensor, x: Tensor, new: Tensor) -> Tensor:
+        committed = self.committed.at(slots)
+        y = self.advance(slots, x, committed)
+        self.committed.put(slots, committed.after(WIDTH, new - 1, new))
+        self.contexts[slots] += new
+        return y
+
+    def advance(self, slots: Tensor, x: Tensor, committed: Committed) -> Tensor:
+        state = self.state
+        if isinstance(state, Snapshot):
+            after = averages(state.entries[slots, committed.last], x)
+            state.entries[slots] = after
+            return after
+        assert isinstance(state, Replay)
+        ring, length = state.inputs("x"), state.ring.length
+        counts, folded = committed.counts[state.ring], state.folded[slots]
+        for row, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
+            places = (self.contexts[slot] - count + torch.arange(count)) % length
+            folded[row] = averages(folded[row : row + 1], ring[slot, places][None])[0, -1] if count else folded[row]
+            ring[slot, (self.contexts[slot] + torch.arange(WIDTH)) % length] = x[row]
+            if count + WIDTH > ring_capacity(length):
+                state.folded[slot] = folded[row]
+        return averages(folded, x)
+
+
+def averages(start: Tensor, x: Tensor) -> Tensor:
+    """[R, T, d] the state after each of x [R, T, d], given start [R, d]."""
+    after = []
+    for t in range(x.shape[1]):
+        start = DECAY * start + x[:, t]
+        after.append(start)
+    return torch.stack(after, 1)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Counts the tokens of the last step that do not stand."""
+
+    def after(self, counts: Tensor, width: int, new: Tensor | int) -> Tensor:
+        return width - new + 0 * counts
+
+
+@dataclass(frozen=True)
+class Undo(State):
+    """A state that is computed back: the rejected tokens are subtracted before the next step."""
+
+    @property
+    def folded(self) -> Tensor:
+        return self.tensors["state"]
+
+
+@dataclass(frozen=True)
+class UndoSpec(StateSpec):
+    """A kind of state that mtpkit does not have, with a rollback of its own."""
+
+    dim: int
+
+    def parts(self, sizes: StateSizes) -> dict[str, Part]:
+        return {"state": Part((self.dim,), sizes.state_dtype), "x": Part((sizes.decode_width, self.dim))}
+
+    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Undo:
+        return Undo(tensors)
+
+    def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
+        return (Taken(),)
+
+
+class UndoToy(Toy):
+    def advance(self, slots: Tensor, x: Tensor, committed: Committed) -> Tensor:
+        start, last = self.state.folded[slots], self.state.tensors["x"]
+        for row, (slot, count) in enumerate(zip(slots.tolist(), committed.counts[Taken()].tolist(), strict=True)):
+            for back in range(count):
+                start[row] = (start[row] - last[slot, WIDTH - 1 - back]) / DECAY
+        after = averages(start, x)
+        self.state.folded[slots], last[slots] = after[:, -1], x
+        return after
+
+
+VECTOR = RecurrentSpec((Toy.dim,), {"x": Part((Toy.dim,))})
+TOYS = {
+    "snapshot": lambda: Toy(VECTOR, "snapshot"),
+    "replay": lambda: Toy(VECTOR, "replay"),
+    "own": lambda: UndoToy(UndoSpec(Toy.dim), "replay"),
+}
+
+
+def error(toy: Toy, move: bool = False, fork: bool = False, kept: int | None = None) -> float:
+    """Worst error over 20 steps with random rejections, of which the toy is told, or of `kept` tokens each time."""
+    generator = torch.Generator().manual_seed(0)
+    slots, free = torch.tensor([4, 0, 3]), 1
+    want, worst = torch.randn(ROWS, Toy.dim, generator=generator), 0.0
+    for slot, value in zip(slots.tolist(), want, strict=True):
+        toy.prefill(slot, value)
+    for turn in range(20):
+        x = torch.randn(ROWS, WIDTH, Toy.dim, generator=generator)
+        new = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
+        if fork:
+            forget(toy, slots, x)
+        have = toy.step(slots, x, new if kept is None else torch.full_like(new, kept))
+        after = averages(want, x)
+        worst = max(worst, float((have - after).abs().max()))
+        want = after[torch.arange(ROWS), new - 1]
+        if move:
+            row, old = turn % ROWS, int(slots[turn % ROWS])
+            saved = toy.states.copy(old, toy.committed)
+            for tensor in toy.state.tensors.values():
+                tensor[old] = math.nan
+            toy.states.restore(free, saved, toy.committed)
+            toy.contexts[free], slots[row], free = toy.contexts[old], free, old
+    return worst
+
+
+def forget(toy: Toy, slots: Tensor, x: Tensor) -> None:
+    """Take other tokens up on a copy."""
+    state, contexts, committed = toy.state, toy.contexts, toy.committed.at(slots)
+    toy.state, toy.contexts = state.fork(slots), contexts[slots]
+    before = {name: tensor.clone() for name, tensor in toy.state.tensors.items()}
+    toy.advance(torch.arange(ROWS), -x, committed)
+    assert any(not torch.equal(toy.state.tensors[name], tensor) for name, tensor in before.items())
+    toy.state, toy.contexts = state, contexts
+
+
+@pytest.mark.parametrize("kind", TOYS)
+def test_a_state_from_outside_is_rolled_back_copied_and_forked(kind):
+    assert error(TOYS[kind]()) < 1e-4 > error(TOYS[kind](), move=True)
+    assert error(TOYS[kind](), fork=True) == error(TOYS[kind]())
+
+
+@pytest.mark.parametrize("kind", TOYS)
+def test_a_rollback_that_keeps_everything_would_be_seen(kind):
+    assert error(TOYS[kind](), kept=WIDTH) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "slot", "ring"), [("snapshot", WIDTH * 8, 0), ("replay", 8 + 20 * 8, 20 * 8), ("own", 8 + WIDTH * 8, 0)]
+)
+def test_bytes_of_a_state_from_outside(kind, slot, ring):
+    toy = TOYS[kind]()
+    assert (toy.layout.slot_bytes, toy.layout.ring_bytes, toy.layout.block_bytes) == (slot, ring, 0)
+    assert sum(tensor.nbytes for tensor in toy.state.tensors.values()) == SLOTS * slot
+
+
+def test_layers_with_equal_rings_count_once():
+    sizes = StateSizes(8, WIDTH, "replay", FP32)
+    assert len(StateLayout({"a": (VECTOR,), "b": (VECTOR,), "c": (UndoSpec(2),)}, sizes).counters) == 2
