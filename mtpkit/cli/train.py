@@ -12,7 +12,7 @@ app = new_app()
 
 def _print_settings(wanted: bool) -> None:
     if wanted:
-        from mtpkit.training.describe import describe_settings
+        from mtpkit.training.config.describe import describe_settings
 
         typer.echo(describe_settings())
         raise typer.Exit

@@ -70,6 +70,7 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
             extra="forbid",
             allow_inf_nan=False,
             arbitrary_types_allowed=True,
+            use_attribute_docstrings=True,
             alias_generator=prefix.__add__,
             validate_by_name=True,
             validate_by_alias=False,

@@ -1,0 +1,91 @@
+"""All settings of a run with their defaults, for people to read: YAML that `load_config` takes back."""
+
+import dataclasses
+import difflib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from mtpkit.training.config.settings import TrainConfig
+
+_WIDTH = 100
+
+
+def describe_settings() -> str:
+    """YAML of every setting with its default, under a comment that says what it is and what it may be.
+
+    A setting without a default stands there as `???`, which `load_config` refuses.
+    """
+    return "\n".join(_lines(TrainConfig, ""))
+
+
+def describe_unknown(key: str) -> str:
+    """That there is no such setting, and which sections and settings, in whatever section, are called nearly so."""
+    names = list(_names(TrainConfig))
+    sections = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
+    section = key.partition(".")[0]
+    found = [] if section in sections else difflib.get_close_matches(section, sections)
+    last = {name: name.rpartition(".")[2] for name in names}
+    near = difflib.get_close_matches(key.rpartition(".")[2], set(last.values()))
+    found += [name for name in names if last[name] in near]
+    guess = f"did you mean {' or '.join(found)}? " if found else ""
+    return f"there is no setting {key!r}; {guess}mtpkit train --settings lists them"
+
+
+def describe_section(key: str) -> str:
+    """That there are settings in a section; empty for a key that is none."""
+    is_section = dataclasses.is_dataclass(field_types(TrainConfig).get(key))
+    return f"{key} is a section of settings: set {example(key)}, and so on" if is_section else ""
+
+
+def example(key: str) -> str:
+    """A setting as it may be given; of a section, its first one."""
+    kind, fields = field_types(TrainConfig).get(key), []
+    if dataclasses.is_dataclass(kind):
+        fields = list(dataclasses.fields(kind))
+        key = f"{key}.{fields[0].name}"
+    if key == "data.train":
+        return f"{key}=[FILE]"
+    return f"{key}={fields[0].default or 'NAME'}" if fields else f"{key}=..."
+
+
+def field_types(cls: Any) -> dict[str, Any]:
+    """Type of each field without its constraints."""
+    return {name: info.annotation for name, info in cls.__pydantic_fields__.items()}
+
+
+def plain_values(value: Any) -> Any:
+    """Tuples as lists, for YAML."""
+    if isinstance(value, dict):
+        return {key: plain_values(entry) for key, entry in value.items()}
+    return [plain_values(entry) for entry in value] if isinstance(value, (tuple, list)) else value
+
+
+def _names(cls: Any, prefix: str = "") -> Iterator[str]:
+    """All settings as `section.key`."""
+    for name, kind in field_types(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _names(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _lines(cls: Any, indent: str) -> Iterator[str]:
+    for name, info in cls.__pydantic_fields__.items():
+        kind = info.annotation
+        if dataclasses.is_dataclass(kind):
+            yield from _comment(inspect.getdoc(kind) or "", indent)
+            yield f"{indent}{name}:"
+            yield from _lines(kind, indent + "  ")
+            continue
+        choices = f" One of: {', '.join(map(str, get_args(kind)))}." if get_origin(kind) is Literal else ""
+        yield from _comment(info.description + choices, indent)
+        value = "???" if info.is_required() else plain_values(info.default)
+        yield f"{indent}{name}: {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")

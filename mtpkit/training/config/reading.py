@@ -1,0 +1,220 @@
+"""Settings from a YAML file with `key=value` overrides on top; each error names the file or the override at fault."""
+
+import dataclasses
+import io
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from mtpkit.checkpoint.atomic import write_file
+from mtpkit.config.checked import WrongValues
+from mtpkit.errors import UserError, listed
+from mtpkit.files import read_text
+from mtpkit.training.config.describe import describe_section, describe_unknown, example, field_types, plain_values
+from mtpkit.training.config.patterns import quote_patterns
+from mtpkit.training.config.settings import TrainConfig
+
+MOST_BRACKETS = 100
+"""Brackets that may be open at once in settings: the time of YAML's scanner grows with the square of their depth."""
+MOST_VALUES = 10_000
+"""Values that a file of settings may have."""
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML file and put `key=value` overrides on top, such as `loss.kind=tv` or `data.train=[a.txt,b.txt]`.
+
+    An override may index into a list: `data.train[0]=c.txt`. Values may refer to others and to the environment, as
+    OmegaConf has it: `${output}`, `${oc.env:HOME}`.
+
+    Raises:
+        UserError: an unreadable file, an unknown key, a missing or wrongly typed value, settings that clash.
+    """
+    malformed = [override for override in overrides if "=" not in override]
+    if malformed:
+        raise UserError(f"overrides must be key=value, such as steps=100, not {listed(malformed)}")
+    source = "config overrides" if path is None else f"config {path}"
+    problems: dict[int, str] = {}
+    values = _merge(source, _read(path), overrides, problems)
+    try:
+        config = TrainConfig(**_fitted(TrainConfig, values))
+    except WrongValues as error:
+        _blame(error.clauses, overrides, problems)
+    if problems:
+        named = [
+            text if index < 0 else f"override {_cut(overrides[index], 80)}: {text}"
+            for index, text in sorted(problems.items())
+        ]
+        start = f"{source}: " if min(problems) < 0 else ""
+        raise UserError(start + listed(named, width=1000, separator="; "))
+    return config
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved config as YAML, whole or not at all."""
+    import yaml
+
+    write_file(path, yaml.safe_dump(plain_values(dataclasses.asdict(config)), sort_keys=False))
+
+
+def _read(path: str | Path | None) -> Any:
+    """A YAML file as OmegaConf has it.
+
+    Raises:
+        UserError: it cannot be read, is no YAML, or a list.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text = read_text(path) if path is not None else "{}"
+        _require_shallow(text)
+        text = quote_patterns(text)
+        if _size(yaml.compose(text)) > MOST_VALUES:
+            raise ValueError("its anchors stand for too much; write the settings out")
+        from_file = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"config {path} is not YAML: {_cut(reason, 200)}") from error
+    if not OmegaConf.is_dict(from_file):
+        raise UserError(f"config {path} is a list, must be settings as key: value")
+    return from_file
+
+
+def _require_shallow(text: str) -> None:
+    """Check the depth of brackets before YAML is read, see MOST_BRACKETS.
+
+    Raises:
+        RecursionError: too many brackets are open at once.
+    """
+    opened = accumulate((sign in "[{") - (sign in "]}") for sign in text)
+    if max(opened, default=0) > MOST_BRACKETS:
+        raise RecursionError("it is nested too deeply")
+
+
+def _size(node: Any, known: dict[int, float] | None = None) -> float:
+    """Values in a YAML document with its anchors written out; infinity if one holds itself."""
+    known = {} if known is None else known
+    if id(node) not in known:
+        known[id(node)] = math.inf  # while its parts are counted
+        parts = node.value if node is not None and not isinstance(node.value, str) else []
+        each = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
+        known[id(node)] = 1 + sum(_size(part, known) for part in each)
+    return known[id(node)]
+
+
+def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]) -> dict[str, Any]:
+    """Plain values of a file's settings with the overrides on top; those that do not fit go to `problems` by index.
+
+    Raises:
+        UserError: a value refers to what is not there.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    # The last four: an object where a list should be, numbers of too many digits, too deep nesting.
+    unfit = OmegaConfBaseException, YAMLError, TypeError, ValueError, OverflowError, RecursionError
+    for index, text in enumerate(overrides):
+        try:
+            _require_shallow(text)
+            settings.merge_with_dotlist([_quoted(text)])
+        except unfit as error:
+            key = text.split("=", 1)[0]
+            hint = ": put names in quotes, ['a[0-9].jsonl']" if key in ("data.train", "data.eval") else ""
+            problems[index] = describe_section(key) or _one_line(error) + hint
+    try:
+        values = OmegaConf.to_container(settings, resolve=True)
+    except unfit as error:  # a reference
+        raise UserError(f"{source}: {_one_line(error)}") from error
+    assert isinstance(values, dict)
+    return values
+
+
+def _quoted(override: str) -> str:
+    """`key=value` with texts in quotes that YAML would take for something else: nothing, `*.jsonl`, and `-`.
+
+    Raises:
+        YAMLError: the value is no YAML.
+    """
+    key, value = override.split("=", 1)
+    if not value or (key == "heads.pattern" and value[0] not in "'\""):
+        return f"{key}='{value}'"
+    return f"{key}={quote_patterns(value, names=key in ('data.train', 'data.eval'))}"
+
+
+def _fitted(cls: type, values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Values with what YAML reads differently put right: numbers as texts and the other way round, one file as a list
+    of one. Missing values are left out, and required sections are there."""
+    types = field_types(cls)
+    fitted = {name: {} for name, kind in types.items() if dataclasses.is_dataclass(kind) and name not in values}
+    for name, value in values.items():
+        kind = types.get(name)
+        if value == "???":
+            continue
+        if isinstance(value, dict):
+            fitted[str(name)] = _fitted(kind, value) if dataclasses.is_dataclass(kind) else value
+        elif kind == tuple[str, ...]:
+            files = [value] * bool(value) if isinstance(value, str) else value
+            fitted[name] = [_scalar(str, one) for one in files] if isinstance(files, list) else value
+        else:
+            fitted[str(name)] = _scalar(kind, value)
+    return fitted
+
+
+def _scalar(kind: Any, value: Any) -> Any:
+    """A number as a text, or a text as a number, where the other one is meant; else the value as it is."""
+    if kind is str and isinstance(value, int | float):
+        return str(value)
+    if kind in (int, float) and isinstance(value, str):
+        with suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def _blame(clauses: Sequence[str], overrides: Sequence[str], problems: dict[int, str]) -> None:
+    """Add each clause to `problems`: under the index of the last override of its key, or -1 for the rest."""
+    keys = [override.split("=", 1)[0] for override in overrides]
+    rest = []
+    for key, text in map(_told, sorted(clauses, key=lambda clause: clause.endswith(" is missing"))):
+        at_fault = [index for index, given in enumerate(keys) if _overlap(given, key)]
+        if not at_fault:
+            rest.append(text)
+        elif at_fault[-1] not in problems:
+            problems[at_fault[-1]] = text
+    if rest:
+        problems[-1] = listed(rest, width=1000, separator="; ")
+
+
+def _overlap(given: str, key: str) -> bool:
+    """Whether one of two keys is the other one, or lies in it."""
+    return given == key or given.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{given}.")
+
+
+def _told(clause: str) -> tuple[str, str]:
+    """The key of a clause about `TrainConfig`, and the clause in the words of a file of settings."""
+    key, _, rest = clause.partition(" ")
+    if clause.endswith(" is unknown"):
+        key = clause.removesuffix(" is unknown")
+        return key, describe_unknown(key)
+    if rest == "is missing":
+        return key, f"{key} is required, set {example(key)}"
+    if rest.endswith("must be a group of settings"):
+        return key, describe_section(key)
+    return key, clause
+
+
+def _one_line(error: Exception) -> str:
+    """OmegaConf's message without its internals; it spreads them over lines."""
+    message, *details = str(error).splitlines()
+    key = next((line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")), "")
+    return _cut(f"{key}: {message}" if key and f"'{key}'" not in message else message, 240)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
