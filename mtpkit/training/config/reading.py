@@ -108,7 +108,7 @@ def _size(node: Any, known: dict[int, float] | None = None) -> float:
     return known[id(node)]
 
 
-def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]) -> dict[str, Any]:
+def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]) -> dict[Any, Any]:
     """Plain values of a file's settings with the overrides on top; those that do not fit go to `problems` by index.
 
     Raises:
@@ -148,11 +148,13 @@ def _quoted(override: str) -> str:
     return f"{key}={quote_patterns(value, names=key in ('data.train', 'data.eval'))}"
 
 
-def _fitted(cls: type, values: Mapping[Any, Any]) -> dict[str, Any]:
+def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
     """Values with what YAML reads differently put right: numbers as texts and the other way round, one file as a list
     of one. Missing values are left out, and required sections are there."""
     types = field_types(cls)
-    fitted = {name: {} for name, kind in types.items() if dataclasses.is_dataclass(kind) and name not in values}
+    fitted: dict[str, Any] = {
+        name: {} for name, kind in types.items() if dataclasses.is_dataclass(kind) and name not in values
+    }
     for name, value in values.items():
         kind = types.get(name)
         if value == "???":
