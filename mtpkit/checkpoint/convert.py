@@ -81,8 +81,9 @@ def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: in
         StorageError: writing failed; what was there still is.
     """
     directory = Path(directory)
-    config, tensors = model.mtpkit_config, CheckedTensors(ModelTensors(model), f"the model for {directory}")
-    hf_config, weights = _hf_view(tensors, config, find_family(config, None, directory), None, directory)
+    config, name = model.mtpkit_config, f"the model for {directory}"
+    tensors = CheckedTensors(ModelTensors(model), name)
+    hf_config, weights = _hf_view(tensors, config, find_family(config, None, name), None, directory)
     with staged_directory(directory) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
         for file in directory.iterdir() if directory.exists() else ():

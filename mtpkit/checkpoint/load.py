@@ -1,5 +1,6 @@
 """Weights from a model directory of either layout into a model, and models from nothing but a directory."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,13 +119,20 @@ class ModelTensors:
     """
 
     def __init__(self, model: HybridModel) -> None:
-        self._shards = {name: shards[0] for name, shards in _targets(model).items()}
-        if any(_global_shape(shard) != tuple(shard.local_shape) for shard in self._shards.values()):
-            raise UserError("the model is spread over processes; save it with save_model and convert that")
-        self.tensors = {n: TensorInfo(tuple(s.local_shape), s.dtype) for n, s in self._shards.items()}
+        self._shards = _targets(model)
+        self.tensors = {name: TensorInfo(_global_shape(s[0]), s[0].dtype) for name, s in self._shards.items()}
+        for name, shards in self._shards.items():
+            if sum(shard.data.numel() for shard in shards) < math.prod(self.tensors[name].shape):
+                raise UserError("the model is spread over processes; save it with save_model and convert that")
 
     def read(self, name: str) -> Tensor:
-        return self._shards[name].data.cpu()
+        shards, (shape, dtype) = self._shards[name], self.tensors[name]
+        if len(shards) == 1:
+            return shards[0].data.cpu()
+        whole = torch.empty(shape, dtype=dtype)
+        for shard in shards:  # such as both halves of a gated MLP's first matrix
+            whole[_local_slice(shard)] = shard.data
+        return whole
 
 
 def _targets(model: HybridModel) -> dict[str, list[ShardedTensor]]:

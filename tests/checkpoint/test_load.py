@@ -19,11 +19,11 @@ from mtpkit.checkpoint import (
     save_model,
 )
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import latest_iteration
+from mtpkit.checkpoint.directory import latest_iteration, open_weights
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import parameters
-from mtpkit.checkpoint.load import _global_shape, _targets
-from mtpkit.checkpoint.tensors import is_finite
+from mtpkit.checkpoint.load import ModelTensors, _global_shape, _targets
+from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
@@ -171,6 +171,14 @@ def test_imported_checkpoint_loads_through_megatron_itself(hf_dir, tmp_path):
     fresh.load_state_dict(load_checkpoint(tmp_path / "megatron", {"model": fresh.sharded_state_dict()})["model"])
     saved = dict(model.named_parameters())
     assert all(torch.equal(p, saved[name]) for name, p in fresh.named_parameters())
+
+
+@pytest.mark.parametrize("case", ["gated_rope", "moe"])
+def test_tensors_of_a_model_in_memory(case):
+    """Whole, also those that megatron-core saves in several parts: the first matrix of a gated MLP."""
+    have, want = ModelTensors(load_model(GOLDEN / "tp1" / case)), open_weights(GOLDEN / "tp1" / case)
+    assert have.tensors == want.tensors
+    assert all(bits_equal(have.read(name), want.read(name)) for name in want.tensors)
 
 
 def test_swapped_queries_and_keys_would_show(hf_dir, tmp_path):

@@ -47,7 +47,7 @@ def find_family(config: ModelConfig, name: str | None = None, where: object = "m
         UserError: the family is unknown; or none was asked for, the model has none, and not exactly one fits.
     """
     if name is not None:
-        return get_family(name, "--family", "")
+        return get_family(name, where, "--family")
     if config.family:
         return get_family(config.family, where)
     if fit := only_fit(config):
@@ -57,5 +57,6 @@ def find_family(config: ModelConfig, name: str | None = None, where: object = "m
         raise UserError(f"{where} fits several families, {listed(fitting)}; choose one with --family")
     lacks = [f"{name} cannot express {listed(family.misfits(config), width=120)}" for name, family in FAMILIES.items()]
     raise UserError(
-        f"{where} fits no family: {listed(lacks, separator='; ')}; mend its config, or name one with --family"
+        f"{where} fits no family that --family could name: {listed(lacks, separator='; ')}; "
+        "keep the Megatron layout, which mtpkit reads as well"
     )
