@@ -22,7 +22,7 @@ _SCORES, _OUTPUT = 3.5, 8.0
 than other layers its output projection gives, as there are few such layers."""
 
 NEMOTRON_H_8B = ModelConfig.of(
-    family="nemotron_h",
+    family="",
     vocab_size=131072,
     hidden_size=4096,
     pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",

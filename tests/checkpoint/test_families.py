@@ -1,16 +1,22 @@
 """A family is one object: the tests bring one along, and find out which family a checkpoint is written as."""
 
+import ast
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import mtpkit
 from mtpkit import LLM, SamplingParams
 from mtpkit.checkpoint import load_config, load_model, save_hf_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.families import FAMILIES, find_family
+from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
@@ -112,3 +118,57 @@ def test_a_layer_kind_without_names_does_not_fit(tmp_path):
     config = toy_config(pattern="M*-")
     assert list(TOY.misfits(config)) == ["layers of kind mamba2"]
     assert find_family(config.replace(family="")).model_type == "nemotron_h"
+
+
+def family_words() -> list[str]:
+    """What families are called, and the parts of their tensors' names that Megatron's lack."""
+    experts = dict(num_moe_experts=2, moe_ffn_hidden_size=8, moe_shared_expert_intermediate_size=8, moe_latent_size=8)
+    config = toy_config(pattern="M*-E", **experts)
+    words = {part for name in parameters(config) for part in name.split(".")}
+    found = set()
+    for family in FAMILIES.values():
+        found |= {part for name in family.table(config).hf_shapes() for part in name.split(".")} - words
+        found |= {family.model_type, family.architecture}
+    return sorted(found)
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Line and value of the texts in a source, docstrings left out."""
+    tree = ast.parse(source)
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.lineno, node.value
+
+
+def misplaced(source: str) -> list[tuple[int, str]]:
+    """Texts that name a family, or a part of a dotted name as only a family has."""
+    words = "|".join(map(re.escape, family_words()))
+    names = "|".join(
+        re.escape(name) for family in FAMILIES.values() for name in (family.model_type, family.architecture)
+    )
+    pattern = re.compile(rf"\b({names})\b|\b({words})\.|\.({words})\b")
+    return [(line, text) for line, text in texts(source) if pattern.search(text)]
+
+
+def test_no_name_of_a_family_stands_outside_its_room():
+    root = Path(mtpkit.__file__).parent
+    found = {
+        str(path.relative_to(root)): lines
+        for path in root.rglob("*.py")
+        if root / "checkpoint" / "families" not in path.parents and (lines := misplaced(path.read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'family = "nemotron_h"',
+        'x = f"{prefix}.q_proj.weight"',
+        'names = {"backbone.norm_f.weight": 3}',
+        'raise UserError("only NemotronHForCausalLM")',
+    ],
+)
+def test_a_name_of_a_family_is_seen(source):
+    assert misplaced(source) and not misplaced(f"'''{source}'''")

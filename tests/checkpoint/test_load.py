@@ -1,6 +1,7 @@
 """Models from directories of either layout compute what their makers compute."""
 
 import json
+import re
 import time
 
 import psutil
@@ -22,6 +23,7 @@ from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import latest_iteration, open_weights
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import parameters
+from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.load import ModelTensors, _global_shape, _targets
 from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.checkpoint.verify import compare_weights
@@ -29,7 +31,7 @@ from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from mtpkit.training.config import DataConfig, TrainConfig
 from mtpkit.training.heads import build_with_heads
-from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base
+from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base, write_megatron_copy
 from tests.toy_config import toy_config
 
 CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp"]
@@ -171,6 +173,23 @@ def test_imported_checkpoint_loads_through_megatron_itself(hf_dir, tmp_path):
     fresh.load_state_dict(load_checkpoint(tmp_path / "megatron", {"model": fresh.sharded_state_dict()})["model"])
     saved = dict(model.named_parameters())
     assert all(torch.equal(p, saved[name]) for name, p in fresh.named_parameters())
+
+
+@pytest.mark.parametrize("case", ["moe", "distinct_heads", "gated_rope"])
+@pytest.mark.parametrize("style", ["transformer_layer", "mtp_model_layer"])
+def test_heads_with_the_names_of_gpt_models(tmp_path, case, style):
+    """GPTModel's heads are one transformer layer per depth; attention and MLP lie side by side in it."""
+
+    def rename(tensors):
+        for name in [name for name in tensors if ".mtp_model_layer." in name]:
+            tensors[re.sub(r"mtp_model_layer\.layers\.[01]", style, name)] = tensors.pop(name)
+
+    write_megatron_copy(GOLDEN / "tp1" / case, tmp_path / "megatron", rename)
+    stored = MegatronReader(tmp_path / "megatron").disk_tensors()
+    assert f"mtp.layers.0.{style}.self_attention.linear_qkv.weight" in stored
+    assert compare_weights(GOLDEN / "tp1" / case, tmp_path / "megatron").identical
+    have, want = (load_model(directory).state_dict() for directory in (tmp_path / "megatron", GOLDEN / "tp1" / case))
+    assert all(torch.equal(have[name], value) for name, value in want.items() if value is not None)
 
 
 @pytest.mark.parametrize("case", ["gated_rope", "moe"])
