@@ -32,7 +32,8 @@ class ModelConfig:
     """
 
     family: str
-    """Name of the weight-name table in `mtpkit.checkpoint.families`, such as `nemotron_h`."""
+    """Name of the family in `mtpkit.checkpoint.families` that the model is written as in the Hugging Face layout; empty
+    where nobody has said it."""
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
     pattern: Pattern

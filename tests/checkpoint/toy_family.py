@@ -61,7 +61,7 @@ class Blocks(Line):
         words = {letter: word for word, letter in BLOCKS.items()}
         return {
             "blocks": [words[letter] for letter in config.pattern],
-            "drafter": [words[letter] for letter in config.mtp_pattern],
+            "drafter": [words[letter] for letter in config.mtp.pattern],
         }
 
 
@@ -72,7 +72,8 @@ def read_patterns(file: Values) -> tuple[str, str]:
 
 
 def attention(c: ModelConfig) -> Iterator[Entry]:
-    heads = FuseQKV(c.num_query_groups, c.num_attention_heads // c.num_query_groups, c.kv_channels)
+    sizes = c.attention
+    heads = FuseQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels)
     yield one("before.scale", "self_attention.linear_qkv.layer_norm_weight")
     yield Entry(("packed.weight",), ("self_attention.linear_qkv.weight",), PackedQKV(heads))
     yield one("after.weight", "self_attention.linear_proj.weight", Transposed())
