@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,16 @@ def prepare_megatron() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda device=None: None
+
+
+def accumulate_weight_gradients(accumulate: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    """Have megatron-core's linears add weight gradients to `main_grad` by accumulate(inputs, grad_output, main_grad).
+
+    They call an extension of apex for this; it is replaced where it is installed, too, for the same sums everywhere.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
 
 
 def cpu_redirect() -> TorchFunctionMode:

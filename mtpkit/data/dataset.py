@@ -1,10 +1,11 @@
 """Packed sequences, in memory or mapped from files, and batches of them."""
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,22 @@ from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+class StoredStates(Protocol):
+    """The base's final hidden states of b sequences, in the form in which they are cached."""
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """[b, s, h] in `dtype`."""
+        ...
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "StoredStates":
+        """`change` of every tensor, each of which has the b sequences in its first dimension."""
+        ...
+
+
+ReadStates = Callable[[np.ndarray], StoredStates]
+"""Reads the states of sequences by their indices [b] in a data set."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +52,18 @@ class PackedBatch:
     """[b, s] int64, position of each token inside its document."""
     document_lens: tuple[int, ...] | None = None
     """Of the documents, row after row; None: to be read from `documents`, for which the host waits for the device."""
-    hidden: Callable[[], Any] | None = None
+    hidden: Callable[[], StoredStates] | None = None
     """Reads the base's final hidden states of these sequences, where they are cached."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch on `device`; hidden states are read later."""
-        names = ("token_ids", "loss_mask", "documents", "positions")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            documents=self.documents.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,8 +127,7 @@ class PackedDataset:
         self.counts = [source.counts for source in sources]
         """Of each source; a name may occur in several."""
         self._places = [source.place for source in sources]
-        self.read_hidden: Callable[[np.ndarray], Any] | None = None
-        """Reads the base's final hidden states of sequences, if they are cached; batches carry it along."""
+        self._read_hidden: ReadStates | None = None
         self._pad_id, self._vocab_size = pad_id, vocab_size
         self._chunks = [batch for source in sources for batch in source.table.to_batches()]
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
@@ -115,6 +136,12 @@ class PackedDataset:
                 f"data: {listed(self.sources)}: {self.num_tokens} tokens do not fill one sequence of"
                 f" {sequence_length}; add data or lower the sequence length"
             )
+
+    def with_hidden(self, read: ReadStates) -> "PackedDataset":
+        """The same sequences, whose batches read the base's final hidden states by `read`."""
+        found = copy.copy(self)
+        found._read_hidden = read
+        return found
 
     def __len__(self) -> int:
         """Number of packed sequences."""
@@ -172,7 +199,7 @@ class PackedDataset:
             documents=torch.from_numpy(documents),
             positions=torch.from_numpy(_positions(documents)),
             document_lens=tuple(document_lens),
-            hidden=None if self.read_hidden is None else partial(self.read_hidden, rows),
+            hidden=None if self._read_hidden is None else partial(self._read_hidden, rows),
         )
 
     def batches(self, size: int, source: str | None = None) -> Iterator[PackedBatch]:

@@ -1,12 +1,20 @@
 """An endless, resumable stream of global batches, each rank getting its share."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from mtpkit.data.dataset import PackedBatch, PackedDataset
 from mtpkit.errors import UserError
+
+
+class LoaderState(TypedDict):
+    """Where a stream of batches is, and what its order depends on."""
+
+    consumed: int
+    """Sequences that all ranks together have been handed."""
+    order: dict[str, object]
 
 
 class PackedLoader:
@@ -67,11 +75,11 @@ class PackedLoader:
         step = self.micro_batch_size
         return [self.dataset.batch(rows[i : i + step]) for i in range(0, self._share, step)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and what its order depends on."""
+    def state_dict(self) -> LoaderState:
+        """Where the stream is."""
         return {"consumed": self.consumed, "order": self._identity()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Continue where `state_dict` was taken.
 
         Raises:
@@ -84,7 +92,7 @@ class PackedLoader:
             raise UserError(f"data: cannot resume in a different order: {text}; use the run's own data and seed")
         self.consumed = state["consumed"]
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         return {
             "num_sequences": len(self.dataset),
             "num_tokens": self.dataset.num_tokens,

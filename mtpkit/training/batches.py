@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from mtpkit.checkpoint import load_config
 from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, load_tokenizer
+from mtpkit.data.dataset import StoredStates
+from mtpkit.data.loader import LoaderState
 from mtpkit.training.config import TrainConfig
 
 AHEAD = 3
@@ -50,11 +51,11 @@ class ReadAhead:
         self._states.popleft()
         return self._drawn.popleft()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """The loader's, after the batch that was handed out last."""
         return self._states[0]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Before the first batch; errors as `PackedLoader.load_state_dict`."""
         assert not self._drawn, "batches were drawn already"
         self._loader.load_state_dict(state)
@@ -89,10 +90,10 @@ class _Reading:
     def __init__(self, owner: ReadAhead, batch: PackedBatch):
         assert batch.hidden is not None, "nothing to read"
         self.read = batch.hidden
-        self.future: Future | None = None
+        self.future: Future[StoredStates] | None = None
         self._owner = owner
 
-    def __call__(self) -> Any:
+    def __call__(self) -> StoredStates:
         assert self.future is not None, "micro-batches are taken in their order"
         states = self.future.result()
         self.future = None

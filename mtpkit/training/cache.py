@@ -10,9 +10,9 @@ Shape legend: b batch, s sequence, h hidden size.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class HiddenStates:
         parts = [part for part in (self.values, self.scale) if part is not None]
         return torch.stack([torch.stack([*map(_is_finite, row)]).all() for row in zip(*parts, strict=True)]).tolist()
 
-    def map(self, change: Any) -> "HiddenStates":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":
         """`change` of both tensors."""
         return HiddenStates(change(self.values), None if self.scale is None else change(self.scale))
 
@@ -78,8 +78,7 @@ def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
     if batch.hidden is None:
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         return base_forward(model, batch.token_ids, inputs)
-    stored: HiddenStates = batch.hidden()
-    on_device = stored.map(lambda tensor: tensor.to(batch.token_ids.device, non_blocking=True))
+    on_device = batch.hidden().map(lambda tensor: tensor.to(batch.token_ids.device, non_blocking=True))
     hidden = on_device.decode(model.config.params_dtype).transpose(0, 1).contiguous()
     return scatter_to_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
 

@@ -72,8 +72,8 @@ def attach_cache(
     train: PackedDataset,
     heldout: PackedDataset | None,
     device: torch.device,
-) -> None:
-    """Let batches read the base's hidden states from `config.cache`, which is completed first if need be.
+) -> tuple[PackedDataset, PackedDataset | None]:
+    """Both data sets with the base's hidden states from `config.cache`, which is completed first if need be.
 
     Collective over all ranks, which see the same file system.
 
@@ -95,7 +95,8 @@ def attach_cache(
             dist.barrier()
     for split in manifest.splits:
         if split.name in datasets:
-            datasets[split.name].read_hidden = HiddenReader(directory, manifest, split).read
+            datasets[split.name] = datasets[split.name].with_hidden(HiddenReader(directory, manifest, split).read)
+    return datasets["train"], datasets.get("eval")
 
 
 def _plan(

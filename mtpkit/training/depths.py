@@ -10,7 +10,7 @@ Shape legend: K depths, s sequence, b batch, h hidden size, n selected target po
 import itertools
 import operator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -186,7 +186,7 @@ def run_depths(
     `recompute` as in `unroll_depths`. `selection` is the batch's, None: made here.
     """
     compared = _unroll(model, batch, num_depths, attention, mix, hidden, recompute, selection)
-    losses, matches = head_losses(**compared.inputs, options=options)
+    losses, matches = head_losses(*compared.inputs, options, *compared.more)
     counts = count_accepted(compared.spread(matches), compared.selection.selected)
     return losses, compared.sums(losses.detach(), counts)
 
@@ -211,7 +211,7 @@ def measure_depths(
     count is lower where acceptance comes in runs. `served_acceptance` counts where greedy decoding starts.
     """
     compared = _unroll(model, batch, num_depths, attention, hidden=hidden)
-    losses, found = head_agreement(**compared.inputs, options=options)
+    losses, found = head_agreement(*compared.inputs, options, *compared.more)
     chances = {
         "greedy": (found.match, found.match),
         "sampling": (found.draft_is_token, found.draft_prob),
@@ -227,8 +227,10 @@ class _Compared:
     """What base and depths make of the positions that some depth selects."""
 
     selection: Selection
-    inputs: dict[str, Any]
-    """For `head_losses`, of n tokens."""
+    inputs: tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]
+    """Students, teacher, weight, targets and mask of n tokens for `head_losses`."""
+    more: tuple[dist.ProcessGroup, Tensor]
+    """Its group and the mask on the host."""
 
     def spread(self, values: Tensor) -> Tensor:
         """[K, s, b] from what the n positions have, [K, n]; 0 elsewhere."""
@@ -273,13 +275,7 @@ def _unroll(
         gather_sequence(model, states).flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)]
         for depth, states in enumerate(drafted, start=1)
     ]
-    compared = dict(
-        students=students,
-        teacher=gather_sequence(model, hidden).flatten(0, 1)[rows],
-        weight=output_weight(model),
-        targets=batch.token_ids.t().flatten()[rows + batch_size],
-        mask=selection.mask,
-        mask_on_host=selection.mask_on_host,
-        group=model.pg_collection.tp,
-    )
-    return _Compared(selection, compared)
+    teacher = gather_sequence(model, hidden).flatten(0, 1)[rows]
+    targets = batch.token_ids.t().flatten()[rows + batch_size]
+    inputs = (students, teacher, output_weight(model), targets, selection.mask)
+    return _Compared(selection, inputs, (model.pg_collection.tp, selection.mask_on_host))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mtpkit.data import PackedBatch, PackedLoader
+from mtpkit.data import PackedBatch, PackedDataset, PackedLoader
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.flops import step_flops
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision
@@ -65,13 +65,14 @@ class Trainer:
         self.config, model_config = resolve(config)
         check_layout(config.parallel, model_config)
         self.directory = RunDirectory(self.config)
-        self.loader: PackedLoader | ReadAhead = self._loader()
+        train_data = open_dataset(config, config.data.train)
+        self.loader: PackedLoader | ReadAhead = self._loader(train_data)  # refuses sizes before a cache is written
         self.eval_data = open_dataset(config, config.data.eval) if config.data.eval else None
         resuming = self.directory.iteration is not None
         from_base = self.config.heads.init == "base" and not resuming
         if config.cache:
-            attach_cache(self.config, model_config, self.loader.dataset, self.eval_data, self.device)
-            self.loader = ReadAhead(self.loader)
+            cached = attach_cache(self.config, model_config, train_data, self.eval_data, self.device)
+            self.loader, self.eval_data = ReadAhead(self._loader(cached[0])), cached[1]
         self.model = build_with_heads(
             self.config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
         )
@@ -194,10 +195,10 @@ class Trainer:
         for _ in range(-(-tokens // (data.micro_batch_size * data.sequence_length))):
             yield next(loader)[0].to(self.device)
 
-    def _loader(self) -> PackedLoader:
+    def _loader(self, dataset: PackedDataset) -> PackedLoader:
         data = self.config.data
         return PackedLoader(
-            open_dataset(self.config, data.train),
+            dataset,
             data.global_batch_size,
             data.micro_batch_size,
             seed=self.config.seed,

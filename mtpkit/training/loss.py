@@ -183,7 +183,18 @@ def head_agreement(
 
 class _HeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, teacher, weight, targets, mask, mask_on_host, options, group, wants_grad, *students):
+    def forward(
+        ctx: torch.autograd.Function,
+        teacher: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        mask_on_host: Tensor | None,
+        options: LossOptions,
+        group: dist.ProcessGroup | None,
+        wants_grad: bool,
+        *students: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         shard = VocabShard(weight.shape[0], group)
         losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
         same = torch.zeros_like(mask)
@@ -204,7 +215,7 @@ class _HeadLosses(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_losses, _):
+    def backward(ctx: torch.autograd.Function, grad_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
             (grad * scale.to(_wide(grad))).to(grad.dtype)
             for grad, scale in zip(ctx.saved_tensors, grad_losses.unsqueeze(-1), strict=True)

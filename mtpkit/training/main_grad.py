@@ -18,24 +18,20 @@ from torch import Tensor, nn
 
 from mtpkit.model.inputs import LayerInput
 from mtpkit.model.mtp import head_of, mtp_forward
+from mtpkit.platform import accumulate_weight_gradients
 
 
-class _WeightGradient:
-    """What megatron-core's linears call, under the name of an extension of apex, to accumulate into `main_grad`."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """Add grad_output [n, out] transposed times inputs [n, in] to main_grad [out, in] fp32."""
-        if not len(inputs):  # an expert without tokens
-            return
-        if inputs.is_cuda and inputs.dtype != main_grad.dtype:
-            torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=main_grad.dtype, out=main_grad)
-        else:
-            main_grad.addmm_(grad_output.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
+def _accumulate(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Add grad_output [n, out] transposed times inputs [n, in] to main_grad [out, in] fp32."""
+    if not len(inputs):  # an expert without tokens
+        return
+    if inputs.is_cuda and inputs.dtype != main_grad.dtype:
+        torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=main_grad.dtype, out=main_grad)
+    else:
+        main_grad.addmm_(grad_output.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
 
 
-# Also where apex is there: the same sums everywhere.
-layers.fused_weight_gradient_mlp_cuda = _WeightGradient
+accumulate_weight_gradients(_accumulate)
 _LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 
 

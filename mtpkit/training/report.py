@@ -1,18 +1,18 @@
 """`report.html` of a run: its curves and its last evaluation in one file that needs nothing else."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
 from mtpkit.files import is_there, read_text
-from mtpkit.training.metrics import METRICS, read_metrics
-from mtpkit.training.run import BEST_FILE, read_best
+from mtpkit.training.lines import EvalLine, Evaluated, Summary, TrainLine, read_lines
+from mtpkit.training.metrics import METRICS
+from mtpkit.training.run import read_best
 
 REPORT = "report.html"
 MAX_POINTS = 500
@@ -53,26 +53,30 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
 </html>
 """
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "positions": lambda values: f"{values['positions']:,}",
-    "loss": lambda values: f"{values['loss']:.4f}",
-    "conditional acceptance": lambda values: " ".join(f"{rate:.1%}" for rate in values["conditional_acceptance"]),
-    "AL": lambda values: f"{values['acceptance_length']:.3f}",
-    "AL, sampling": lambda values: f"{values['sampling_acceptance_length']:.3f}",
-    "AL, drawn drafts": lambda values: f"{values['draft_sampling_acceptance_length']:.3f}",
+COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "positions": lambda found: f"{found.positions:,}",
+    "loss": lambda found: f"{found.loss:.4f}",
+    "conditional acceptance": lambda found: " ".join(f"{rate:.1%}" for rate in found.conditional_acceptance),
+    "AL": lambda found: f"{found.acceptance_length:.3f}",
+    "AL, sampling": lambda found: f"{found.sampling_acceptance_length:.3f}",
+    "AL, drawn drafts": lambda found: f"{found.draft_sampling_acceptance_length:.3f}",
 }
-"""Columns of a table of evaluations, and how each is shown from a `summary`."""
+"""Columns of a table of evaluations, and how each is shown."""
 LEGEND = (
     "AL: acceptance length, tokens a step, under greedy decoding. Sampling: expected at temperature 1, drafts being "
     "the heads' best tokens (the engine's default); drawn drafts: sampled from the heads (draft_sampling)."
 )
 
 
-def table_rows(evaluation: dict[str, Any]) -> list[list[str]]:
+def table_rows(evaluation: Mapping[str, object]) -> list[list[str]]:
     """Source and `COLUMNS` of each source, and of all together if there are several; of an `Evaluation.to_dict`."""
-    named = dict(evaluation["sources"])
+    return _rows(Evaluated.read(evaluation, "evaluation"))
+
+
+def _rows(found: Evaluated) -> list[list[str]]:
+    named = dict(found.sources)
     if len(named) > 1:
-        named["all"] = evaluation
+        named["all"] = found.overall
     return [[name, *(show(values) for show in COLUMNS.values())] for name, values in named.items()]
 
 
@@ -85,43 +89,33 @@ def write_report(directory: Path) -> Path:
     """
     from jinja2 import Environment
 
-    lines = read_metrics(directory / METRICS)
+    lines = read_lines(directory / METRICS)
     if not lines:
         raise UserError(f"{directory} has no {METRICS} with anything in it; name the output of a training run")
-    try:
-        values = _values(directory, lines)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{directory / METRICS} or {BEST_FILE} is not as a run writes it: {type(error).__name__} {error}; remove "
-            "the lines of other programs"
-        ) from error
+    values = _values(directory, lines)
     write_file(directory / REPORT, Environment(autoescape=True).from_string(_TEMPLATE).render(values))
     return directory / REPORT
 
 
-def _values(directory: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _values(directory: Path, lines: list[TrainLine | EvalLine]) -> dict[str, object]:
     """What the template shows."""
-    panels = _panels(
-        [line for line in lines if line["kind"] == "train"], [line for line in lines if line["kind"] == "eval"]
-    )
-    last = next((line for line in reversed(lines) if line["kind"] == "eval"), None)
-    settings = directory / "config.yaml"
-    return dict(
-        title=directory.resolve().name,
-        state=_state(directory, lines),
-        curves=[_draw(panel) for panel in panels if any(steps for _, steps, _ in panel.curves)],
-        step=last and last["step"],
-        columns=["source", *COLUMNS],
-        rows=table_rows(last) if last else [],
-        legend=LEGEND,
-        settings=read_text(settings) if is_there(settings) else "",
-    )
+    evals = [line for line in lines if isinstance(line, EvalLine)]
+    panels = _panels([line for line in lines if isinstance(line, TrainLine)], evals)
+    last, settings = evals[-1] if evals else None, directory / "config.yaml"
+    return {
+        "title": directory.resolve().name,
+        "state": _state(directory, lines[-1].step),
+        "curves": [_draw(panel) for panel in panels if any(steps for _, steps, _ in panel.curves)],
+        "step": last and last.step,
+        "columns": ["source", *COLUMNS],
+        "rows": _rows(last.found) if last else [],
+        "legend": LEGEND,
+        "settings": read_text(settings) if is_there(settings) else "",
+    }
 
 
-def _state(directory: Path, lines: list[dict[str, Any]]) -> str:
-    text = f"{directory}, step {lines[-1]['step']:,}"
+def _state(directory: Path, step: int) -> str:
+    text = f"{directory}, step {step:,}"
     if best := read_best(directory):
         text += f"; best held-out acceptance length {best.acceptance_length:.3f} at step {best.iteration:,}"
     return text
@@ -137,48 +131,46 @@ class _Panel:
     """Of the values that are shown; None: as they come."""
 
 
-def _panels(train: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[_Panel]:
-    measured, where = (evals, "held-out") if evals else (train, "training")
-    depths = range(len(measured[0]["conditional_acceptance"]))
+def _panels(train: list[TrainLine], evals: list[EvalLine]) -> list[_Panel]:
+    overall = [(line.step, line.found.overall) for line in evals]
+    learnt = [(line.step, line) for line in train]
+    measured: Sequence[tuple[int, Summary | TrainLine]] = overall or learnt
+    where = "held-out" if evals else "training"
     rates = [
-        _curve(measured, lambda line, k=depth: line["conditional_acceptance"][k], f"depth {depth + 1}")  # type: ignore[misc]
-        for depth in depths
+        _curve([(step, line.conditional_acceptance[depth]) for step, line in measured], f"depth {depth + 1}")
+        for depth in range(min(len(line.conditional_acceptance) for _, line in measured))
     ]
-    names = dict.fromkeys(name for line in evals for name in line["sources"])
-    by_source = [
-        _curve(
-            [line for line in evals if name in line["sources"]],
-            lambda line, n=name: line["sources"][n]["acceptance_length"],  # type: ignore[misc]
-            name,
-        )
-        for name in names
+    names = dict.fromkeys(name for line in evals for name in line.found.sources)
+    sources = {name: [(line.step, line.found.sources.get(name)) for line in evals] for name in names}
+    lengths = [
+        _curve([(step, found.acceptance_length) for step, found in points if found], name)
+        for name, points in sources.items()
     ]
     if len(names) != 1:
-        by_source.append(_curve(measured, lambda line: line["acceptance_length"], "all"))
-    decodings = {"greedy": "", "sampling": "sampling_", "drawn drafts": "draft_sampling_"}
+        lengths.append(_curve([(step, line.acceptance_length) for step, line in measured], "all"))
+    losses = [
+        _curve([(step, line.loss) for step, line in learnt], "training"),
+        _curve([(step, found.loss) for step, found in overall], "held-out"),
+    ]
+    decodings = [
+        _curve([(step, found.acceptance_length) for step, found in overall], "greedy"),
+        _curve([(step, found.sampling_acceptance_length) for step, found in overall], "sampling"),
+        _curve([(step, found.draft_sampling_acceptance_length) for step, found in overall], "drawn drafts"),
+    ]
+    used = [(step, line.mfu) for step, line in learnt if line.mfu is not None]
     return [
-        _Panel("loss", [_plain(train, "loss", "training"), _plain(evals, "loss", "held-out")]),
+        _Panel("loss", losses),
         _Panel(f"conditional acceptance, {where}", rates, limits=(0, 1)),
-        _Panel(f"acceptance length, {where}", by_source),
-        _Panel(
-            "acceptance length by decoding, held-out",
-            [_plain(evals, f"{prefix}acceptance_length", label) for label, prefix in decodings.items()],
-        ),
-        _Panel("learning rate", [_plain(train, "lr", "")]),
-        _Panel("tokens/s", [_plain(train, "tokens_per_s", "")], limits=(0, None)),
-        _Panel(
-            "model FLOPs utilization", [_plain([line for line in train if "mfu" in line], "mfu", "")], limits=(0, 1)
-        ),
+        _Panel(f"acceptance length, {where}", lengths),
+        _Panel("acceptance length by decoding, held-out", decodings),
+        _Panel("learning rate", [_curve([(step, line.lr) for step, line in learnt], "")]),
+        _Panel("tokens/s", [_curve([(step, line.tokens_per_s) for step, line in learnt], "")], limits=(0, None)),
+        _Panel("model FLOPs utilization", [_curve(used, "")], limits=(0, 1)),
     ]
 
 
-def _plain(lines: list[dict[str, Any]], key: str, label: str) -> Curve:
-    return _curve(lines, lambda line: line[key], label)
-
-
-def _curve(lines: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], label: str) -> Curve:
-    steps, values = [line["step"] for line in lines], [value(line) for line in lines]
-    return label, _thin(steps), _thin(values)
+def _curve(points: Sequence[tuple[int, float]], label: str) -> Curve:
+    return label, _thin([step for step, _ in points]), _thin([value for _, value in points])
 
 
 def _thin(numbers: Sequence[float]) -> list[float]:

@@ -381,8 +381,7 @@ def test_ranks_that_split_the_base_write_and_read_as_one(settings, tokenizer_dir
 
 
 def test_reading_ahead_is_in_order_and_counts_what_was_handed_out(text_files, tokenizer_dir):
-    data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32)
-    data.read_hidden = lambda rows: rows.tolist()
+    data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32).with_hidden(lambda rows: rows.tolist())
     plain = PackedLoader(data, 4, 2)
     ahead = ReadAhead(PackedLoader(data, 4, 2))
     for _ in range(40):
@@ -403,7 +402,7 @@ def test_on_a_gpu_batches_come_from_pinned_memory(settings, tmp_path):
     assert second == pytest.approx(first, rel=1e-3)
     config = load_config(None, overrides(settings, cache=tmp_path / "cache", dtype="bfloat16"))
     data = open_dataset(config, config.data.train)
-    attach_cache(config, load_model_config(config.model), data, None, torch.device("cuda"))
+    data, _ = attach_cache(config, load_model_config(config.model), data, None, torch.device("cuda"))
     assert data.batch([3, 1]).hidden().values.is_pinned()
 
 

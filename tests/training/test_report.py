@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mtpkit.errors import UserError
+from mtpkit.training import report
 from mtpkit.training.report import MAX_POINTS, write_report
 
 
@@ -70,18 +71,26 @@ def test_nothing_to_report(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "says"),
     [
-        {"kind": "train", "step": 1},
-        {"kind": "eval", "step": 1, "sources": 5},
-        {**eval_line(1), "conditional_acceptance": None},
-        {**eval_line(1), "sources": {"code": []}},
+        ({"kind": "train", "step": 2}, "loss is missing"),
+        ({"kind": "eval", "step": 2, "sources": 5}, "sources is 5, must be an object"),
+        ({**eval_line(2), "conditional_acceptance": None}, "conditional_acceptance is None, must be a list"),
+        ({**eval_line(2), "sources": {"code": []}}, r"sources\['code'\] is \[\], must be an object"),
+        ({**train_line(2), "lr": "high"}, "lr is 'high', must be a number"),
+        ({**train_line(2), "conditional_acceptance": [0.5, "x"]}, r"conditional_acceptance\[1\] is 'x'"),
     ],
 )
-def test_metrics_that_no_run_wrote_are_one_line(tmp_path, line):
-    with pytest.raises(UserError, match=r"metrics\.jsonl or best\.json is not as a run writes it") as error:
-        write(tmp_path, [line])
+def test_metrics_that_no_run_wrote_are_one_line(tmp_path, line, says):
+    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2: .*{says}") as error:
+        write(tmp_path, [train_line(1), line])
     assert "\n" not in str(error.value) and not (tmp_path / "report.html").exists()
+
+
+def test_a_bug_of_its_own_is_not_laid_to_the_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_draw", lambda panel: {}["a key of nothing"])
+    with pytest.raises(KeyError):
+        write(tmp_path, [train_line(1)])
 
 
 @pytest.mark.parametrize(
