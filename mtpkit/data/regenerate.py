@@ -239,18 +239,10 @@ def regenerate(
                     progress.update()
             if not open_requests:
                 break
-            outputs = engine.step(finished_only=True)
-            failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
-            for output in outputs:
-                if output.outputs[0].finish_reason != "error":
-                    answer = _answer(int(output.request_id), prompts, output, tokenizer)
-                    journal.add(answer)
-                    open_requests -= 1
-                    tokens += len(answer.completion_token_ids)
-                    progress.update()
-            if failed:
-                name, why = prompts[int(failed[0].request_id)].name, failed[0].outputs[0].error
-                raise MtpkitError(f"{name}: {why}; the {len(journal.done)} answers so far are kept")
+            answers = _answers(engine, prompts, journal, tokenizer)
+            open_requests -= len(answers)
+            tokens += sum(len(answer.completion_token_ids) for answer in answers)
+            progress.update(len(answers))
             elapsed = progress.format_dict["elapsed"]
             progress.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "", refresh=False)
     answered = len(journal.done)
@@ -261,6 +253,27 @@ def regenerate(
         logger.warning("%d of %d prompts are left out: %s", len(left_out), len(prompts) + len(refused), named)
     journal.publish()
     return answered
+
+
+def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokenizer: str) -> list[Answer]:
+    """Take a step, and journal the answers that it finished.
+
+    Raises:
+        MtpkitError: a prompt could not be answered to its end.
+    """
+    outputs = engine.step(finished_only=True)
+    failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
+    answers = [
+        _answer(int(output.request_id), prompts, output, tokenizer)
+        for output in outputs
+        if output.outputs[0].finish_reason != "error"
+    ]
+    for answer in answers:
+        journal.add(answer)
+    if failed:
+        name, why = prompts[int(failed[0].request_id)].name, failed[0].outputs[0].error
+        raise MtpkitError(f"{name}: {why}; the {len(journal.done)} answers so far are kept")
+    return answers
 
 
 def digest(prompts: Sequence[Prompt]) -> str:

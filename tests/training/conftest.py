@@ -48,3 +48,23 @@ def toy_base(tmp_path_factory, tokenizer_dir, text_files) -> Path:
     save_model(model, directory)
     shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
     return directory
+
+
+@pytest.fixture
+def run_settings(toy_base, text_files, tmp_path):
+    """A function from further settings, by key, to the overrides of a short run."""
+
+    def make(**values) -> list[str]:
+        both = {
+            "model": toy_base,
+            "output": tmp_path / "run",
+            "data.train": f"[{text_files[0]}]",
+            "data.eval": f"[{text_files[1]}]",
+            "data.sequence_length": 32,
+            "heads.num_depths": 2,
+            "optimizer.warmup_steps": 2,
+            **values,
+        }
+        return [f"{key}={value}" for key, value in both.items()]
+
+    return make

@@ -13,22 +13,17 @@ from mtpkit.training.ending import describe_end
 
 
 @pytest.fixture
-def settings(toy_base, text_files, tmp_path):
+def settings(run_settings, text_files, tmp_path):
     """Settings of a short run in a directory whose name a shell would cut."""
     values = {
-        "model": toy_base,
         "output": tmp_path / "my run",
-        "data.train": f"[{text_files[0]}]",
         "data.eval": f"[cats={text_files[1]}]",
-        "data.sequence_length": 32,
         "data.eval_sequences": 4,
         "data.text_column": "body",
-        "heads.num_depths": 2,
-        "optimizer.warmup_steps": 2,
         "steps": 3,
         "eval_interval": 1,
     }
-    return [f"{key}={value}" for key, value in values.items()]
+    return run_settings(**values)
 
 
 def call(*words):

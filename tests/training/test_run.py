@@ -36,26 +36,19 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def settings(toy_base, text_files, tmp_path):
+def settings(run_settings):
     """Overrides of a short run; more of them can be added."""
     values = {
-        "model": toy_base,
-        "output": tmp_path / "run",
-        "data.train": f"[{text_files[0]}]",
-        "data.eval": f"[{text_files[1]}]",
-        "data.sequence_length": 32,
         "data.micro_batch_size": 2,
         "data.global_batch_size": 4,
         "data.eval_sequences": 6,
-        "heads.num_depths": 2,
         "loss.chunk_size": 16,
-        "optimizer.warmup_steps": 2,
         "steps": 6,
         "log_interval": 1,
         "eval_interval": 100,
         "save_interval": 100,
     }
-    return [f"{key}={value}" for key, value in values.items()]
+    return run_settings(**values)
 
 
 def run(settings, *overrides):

@@ -37,20 +37,11 @@ def ssd_chunk_scan(
     """
     batch, length, heads, width = x.shape
     groups, state_dim = B.shape[2:]
-    rep = heads // groups
-    chunk = min(chunk_size, length)
-    pad = -length % chunk
-    num_chunks = (length + pad) // chunk
-
-    def chunked(t: Tensor, *tail: int) -> Tensor:
-        """Reshape [b, s, ...] to [b, c, l, *tail] in fp32, with zeros after the end."""
-        t = t.float() if pad == 0 else F.pad(t.float(), (0, 0) * (t.dim() - 2) + (0, pad))
-        return t.reshape(batch, num_chunks, chunk, *tail)
-
+    rep, chunk = heads // groups, min(chunk_size, length)
     # Padding has dt = 0: it neither decays the state nor adds to it.
-    dt_c = chunked(dt, groups, rep).permute(0, 1, 3, 4, 2)  # [b, c, g, r, l]
-    x_c = chunked(x, groups, rep, width).permute(0, 1, 3, 4, 2, 5) * dt_c[..., None]  # [b, c, g, r, l, p]
-    B_c, C_c = (chunked(t, groups, state_dim).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
+    dt_c = _chunked(dt, chunk, groups, rep).permute(0, 1, 3, 4, 2)  # [b, c, g, r, l]
+    x_c = _chunked(x, chunk, groups, rep, width).permute(0, 1, 3, 4, 2, 5) * dt_c[..., None]  # [b, c, g, r, l, p]
+    B_c, C_c = (_chunked(t, chunk, groups, state_dim).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
     # Log decay since the chunk's start, [b, c, g, r, l]. In fp64: after a token that forgets nearly everything, small
     # decays between later tokens are differences of two large sums.
     decay = torch.cumsum((dt_c * A.float().view(groups, rep, 1)).double(), dim=-1)
@@ -59,15 +50,9 @@ def ssd_chunk_scan(
     to_end: Tensor | None = None
     from_start: Tensor | None = None
     if documents is not None:
-        docs = F.pad(documents, (0, pad), mode="replicate") if pad else documents
-        same, to_end, from_start = _within_documents(docs.reshape(batch, num_chunks, 1, 1, chunk))
+        same, to_end, from_start = _within_documents(documents, chunk)
         pairs = pairs & same
-
-    # Pairs inside a chunk.
-    log_pair = (decay[..., :, None] - decay[..., None, :]).float()  # [b, c, g, r, l, s]
-    weights = torch.exp(log_pair.masked_fill(~pairs, float("-inf")))
-    scores = (C_c @ B_c.transpose(-1, -2))[:, :, :, None]
-    y = (scores * weights) @ x_c
+    y = _inside_chunks(x_c, B_c, C_c, decay, pairs)
 
     # Contribution of each chunk to the state, and the states at the chunks' starts.
     weight_end = torch.exp((decay[..., -1:] - decay).float())
@@ -86,10 +71,25 @@ def ssd_chunk_scan(
     if from_start is not None:
         weight_start = weight_start * from_start
     y = y + (C_c[:, :, :, None] @ starts.transpose(-1, -2)) * weight_start[..., None]
-    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, num_chunks * chunk, heads, width)[:, :length]
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, width)[:, :length]
     if D is not None:
         y = y + x.float() * D.float()[:, None]
     return y.to(x.dtype), state.reshape(batch, heads, width, state_dim)
+
+
+def _chunked(t: Tensor, chunk: int, *tail: int) -> Tensor:
+    """Reshape [b, s, ...] to [b, c, l, *tail] in fp32, with zeros after the end."""
+    pad = -t.shape[1] % chunk
+    t = t.float() if pad == 0 else F.pad(t.float(), (0, 0) * (t.dim() - 2) + (0, pad))
+    return t.reshape(t.shape[0], t.shape[1] // chunk, chunk, *tail)
+
+
+def _inside_chunks(x: Tensor, B: Tensor, C: Tensor, decay: Tensor, pairs: Tensor) -> Tensor:
+    """What the tokens of a chunk give each other, [b, c, g, r, l, p]; `pairs` [.., l, l] says who reads whom."""
+    log_pair = (decay[..., :, None] - decay[..., None, :]).float()  # [b, c, g, r, l, s]
+    weights = torch.exp(log_pair.masked_fill(~pairs, float("-inf")))
+    scores = (C @ B.transpose(-1, -2))[:, :, :, None]
+    return (scores * weights) @ x
 
 
 def _pass_states(state: Tensor, keep: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,9 +138,12 @@ def ssd_varlen(
     return torch.cat(outputs), torch.stack(states)
 
 
-def _within_documents(docs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Masks from docs [b, c, 1, 1, l]: pairs of a chunk in one document [b, c, 1, 1, l, l], tokens [b, c, 1, 1, l] in
-    the document of their chunk's last token, and tokens in the document of the last token before their chunk."""
+def _within_documents(documents: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Masks from documents [b, s]: pairs of a chunk in one document [b, c, 1, 1, l, l], tokens [b, c, 1, 1, l] in the
+    document of their chunk's last token, and tokens in the document of the last token before their chunk."""
+    pad = -documents.shape[1] % chunk
+    docs = F.pad(documents, (0, pad), mode="replicate") if pad else documents
+    docs = docs.reshape(len(docs), -1, 1, 1, chunk)
     last = docs[..., -1:]
     previous = torch.cat([docs[:, :1, ..., :1], last[:, :-1]], 1)
     return docs[..., :, None] == docs[..., None, :], docs == last, docs == previous

@@ -96,11 +96,8 @@ def ssm_replay_update(
     if bool((slots < 0).any()):
         live = slots >= 0
         y = x.new_zeros(x.shape)
-        slots, context_lens, ring_lens, x, dt, B, C = (t[live] for t in (slots, context_lens, ring_lens, x, dt, B, C))
-        rings = (ring_x, ring_B, ring_dt)
-        y[live] = ssm_replay_update(
-            state, *rings, slots, context_lens, ring_lens, x, dt, A_log, B, C, D, dt_bias, dt_limit
-        )
+        own = (slots[live], context_lens[live], ring_lens[live], x[live], dt[live])
+        y[live] = ssm_replay_update(state, ring_x, ring_B, ring_dt, *own, A_log, B[live], C[live], D, dt_bias, dt_limit)
         return y
     rows, tokens, heads, width = x.shape
     groups, state_dim = B.shape[2:]
@@ -109,18 +106,11 @@ def ssm_replay_update(
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
     entries = torch.arange(capacity, device=x.device)
     stored = entries < ring_lens[:, None]  # [R, E]
-    places = (context_lens[:, None] - ring_lens[:, None] + entries) % length
-
-    def joined(ring: Tensor, new: Tensor, *tail: int) -> Tensor:
-        """Committed ring entries, zeros for the rest, then the new tokens: [R, E + T, *tail] fp32."""
-        old = ring[slots[:, None], places].float()
-        old = torch.where(stored.view(rows, capacity, *[1] * (old.dim() - 2)), old, 0.0)
-        return torch.cat([old, new.float()], 1).view(rows, capacity + tokens, *tail)
-
+    old = (slots[:, None], (context_lens[:, None] - ring_lens[:, None] + entries) % length)
     steps = step_size(dt, dt_bias, dt_limit)
-    all_dt = joined(ring_dt, steps, groups, rep)
-    all_B = joined(ring_B, B, groups, state_dim)
-    scaled_x = joined(ring_x, x, groups, rep, width) * all_dt[..., None]
+    all_dt = _joined(ring_dt[old], steps, stored).unflatten(2, (groups, rep))
+    all_B = _joined(ring_B[old], B, stored)
+    scaled_x = _joined(ring_x[old], x, stored).unflatten(2, (groups, rep)) * all_dt[..., None]
     # Log decay since the stored state, [R, E + T, g, r]; in fp64 since small decays are differences of large sums.
     A = -torch.exp(A_log.float()).view(groups, rep)
     decay = torch.cumsum((all_dt * A).double(), 1)
@@ -133,10 +123,16 @@ def ssm_replay_update(
     if bool(full.any()):
         folded = _folded(current, *(t[:, :capacity] for t in (scaled_x, all_B, decay)))
         state[slots[full]] = folded.view(rows, heads, width, state_dim)[full].to(state.dtype)
-    new_places = (context_lens[:, None] + torch.arange(tokens, device=x.device)) % length
+    places = (slots[:, None], (context_lens[:, None] + torch.arange(tokens, device=x.device)) % length)
     for ring, new in ((ring_x, x), (ring_B, B), (ring_dt, steps)):
-        ring[slots[:, None], new_places] = new.to(ring.dtype)
+        ring[places] = new.to(ring.dtype)
     return y.to(x.dtype)
+
+
+def _joined(old: Tensor, new: Tensor, stored: Tensor) -> Tensor:
+    """Ring entries [R, E, ...], zeros where not `stored` [R, E], then the new tokens: [R, E + T, ...] fp32."""
+    kept = torch.where(stored.view(*stored.shape, *[1] * (old.dim() - 2)), old.float(), 0.0)
+    return torch.cat([kept, new.float()], 1)
 
 
 def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, decay: Tensor) -> Tensor:

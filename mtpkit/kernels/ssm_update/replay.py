@@ -204,16 +204,15 @@ def ssm_replay_update(
     block_h: None: `block_h` and `maxnreg` are those that are fastest on an H200.
     """
     (rows, tokens, heads, width), (groups, state_dim) = x.shape, B.shape[2:]
-    length, capacity = ring_x.shape[1], ring_capacity(ring_x.shape[1])
-    assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
+    length = ring_x.shape[1]
+    assert tokens <= length - ring_capacity(length), f"{tokens} new tokens in a ring of {length}"
     assert all(buffer.is_contiguous() for buffer in (state, ring_x, ring_B, ring_dt))
     assert x.stride(3) == dt.stride(2) == B.stride(3) == C.stride(3) == 1
-    block_n = max(SMALLEST_DOT, triton.next_power_of_2(state_dim))
+    sizes = _sizes(x.shape, groups, state_dim, length)
     block_p = min(block_p, max(SMALLEST_DOT, triton.next_power_of_2(width)))
     if block_h is None:
         block_h, maxnreg = _heads_and_registers(rows * heads * triton.cdiv(width, block_p))
     block_h = largest_divisor(heads // groups, block_h)
-    whole = width % block_p == 0 and state_dim == block_n
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _replay_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
         state,
@@ -236,27 +235,36 @@ def ssm_replay_update(
         *dt.stride()[:2],
         *B.stride()[:3],
         *C.stride()[:3],
-        HEADS=heads,
-        WIDTH=width,
-        GROUPS=groups,
-        STATE=state_dim,
-        LENGTH=length,
-        CAPACITY=capacity,
-        TOKENS=tokens,
+        **sizes,
         BLOCK_H=block_h,
         BLOCK_P=block_p,
-        BLOCK_N=block_n,
-        BLOCK_E=max(SMALLEST_DOT, triton.next_power_of_2(capacity)),
-        BLOCK_T=max(SMALLEST_DOT, triton.next_power_of_2(tokens)),
-        BLOCK_O=max(_SMALLEST_OUTPUT, triton.next_power_of_2(tokens)),
         NARROW=NARROW if x.dtype == B.dtype == C.dtype == torch.bfloat16 else None,
         FORGOTTEN=_FORGOTTEN,
-        WHOLE=whole,
+        WHOLE=width % block_p == 0 and state_dim == sizes["BLOCK_N"],
         STAGES=num_stages if block_h > 1 else 1,
         num_warps=num_warps,
         maxnreg=maxnreg,
     )
     return y
+
+
+def _sizes(shape: torch.Size, groups: int, state_dim: int, length: int) -> dict[str, int]:
+    """Sizes that `_replay_kernel` is compiled for, given the shape of x, and the blocks that hold them."""
+    _, tokens, heads, width = shape
+    capacity = ring_capacity(length)
+    return {
+        "HEADS": heads,
+        "WIDTH": width,
+        "GROUPS": groups,
+        "STATE": state_dim,
+        "LENGTH": length,
+        "CAPACITY": capacity,
+        "TOKENS": tokens,
+        "BLOCK_N": max(SMALLEST_DOT, triton.next_power_of_2(state_dim)),
+        "BLOCK_E": max(SMALLEST_DOT, triton.next_power_of_2(capacity)),
+        "BLOCK_T": max(SMALLEST_DOT, triton.next_power_of_2(tokens)),
+        "BLOCK_O": max(_SMALLEST_OUTPUT, triton.next_power_of_2(tokens)),
+    }
 
 
 def _heads_and_registers(tiles: int) -> tuple[int, int | None]:
