@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import nn
 from tqdm import tqdm
 
@@ -24,6 +23,7 @@ from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model import build_model
 from mtpkit.model.flops import step_flops
 from mtpkit.model.fp8 import use_fp8_base
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import default_device, ensure_distributed
 from mtpkit.training.cache import HiddenStates
 from mtpkit.training.config import (

@@ -3,18 +3,17 @@
 import math
 import re
 import zlib
-from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import get_backend
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.specs import stack_spec, transformer_config
@@ -73,6 +72,9 @@ def build_model(
         pattern = "|".join(patterns) + pattern
     with cpu_redirect() if not torch.cuda.is_available() else torch.no_grad():
         model = HybridModel(
+            config,
+            backend,
+            patterns,
             config=transformer_config(config, dtype, *sizes, sequence_parallel),
             hybrid_stack_spec=stack_spec(modules, config),
             vocab_size=config.vocab_size,
@@ -87,8 +89,6 @@ def build_model(
             rotary_percent=config.attention.rotary_percent,
             pg_collection=groups,
         )
-    model.mtpkit_config, model.backend, model.base_context = config, backend, nullcontext
-    model.stage_patterns = patterns
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
         model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
     for name, layer in caching_layers(model).items():

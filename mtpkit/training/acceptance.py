@@ -1,11 +1,11 @@
 """What a head's acceptance will be in serving, measured without an engine on text that the base wrote."""
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.mtp import DepthAttention
 from mtpkit.training.depths import DepthSums
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,6 +25,7 @@ from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import is_there, read_json, read_record, require_file
 from mtpkit.kernels.fp8_linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
+from mtpkit.model.hybrid import HybridModel
 
 FORMAT = 2
 """Version of the layout; another one is refused."""

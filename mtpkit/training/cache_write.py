@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,6 +24,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision, on_first_rank
 from mtpkit.training.batches import open_dataset
 from mtpkit.training.cache import (

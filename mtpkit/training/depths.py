@@ -14,12 +14,12 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.model import gather_sequence, mtp_forward, output_weight, unroll_depths
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.training.cache import base_states
 from mtpkit.training.config import HeadAttention
 from mtpkit.training.loss import LossOptions, head_agreement, head_losses

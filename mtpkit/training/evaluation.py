@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.data import Columns, PackedBatch, PackedDataset, build_dataset, load_tokenizer
 from mtpkit.errors import UserError
 from mtpkit.model.backends import resolve_backend
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import default_device, device_name, ensure_distributed
 from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
 from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.stages import first_layer
 from mtpkit.training.parallel import own_rows
 from mtpkit.training.pipeline import from_last_stage, stream_base

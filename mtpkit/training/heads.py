@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import nn
 
 from mtpkit.checkpoint import load_config as load_model_config
@@ -23,6 +22,7 @@ from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
 from mtpkit.model.fp8 import use_fp8_base
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.freeze import HEAD_PREFIX
 from mtpkit.training.parallel import own_rows

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.inputs import LayerInput
 from mtpkit.model.mtp import head_of, mtp_forward
 from mtpkit.platform import accumulate_weight_gradients

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedBatch
 from mtpkit.errors import raise_problems
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.training.config import ParallelConfig
 
 SPLIT_BY_TENSOR = {

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from mtpkit.data import PackedBatch
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.training.cache import base_states
 
 IN_FLIGHT = 2

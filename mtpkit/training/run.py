@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.atomic import check_writable, storage_errors, write_file
@@ -34,6 +33,7 @@ from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import is_there, read_json, read_record
 from mtpkit.model.fp8 import is_fp8
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config import TrainConfig, load_config, save_config

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import to_device
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, Selection, measure_depths, run_depths
