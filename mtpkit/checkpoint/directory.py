@@ -7,7 +7,7 @@ A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_che
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mtpkit.checkpoint.families import get_family, only_fit
 from mtpkit.checkpoint.families.keys import as_token_ids
@@ -158,7 +158,7 @@ def _config_from_megatron(values: object, where: object) -> ModelConfig:
     return config.replace(family=only_fit(config))
 
 
-def load_hf_config(directory: Path | str) -> dict[str, Any] | None:
+def load_hf_config(directory: Path | str) -> dict[str, object] | None:
     """The Hugging Face config that a Megatron checkpoint was imported with, if it came with one."""
     for place in _beside(Path(directory)):
         if is_there(place / "config.json"):

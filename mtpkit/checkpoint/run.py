@@ -77,8 +77,8 @@ def save_model(model: HybridModel, directory: Path | str, companions: Path | str
 def save_checkpoint(
     directory: Path | str,
     iteration: int | None,
-    sharded_state_dict: Mapping[str, Any],
-    common_state: Mapping[str, Any],
+    sharded_state_dict: Mapping[str, object],
+    common_state: Mapping[str, object],
     config: ModelConfig,
     companions: Path | str | None = None,
     base: Path | str | None = None,
@@ -159,7 +159,7 @@ def write_companions(directory: Path, source: Path) -> None:
 
 
 def load_checkpoint(
-    directory: Path | str, sharded_state_dict: Mapping[str, Any], partial: bool = False
+    directory: Path | str, sharded_state_dict: Mapping[str, object], partial: bool = False
 ) -> dict[str, Any]:
     """Load the latest iteration of a run, at whatever parallelism it was saved. Collective: every rank calls it.
 
@@ -208,7 +208,7 @@ def _without_code() -> Iterator[None]:
             os.environ[WEIGHTS_ONLY] = before
 
 
-def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, Any], advice: str = ANOTHER_COPY) -> None:
+def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, object], advice: str = ANOTHER_COPY) -> None:
     """Refuse a state that holds NaN or infinity on any rank. Collective.
 
     Raises:
@@ -222,12 +222,15 @@ def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, Any], ad
     refuse_not_finite(where, sorted(_over_all_ranks(names)), advice)
 
 
-def _without_absent_extra_states(sharded_state_dict: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+def _without_absent_extra_states(
+    sharded_state_dict: Mapping[str, object], stored: Mapping[str, object]
+) -> dict[str, object]:
     """Let `_extra_state` objects that the checkpoint lacks be None: they carry fp8 scales, or nothing."""
 
-    def replace(value: Any) -> Any:
-        extra = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
-        return LocalNonpersistentObject(None) if extra and value.unique_key not in stored else value
+    def replace(value: object) -> object:
+        if isinstance(value, ShardedObject) and value.key.endswith("_extra_state") and value.unique_key not in stored:
+            return LocalNonpersistentObject(None)
+        return value
 
     return dict_list_map_outplace(replace, dict(sharded_state_dict))
 

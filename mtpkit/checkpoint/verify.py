@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.load import load_model
 from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 
 
 @dataclass
@@ -73,8 +75,6 @@ def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed
     Raises:
         UserError: the two have different vocabularies or numbers of depths.
     """
-    from mtpkit.checkpoint.load import load_model
-
     outputs = []
     for directory in (first, second):
         model = load_model(directory)
@@ -87,10 +87,8 @@ def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed
     return {k: ((outputs[1][k] - v).abs().max() / v.abs().max()).item() for k, v in outputs[0].items()}
 
 
-def _all_logits(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+def _all_logits(model: HybridModel, tokens: Tensor) -> dict[str, Tensor]:
     """Logits [s, 1, v] of the base and of each depth; a depth's last positions, which lack tokens, are cut off."""
-    from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
-
     hidden = base_forward(model, tokens, SequenceInput())
     logits = {"base": compute_logits(model, hidden)}
     depths = model.mtpkit_config.mtp.num_depths

@@ -153,7 +153,7 @@ def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list
 def _write_shard(path: Path, names: list[str], source: TensorSource, bar: tqdm) -> None:
     """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         info = source.tensors[name]

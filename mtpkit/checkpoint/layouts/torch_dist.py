@@ -9,12 +9,11 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -104,7 +102,7 @@ class MegatronReader:
         """Every tensor as stored, training state included; None for objects."""
         return {key: _info(entry) for key, entry in self._metadata.state_dict_metadata.items()}
 
-    def read_common_state(self) -> dict[str, Any]:
+    def read_common_state(self) -> dict[str, object]:
         """What the checkpoint keeps besides tensors, such as Megatron-LM's `args`; empty when it keeps nothing.
 
         Raises:
@@ -146,10 +144,11 @@ def _info(entry: TensorStorageMetadata | BytesStorageMetadata) -> TensorInfo | N
     return TensorInfo(tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-class _Target(LoadPlanner):
+class _Target(DefaultLoadPlanner):
     """Copies what the reader finds into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
+        super().__init__()
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -158,16 +157,8 @@ class _Target(LoadPlanner):
             view = view.narrow(dim, start, length)
         return view
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: `resolve_tensor` gave a view."""
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("plans are made by MegatronReader")
-
-    create_local_plan = create_global_plan = finish_plan = load_bytes = set_up_planner  # type: ignore[assignment]
-
-
-def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[str, Any]) -> None:
+def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[str, object]) -> None:
     """Write a `torch_dist` checkpoint as megatron-core would at tensor parallelism 1, holding one tensor at a time.
 
     `source` is under Megatron's names. The directory exists and is empty.
@@ -188,7 +179,7 @@ def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[
 class _StreamingPlanner(DefaultSavePlanner):
     """Plans from names and shapes alone; a tensor is read when the writer comes to it."""
 
-    def __init__(self, source: TensorSource, common_state: Mapping[str, Any], bar: tqdm) -> None:
+    def __init__(self, source: TensorSource, common_state: Mapping[str, object], bar: tqdm) -> None:
         super().__init__(flatten_state_dict=False)
         self._source, self._common_state, self._bar = source, common_state, bar
         self._written: Tensor | None = None

@@ -50,7 +50,7 @@ _OTHER_NAMES: dict[tuple[str, str], type] = {
 class _Unpickler(pickle.Unpickler):
     """Makes nothing but what an index consists of."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if other := _OTHER_NAMES.get((module, name)):
             return other
         if name not in _NAMES.get(module, ()):
@@ -86,7 +86,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def _misfits(directory: Path, index: Any) -> Iterator[str]:
+def _misfits(directory: Path, index: object) -> Iterator[str]:
     """Yield one clause for each file that is not there or too short, and each tensor that is not all there."""
     if not isinstance(index, Metadata):
         yield "it is no index of a checkpoint"
