@@ -29,13 +29,13 @@ class Family:
     """Keys that an exported `config.json` does not take over from the one that the model came with."""
 
     outside: tuple[Entry, ...]
-    """The tensors of the base outside of its layers."""
+    """The tensors of the base outside of its layers, the embedding first."""
     layers: Mapping[str, Layer]
     """Kind of a layer -> its tensors, without prefixes. Those that a model's config turns off are left out."""
     base_layer: Callable[[int], str]
     """Prefix of base layer n, which counts the letters of the pattern."""
     mtp_outside: Callable[[ModelConfig, int], Iterable[Entry]]
-    """The tensors of physical MTP depth d outside of its layers."""
+    """The tensors of physical MTP depth d outside of its layers, as (config, d), the final norm last."""
     mtp_layer: Callable[[ModelConfig, int, int], str]
     """Prefix of layer i of physical MTP depth d, as (config, d, i)."""
     published_name: Callable[[str], str] = str
@@ -94,16 +94,19 @@ class Family:
         return Table(self._entries(config), megatron.parameters(config))
 
     def _entries(self, config: ModelConfig) -> Iterator[Entry]:
-        yield from self.outside
+        yield self.outside[0]
         layers = {letter: list(self.layers[megatron.KINDS[letter]](config)) for letter in set(config.letters)}
         for number, letter in enumerate(config.pattern):
             hf, own = self.base_layer(number), megatron.base_layer(number)
             yield from (entry.under(hf, own) for entry in layers[letter])
+        yield from self.outside[1:]
         for depth in range(config.mtp.num_layers):
-            yield from self.mtp_outside(config, depth)
+            *joining, final_norm = self.mtp_outside(config, depth)
+            yield from joining
             for number, letter in enumerate(config.mtp.pattern):
                 hf, own = self.mtp_layer(config, depth, number), megatron.mtp_layer(depth, number)
                 yield from (entry.under(hf, own) for entry in layers[letter])
+            yield final_norm
 
 
 def _kinds(letters: str) -> list[str]:

@@ -249,9 +249,10 @@ def _moe(c: ModelConfig) -> Iterator[Entry]:
     for name, fc in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
         for e in range(c.moe.num_experts):
             yield one(f"mixer.experts.{e}.{name}.weight", f"mlp.experts.experts.{fc}.weight[{e}]")
-        yield one(f"mixer.shared_experts.{name}.weight", f"mlp.shared_experts.{fc}.weight")
     for name in ("fc1_latent_proj", "fc2_latent_proj"):
         yield one(f"mixer.{name}.weight", f"mlp.{name}.weight")
+    for name, fc in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+        yield one(f"mixer.shared_experts.{name}.weight", f"mlp.shared_experts.{fc}.weight")
 
 
 NEMOTRON_H = Family(

@@ -38,7 +38,7 @@ class Table:
     """All entries of one model; every tensor of a checkpoint belongs to exactly one.
 
     Args:
-        entries: in any order; those of tensors that the model lacks are left out.
+        entries: in the order in which tensors are written; those of tensors that the model lacks are left out.
         shapes: Megatron's names of all tensors of the model, with their shapes.
 
     Raises:
@@ -47,9 +47,7 @@ class Table:
 
     def __init__(self, entries: Iterable[Entry], shapes: Mapping[str, Shape]) -> None:
         self._shapes = shapes
-        places = {name: place for place, name in enumerate(shapes)}
-        known = [entry for entry in entries if all(name in shapes for name in entry.megatron)]
-        self._entries = sorted(known, key=lambda entry: places[entry.megatron[0]])
+        self._entries = [entry for entry in entries if all(name in shapes for name in entry.megatron)]
         nameless = shapes.keys() - {name for entry in self._entries for name in entry.megatron}
         if nameless:
             raise MtpkitError(f"no Hugging Face name for {listed(sorted(nameless))}")

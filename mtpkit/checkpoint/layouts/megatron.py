@@ -42,7 +42,7 @@ def mtp_layer(depth: int, number: int) -> str:
 
 
 def parameters(config: ModelConfig) -> dict[str, Shape]:
-    """Names and shapes of all tensors of a model, base and heads, in the order in which they are written."""
+    """Names and shapes of all tensors of a model, base and heads."""
     return dict(_parameters(config))
 
 
