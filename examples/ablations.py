@@ -1,16 +1,16 @@
-"""What a head's training does to its acceptance: losses, attention and data at equal steps, one row each.
+"""Measure how training settings change acceptance: losses, attention and data at equal steps, one row each.
 
     python examples/tiny_base/corpus.py outputs/corpus
     python examples/ablations.py --corpus outputs/corpus --output outputs/ablations --jobs 8
 
-Heads of the tiny base start alike, and each is trained by train/train_mtp.py with the settings of
-examples/train_tiny.yaml and its own changes. `text` is the corpus itself, `own` and `greedy` as many tokens that the
-base wrote after prompts from it, at temperature 1 and 0. Then acceptance lengths, greedy:
+All heads of the tiny base start alike. train/train_mtp.py trains each with examples/train_tiny.yaml and the row's
+settings. The data is `text`, the corpus itself, or as many tokens that the base wrote after prompts from the corpus: at
+temperature 1 (`own`) or 0 (`greedy`). The columns are acceptance lengths of greedy drafts:
 
 - trained: teacher-forced on held-out text, with the attention of the training;
 - in serving: the same, with the attention of serving;
-- served: what teacher forcing, seeing what serving sees, predicts for held-out prompts;
-- engine: what the engine counts on these prompts.
+- served: teacher-forced on the base's own answers to held-out prompts, with the attention of serving;
+- engine: counted by the engine on these prompts.
 
 The last line printed is one JSON object. A row that is finished is not trained again.
 """
@@ -50,7 +50,7 @@ SETTINGS = [
 ] + [("kl", attention, "greedy", 3) for attention in ("serving", "per_depth")]
 """Loss, attention, data and K of each row."""
 TEMPERATURE = {"own": 1.0, "greedy": 0.0}
-"""Of the data that the base writes."""
+"""Sampling temperature of the data that the base writes."""
 TOKENS_A_STEP = 512
 SEQUENCE = 128
 HELD_OUT_SEQUENCES = 256
@@ -86,12 +86,12 @@ def main() -> None:
 
 
 def written_data(options: argparse.Namespace, data: str) -> Path:
-    """Where the base's own answers for so many steps are."""
+    """Path of the base's own answers for this number of steps."""
     return options.output / f"{data}-{options.steps}.jsonl"
 
 
 def write_data(corpus: Path, output: Path, data: str, steps: int) -> None:
-    """As many of the base's own tokens as all steps read, or an answer to each prompt if there are not so many."""
+    """Let the base write as many tokens as all steps read, but at most one answer per prompt."""
     if not output.exists():
         limit = -(-steps * TOKENS_A_STEP // ANSWER)
         call(
@@ -102,7 +102,7 @@ def write_data(corpus: Path, output: Path, data: str, steps: int) -> None:
 
 
 def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: int) -> Path:
-    """The directory of a finished run."""
+    """Train the heads of a row; return the directory of the run."""
     run = options.output / f"{loss}-{attention}-{data}-k{k}-{options.steps}"
     source = written_data(options, data) if data in TEMPERATURE else options.corpus / "train.jsonl"
     call(
@@ -117,21 +117,21 @@ def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: 
 
 
 def call(*arguments: object) -> None:
-    """Run Python in the repository; what it printed is shown when it fails."""
+    """Run Python in the repository; show its output if it fails."""
     done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, arguments))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def held_out_prompts(corpus: Path, count: int) -> Iterator[list[int]]:
-    """The first tokens of the corpus' prompts."""
+    """Yield the first tokens of the corpus's prompts."""
     tokenizer = load_tokenizer(BASE)
     for prompt in read_prompts(corpus / "prompts.jsonl", count):
         yield tokenizer.encode(prompt)[:PROMPT] if isinstance(prompt, str) else prompt[:PROMPT]
 
 
 def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]], held_out: Path) -> dict[str, object]:
-    """Acceptance lengths of a trained run."""
+    """Measure the acceptance lengths of a trained run."""
     loss, attention, data, k = setting
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [values for values in metrics if values["kind"] == "eval"][-1]
@@ -165,7 +165,7 @@ def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]],
 
 
 def show(rows: list[dict]) -> None:
-    """The table."""
+    """Print the table."""
     table = Table()
     for name in ("loss", "attention", "data", "K", "trained", "in serving", "served", "engine", "engine, each depth"):
         table.add_column(name)

@@ -1,4 +1,4 @@
-"""Errors that a user sees. Each is one line: what is wrong, with which thing, and what to do."""
+"""Errors for users. Each message is one line that says what is wrong, where, and what to do."""
 
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -6,17 +6,17 @@ from itertools import accumulate
 from typing import Any
 
 _SHOWN = 60
-"""Characters of a value in a message."""
+"""Most characters of a value in a message."""
 
 
 class MtpkitError(Exception):
-    """A failure that is reported as one line. `exit_code` is what a command exits with."""
+    """A failure that is reported as one line. `exit_code` is the exit code of the command."""
 
     exit_code = 1
 
 
 class UserError(MtpkitError, ValueError):
-    """The input is at fault: a flag, a config, a prompt, a checkpoint. Exit code 2."""
+    """The user's input is wrong: an option, a config, a prompt, a checkpoint. Exit code 2."""
 
     exit_code = 2
 
@@ -26,11 +26,11 @@ class StorageError(MtpkitError, OSError):
 
 
 def listed(items: Iterable[object], most: int = 10, width: int = 240, separator: str = ", ") -> str:
-    """The first items as text, and how many more there are.
+    """The first items as text, and the number of those left out.
 
     Args:
-        most: items that are shown.
-        width: characters that are shown; one item is at any rate, cut off if it has more than twice as many.
+        most: most items to show.
+        width: most characters to show; the first item is always shown, but cut off if it is longer than 2 * width.
 
     >>> listed(range(5), most=3)
     '0, 1, 2 and 2 more'
@@ -43,16 +43,16 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, on one line: its repr, or its type where that is long."""
+    """A value for a message, on one line: its repr, or its type if the repr is long."""
     try:
         text = reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         return "a huge number"
     return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__name__}"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural but for one.
+    """A number with its noun, singular or plural.
 
     >>> counted(2000, "answer")
     '2,000 answers'
@@ -61,10 +61,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def raise_problems(what: object, found: Sequence[str]) -> None:
-    """One error for all problems of an object.
+    """Report all problems of an object in one error.
 
     Raises:
-        UserError: there are problems.
+        UserError: `found` is not empty.
     """
     if found:
         raise UserError(f"{what}: {listed(found, width=320, separator='; ')}")

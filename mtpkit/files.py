@@ -1,4 +1,4 @@
-"""Small text and JSON files that a user gives, read with one-line errors that name the file."""
+"""Read small text and JSON files from users, with one-line errors that name the file."""
 
 import dataclasses
 import json
@@ -14,31 +14,31 @@ from mtpkit.errors import UserError, listed, raise_problems, shown
 
 
 def require_file(path: Path | str) -> Path:
-    """The path of a file that can be opened at once; a shell's `<(...)` and /dev/stdin count as files.
+    """Check that a path is a file that opens without blocking, as a shell's `<(...)` and /dev/stdin do; return it.
 
     Raises:
-        UserError: nothing is there, or something else: a directory, a link to itself, a pipe that may have no writer.
+        UserError: it does not exist, or is a directory, a link to itself, or a pipe that may have no writer.
     """
     path = Path(path)
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError) as error:  # the latter: a zero byte in the path
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if stat.S_ISDIR(mode):
         raise UserError(f"{path} cannot be read: it is a directory, not a file")
-    real = Path(os.path.realpath(path))  # what a shell opens has no name of its own there
+    real = Path(os.path.realpath(path))  # does not exist for pipes that a shell opened
     if stat.S_ISSOCK(mode) or (stat.S_ISFIFO(mode) and real.exists()):
         raise UserError(f"{path} cannot be read: it is a pipe, not a file")
     return path
 
 
 def is_there(path: Path | str) -> bool:
-    """Whether something has this name, be it a link to nothing: that is refused when it is read, not passed over."""
+    """Whether a path exists, broken links included, so that reading them fails rather than skipping them."""
     return os.path.lexists(path)
 
 
 def read_text(path: Path | str) -> str:
-    """The text of a UTF-8 file, without a byte order mark.
+    """Read a UTF-8 file, without its byte order mark.
 
     Raises:
         UserError: the file cannot be read, or is not UTF-8.
@@ -52,10 +52,10 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text; `where` names its file and line in the error.
+    """Parse JSON; `where` names file and line for the error.
 
     Raises:
-        UserError: it is not JSON, is nested too deeply, has a number of too many digits, or a key twice.
+        UserError: the text is not JSON, is nested too deeply, or has a number with too many digits or a repeated key.
     """
     try:
         return json.loads(text, object_pairs_hook=_distinct)
@@ -66,19 +66,19 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, of whose entries none hides another."""
+    """Make a dict from the entries of a JSON object, unless a key is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        raise ValueError(f"the key {shown(twice)} is there twice")
+        raise ValueError(f"the key {shown(twice)} is repeated")
     return values
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
-    """The JSON object of a UTF-8 file.
+    """Read the JSON object of a UTF-8 file.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or holds no JSON object.
     """
     values = parse_json(read_text(path), str(path))
     if not isinstance(values, dict):
@@ -87,12 +87,12 @@ def read_json(path: Path | str) -> dict[str, Any]:
 
 
 def read_record[Record](kind: type[Record], value: Any, where: str) -> Record:
-    """A dataclass from a JSON value, which must have all its fields, no others, and each of the type declared.
+    """Make a dataclass from a JSON object, which must have exactly its fields, each of the declared type.
 
-    Types may be int, float, str, Any, dataclasses, and list, dict of str, and None with these.
+    Types may be int, float, str, Any, dataclasses, and lists, dicts with str keys, and unions with None of these.
 
     Raises:
-        UserError: it is something else; `where` and the key are named.
+        UserError: the value is anything else; names `where` and the key.
     """
     if not isinstance(value, dict):
         raise UserError(f"{where} is {shown(value)}, must be an object")
@@ -106,12 +106,12 @@ def read_record[Record](kind: type[Record], value: Any, where: str) -> Record:
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
-    """A JSON value of the type declared."""
+    """Check that a JSON value has the declared type, and convert objects to dataclasses."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _typed(inner[0], value, where)
     if origin is list and isinstance(value, list):
-        if set(map(type, value)) <= {inner[0]}:  # of many tokens, among others
+        if set(map(type, value)) <= {inner[0]}:  # fast for long lists, such as token ids
             return value
         return [_typed(inner[0], entry, f"{where}[{place}]") for place, entry in enumerate(value)]
     if origin is dict and isinstance(value, dict):

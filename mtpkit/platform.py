@@ -1,4 +1,4 @@
-"""Where the code runs: devices, process groups, and what megatron-core needs in order to run without a GPU."""
+"""Devices and process groups, and the patches that megatron-core needs to run without a GPU."""
 
 import functools
 import gc
@@ -19,20 +19,21 @@ from torch.overrides import TorchFunctionMode
 
 from mtpkit.errors import MtpkitError, UserError
 
-# megatron-core warns, while it is imported, of every optional GPU package that is absent.
+# On import megatron-core warns of every optional GPU package that is not installed.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 warnings.filterwarnings("ignore", message="Apex is not installed")
-# torch warns of its own call when megatron-core loads a checkpoint.
+# torch warns of a call of its own when megatron-core loads a checkpoint.
 warnings.filterwarnings("ignore", message="The argument order of load has been changed")
-# The same when a process without others loads one.
+# torch warns when a single process loads one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _keep_megatron_eager() -> None:
-    """megatron-core compiles small functions at import; without a GPU that costs 20 s a process and a C++ compiler.
+    """Import megatron-core without compiling its small functions, which on a CPU takes 20 s and a C++ compiler.
 
-    Its package imports most of its modules before its switch for this can be reached, so `torch.compile` stands aside.
+    megatron-core's own switch comes too late, after the import of most of its modules, so `torch.compile` is replaced
+    during the import.
     """
     compile_function = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
@@ -44,15 +45,15 @@ def _keep_megatron_eager() -> None:
 
 
 def _choose_cudnn() -> None:
-    """Name the cuDNN that torch came with, before megatron-core imports Transformer Engine.
+    """Point Transformer Engine to torch's cuDNN before megatron-core imports it.
 
-    Transformer Engine would load the system's where there is one, and parts of two versions do not work together.
+    Transformer Engine would prefer the system's cuDNN, and parts of two versions do not work together.
     """
     if {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys() or importlib.util.find_spec("transformer_engine") is None:
         return
     try:
         found = importlib.util.find_spec("nvidia.cudnn")
-    except ModuleNotFoundError:  # torch was built with another one
+    except ModuleNotFoundError:  # torch does not use the package nvidia-cudnn
         return
     if found is not None and found.submodule_search_locations:
         os.environ["CUDNN_HOME"] = next(iter(found.submodule_search_locations))
@@ -64,7 +65,7 @@ if not torch.cuda.is_available():
 
 
 def default_device() -> torch.device:
-    """The current GPU, or the CPU where there is none."""
+    """The current GPU, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -74,7 +75,7 @@ def device_name(device: torch.device) -> str:
 
 
 class _CpuInsteadOfCuda(TorchFunctionMode):
-    """Redirects `device="cuda"` to the CPU inside factory calls, and `tensor.cuda()` to the tensor itself."""
+    """Redirect `device="cuda"` to the CPU in factory calls, and `tensor.cuda()` to the tensor itself."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -87,7 +88,7 @@ class _CpuInsteadOfCuda(TorchFunctionMode):
 
 
 def to_device(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy of `values`, lists or an array, as a tensor on the device, without waiting for what is under way there."""
+    """Copy `values`, lists or an array, to a tensor on the device, without a host-device sync."""
     host = torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()
@@ -96,7 +97,7 @@ def to_device(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.d
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 matrices are multiplied so inside, see `torch.set_float32_matmul_precision`, and as before after it."""
+    """Set `torch.set_float32_matmul_precision` inside the context, and restore it after."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -107,9 +108,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Let megatron-core run on a machine without a GPU; does nothing where there is one.
+    """Let megatron-core run on a machine without a GPU; do nothing if there is one. Idempotent.
 
-    megatron-core asks torch.cuda for the current device when it allocates. Idempotent.
+    megatron-core asks torch.cuda for the current device when it allocates memory.
     """
     if torch.cuda.is_available():
         return
@@ -129,18 +130,18 @@ def accumulate_weight_gradients(accumulate: Callable[[Tensor, Tensor, Tensor], N
 
 
 def cpu_redirect() -> TorchFunctionMode:
-    """A context in which `device="cuda"` means the CPU; for building megatron-core modules without a GPU."""
+    """A context in which `device="cuda"` means the CPU, to build megatron-core modules without a GPU."""
     return _CpuInsteadOfCuda()
 
 
 def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
     """Initialise torch.distributed and megatron-core's process groups, once.
 
-    Under torchrun its environment is used; otherwise a group of one process is made without opening a port.
+    Under torchrun, use its environment; otherwise make a group of one process without opening a port.
 
     Raises:
-        UserError: the number of processes does not divide, groups of another shape exist already, or there are more
-            processes on this machine than GPUs.
+        UserError: the parallel sizes do not divide the number of processes, groups of other sizes exist already, or
+            this machine has more processes than GPUs.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -149,7 +150,7 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
     # Sequence-parallel embeddings fork megatron-core's CUDA random states for a dropout that is never applied here.
     initialize_rng_tracker(inference_rng_tracker=True)
     if not dist.is_initialized():
-        # gloo for tensors on the CPU: a model may be loaded there on a machine that has a GPU.
+        # gloo for CPU tensors: a model may be loaded on the CPU of a machine with GPUs.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if torch.cuda.is_available():
@@ -173,7 +174,7 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
         if sizes != (tensor_parallel, pipeline_parallel, expert_parallel):
             raise UserError(
                 f"process groups exist with (tensor, pipeline, expert) parallel sizes {sizes}, asked for "
-                f"{(tensor_parallel, pipeline_parallel, expert_parallel)}; use one shape in a process"
+                f"{(tensor_parallel, pipeline_parallel, expert_parallel)}; use one set of sizes per process"
             )
         return
     parallel_state.initialize_model_parallel(
@@ -184,21 +185,21 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
 
 
 def close_distributed() -> None:
-    """Destroy all process groups and wait for their threads; does nothing where there are none.
+    """Destroy all process groups and wait for their threads; do nothing if there are none.
 
-    For the end of a process that met no failure: others may wait for what one that did has not sent. Without it a
-    thread of gloo that lets go of a tensor while the interpreter shuts down aborts the process.
+    Only for a process that ends without a failure; after a failure, the other processes may never answer. Without this
+    call, a gloo thread that frees a tensor during interpreter shutdown aborts the process.
     """
     if dist.is_initialized():
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        gc.collect()  # models hold groups, and the last to let go of one waits for its threads
+        gc.collect()  # models hold groups, and freeing the last reference to a group waits for its threads
 
 
 def _own_gpu() -> int:
-    """The GPU of this process, by its place among those that torchrun started on this machine."""
+    """The GPU of this process, by its rank on this machine."""
     place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if place >= gpus:
         raise UserError(f"process {place} has no GPU, there are {gpus} here; start --nproc-per-node={gpus} processes")
@@ -206,10 +207,10 @@ def _own_gpu() -> int:
 
 
 def on_first_rank[T](action: Callable[[], T]) -> T:
-    """What rank 0 makes of `action`, on all ranks, which wait for it. Collective.
+    """Run `action` on rank 0 and return its result on all ranks. Collective.
 
     Raises:
-        MtpkitError, OSError: what rank 0 met, on every rank.
+        MtpkitError, OSError: the error of rank 0, on every rank.
     """
     found: list = [None, None]
     if dist.get_rank() == 0:

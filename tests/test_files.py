@@ -21,7 +21,7 @@ from mtpkit.files import parse_json, read_json, read_text
         ('{"a": 1}'.encode("utf-16"), "is not UTF-8"),
         (b'{"a": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
         (b"", "cannot be read as JSON"),
-        (b'{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' is there twice"),
+        (b'{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' is repeated"),
     ],
     ids=lambda value: repr(value)[:24],
 )

@@ -1,4 +1,4 @@
-"""Writes docs/tree.md: every module with the first sentence of its docstring."""
+"""Write docs/tree.md: every module with the first sentence of its docstring."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ def tree() -> str:
 
 
 def first_sentence(path: Path) -> str:
-    """Of a module's docstring, in one line; empty where there is none."""
+    """The first sentence of a module's docstring in one line; "" if there is none."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z`])", text, maxsplit=1)[0]
 

@@ -1,10 +1,10 @@
-"""Real text that is on every machine: the sources of the running Python's standard library.
+"""Make a corpus of text that every machine has: the sources of the running Python's standard library.
 
     python examples/tiny_base/corpus.py OUT_DIR [--packages] [--limit N]
 
-writes OUT_DIR/train.jsonl and OUT_DIR/heldout.jsonl, one module a line: {"path": ..., "text": ...}, and prompts cut
-from held-out modules, OUT_DIR/prompts.jsonl: {"prompt": ...}. With --packages the training part also holds the sources
-of packages from the development set-up, as the tiny base's own training did.
+writes OUT_DIR/train.jsonl and OUT_DIR/heldout.jsonl, one module per line: {"path": ..., "text": ...}, and prompts cut
+from held-out modules, OUT_DIR/prompts.jsonl: {"prompt": ...}. With --packages the training part also holds sources of
+installed packages; the tiny base was trained with them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HELD_OUT = [
     "tomllib",
     "zipapp",
 ]
-"""Modules (and their tests) that no training sees: prompts and held-out loss come from them."""
+"""Modules that are kept out of training, with their tests; prompts and held-out loss come from them."""
 
 PACKAGES = [
     "datasets",
@@ -50,7 +50,7 @@ PACKAGES = [
     "sympy",
     "torch",
 ]
-"""Permissively licensed packages that the base's training adds."""
+"""Permissively licensed packages that --packages adds."""
 
 
 def is_held_out(path: Path) -> bool:
@@ -67,16 +67,16 @@ def modules(root: Path) -> Iterator[tuple[Path, str]]:
             continue
         try:
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # files that test other encodings
+        except UnicodeDecodeError:  # tests of other encodings
             continue
         if 200 <= len(text) <= 400_000:  # skips stubs and generated tables
             yield relative, text
 
 
 def write(out: Path, packages: bool = False, limit: int | None = None) -> dict[str, int]:
-    """Write the files; returns the number of modules in each.
+    """Write the files; return the number of samples in each.
 
-    `limit` keeps that many training modules, spread evenly over the library.
+    `limit` is the number of training modules to keep, spread evenly over the library.
     """
     paths = sysconfig.get_paths()
     stdlib, site = Path(paths["stdlib"]), Path(paths["purelib"])

@@ -1,4 +1,4 @@
-"""Train the tiny base that the demo and the tests run on; minutes on one GPU.
+"""Train the tiny base that the demo and the tests use, in minutes on one GPU.
 
     python examples/tiny_base/corpus.py CORPUS_DIR
     python examples/tiny_base/make_tokenizer.py CORPUS_DIR MODEL_DIR
@@ -46,7 +46,7 @@ CONFIG = ModelConfig.of(
 
 
 def tokenize(path: Path, tokenizer) -> np.ndarray:
-    """All documents of a jsonl file, each ended by the end token, as one array."""
+    """All documents of a jsonl file, each with its end-of-sequence token, as one array."""
     with path.open() as lines:
         texts = [json.loads(line)["text"] for line in lines]
     parts = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
@@ -54,14 +54,14 @@ def tokenize(path: Path, tokenizer) -> np.ndarray:
 
 
 def batch_of(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Windows [b, length + 1] of the stream at `starts`, and the document index of each token."""
+    """Windows [b, length + 1] of the tokens at `starts`, and the document index of each token."""
     ids = tokens[starts[:, None] + torch.arange(length + 1, device=tokens.device)]
     documents = (ids == 0).cumsum(1) - (ids == 0).int()
     return ids, documents
 
 
 def loss_of(model, ids: Tensor, documents: Tensor) -> Tensor:
-    """Mean cross entropy of the next token, inside documents."""
+    """Mean cross-entropy of the next token, within documents."""
     hidden = base_forward(model, ids[:, :-1], SequenceInput(documents=documents[:, :-1]))
     logits = compute_logits(model, hidden.transpose(0, 1)).float()
     same = documents[:, 1:] == documents[:, :-1]
@@ -77,7 +77,7 @@ def evaluate(model, tokens: Tensor, length: int, batch: int = 32) -> float:
 
 
 def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
-    """AdamW, warm-up and cosine, windows drawn at random."""
+    """Train with AdamW, warm-up and a cosine schedule on random windows."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]

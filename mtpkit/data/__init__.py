@@ -1,6 +1,6 @@
 """Text to packed sequences of tokens: sources -> documents -> packing -> dataset -> loader; and the base's own answers.
 
-`prepare` does the part up to packing once, into a directory that `build_dataset` maps.
+`prepare` does the steps up to packing once and writes a directory that `build_dataset` memory-maps.
 """
 
 from mtpkit.data.build import build_dataset

@@ -1,4 +1,4 @@
-"""Data sets from paths: prepared data is mapped, files are read, tokenised and packed."""
+"""Build data sets from paths: memory-map prepared data; read, tokenise and pack files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def pack_documents(name: str, documents: Iterable[Document], sequence_length: int) -> PackedSource:
-    """Split the documents that are too long and pack all parts that have something to learn, in memory.
+    """Split documents that are too long and pack all parts with prediction targets, in memory.
 
     Raises:
-        UserError: nothing to learn.
+        UserError: no document has a prediction target.
     """
     check_sequence_length(sequence_length)
     total = 0
@@ -40,7 +40,7 @@ def pack_documents(name: str, documents: Iterable[Document], sequence_length: in
 
 
 def check_sequence_length(sequence_length: int) -> None:
-    """Refuse a length that leaves nothing to predict.
+    """Refuse a length without a token to predict.
 
     Raises:
         UserError: it is below 2.
@@ -50,10 +50,10 @@ def check_sequence_length(sequence_length: int) -> None:
 
 
 def require_usable(source: str, num_parts: int, left_out: Sequence[tuple[str, str]]) -> None:
-    """Refuse a source without anything to learn.
+    """Refuse a source without prediction targets.
 
     Raises:
-        UserError: there are no parts.
+        UserError: `num_parts` is 0.
     """
     if not num_parts:
         first = f", the first is {describe(*left_out[0])}" if left_out else ""
@@ -70,15 +70,15 @@ def build_dataset(
     columns: Columns | None = None,
     vocab_size: int | None = None,
 ) -> PackedDataset:
-    """Map the prepared data of `paths`; read, tokenise and pack its files, folders and globs, with a progress bar.
+    """Memory-map the prepared data of `paths`; read, tokenise and pack files, folders and globs, with a progress bar.
 
     Args:
-        sequence_length: None: that of the prepared data, or 1024 where there is none.
-        vocab_size: of the model that is to read it; None: not known.
+        sequence_length: None: that of the prepared data, or 1024 if there is none.
+        vocab_size: vocabulary size of the model that reads the data; None: not known.
 
     Raises:
-        UserError: from any of the stages, see `find_sources`, `open_prepared`, `read_samples`, `tokenize`,
-            `PackedDataset`; a token that the model does not know.
+        UserError: any error of `find_sources`, `open_prepared`, `read_samples`, `tokenize` or `PackedDataset`, or a
+            token outside the model's vocabulary.
     """
     found = find_sources(paths)
     if sequence_length is None:
@@ -107,7 +107,7 @@ def build_dataset(
 
 
 def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
-    """The same documents, with a progress bar that counts them as they are tokenised, a batch at a time."""
+    """Yield the documents, with a progress bar that counts them as batches are tokenised."""
     from tqdm import tqdm
 
     # disable=None: silent where stderr is not a terminal.
@@ -120,10 +120,10 @@ def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
 
 
 def require_known(sources: Sequence[SourceCounts], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
-    """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the end of a text.
+    """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the end-of-sequence token.
 
     Raises:
-        UserError: names one and the source that it is in.
+        UserError: there is such a token; names the largest and its source.
     """
     largest = {tokenizer.eos_token_id: "padding"}
     largest |= {source.max_token or 0: source.name for source in sources}

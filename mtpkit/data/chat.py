@@ -1,10 +1,10 @@
-"""Conversations to token ids and a mask of what the assistant says, through the tokenizer's chat template.
+"""Conversations to token ids and a mask of the assistant's tokens, through the tokenizer's chat template.
 
-A template that marks the assistant's parts (`{% generation %}`) says itself what they are. For others each assistant
-message is looked for in the rendered text: it lies between what the conversation before it renders to, generation
-prompt included, and what the conversation up to it renders to. Templates that render a message according to what
-follows (reasoning that is dropped from older turns, tools that go before the last question) make these no prefixes of
-the whole; there the message is exchanged for another, and what changes is its place.
+A template may mark the assistant's parts itself (`{% generation %}`). For other templates each assistant message is
+located in the rendered text: it lies between the rendering of the conversation before it, generation prompt included,
+and the rendering of the conversation up to it. Some templates render a message differently depending on what follows
+(reasoning is dropped from older turns, tools move before the last question), so that those two are no prefixes of the
+whole. Then the message is exchanged for another text, and the part of the rendering that changes is its place.
 """
 
 import copy
@@ -27,14 +27,14 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SampleError(Exception):
-    """A sample that cannot be used; says why. Others can: it is left out."""
+    """The reason why a sample cannot be used; the sample is left out, the others are not affected."""
 
 
 def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Refuse a tokenizer without a chat template.
 
     Raises:
-        UserError: it has none.
+        UserError: the tokenizer has none.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -44,7 +44,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None) -> str:
-    """A conversation as text, up to where the assistant begins to answer.
+    """Render a conversation up to the point where the assistant begins to answer.
 
     Raises:
         SampleError: the template refuses it.
@@ -55,12 +55,12 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Messages, tool
 def encode_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [n] int32 of a whole conversation, and [n] bool, True for the tokens that the assistant wrote.
+    """Token ids [n] int32 of a whole conversation, and [n] bool, True for the tokens of the assistant.
 
-    The token that ends the assistant's turn is one of them, what the template adds after it is not.
+    These include the token that ends the assistant's turn, but nothing that the template adds after it.
 
     Raises:
-        SampleError: the template refuses the conversation, or an assistant message is not found in what it renders.
+        SampleError: the template refuses the conversation, or an assistant message is not found in the rendered text.
     """
     messages = _with_parsed_arguments(messages)
     if not any(message["role"] == "assistant" for message in messages):
@@ -76,14 +76,14 @@ def encode_chat(
 
 
 def assistant_spans(render: Callable[..., str], messages: Messages, special: list[str]) -> tuple[str, list[Span]]:
-    """The rendered conversation, and (start, end) in characters of each assistant message in it, in order.
+    """The rendered conversation, and (start, end) in characters of each assistant message, in order.
 
     Args:
         render: (messages, add_generation_prompt=False) -> text.
-        special: tokens that may end a turn; one that follows a message belongs to it.
+        special: tokens that may end a turn; such a token directly after a message belongs to it.
 
     Raises:
-        SampleError: as `encode_chat`.
+        SampleError: the same as for `encode_chat`.
     """
     whole = render(messages)
     spans: list[Span] = []
@@ -94,7 +94,7 @@ def assistant_spans(render: Callable[..., str], messages: Messages, special: lis
             if span is None:
                 try:
                     span = _span_by_exchange(render, messages, index, whole, after)
-                except SampleError:  # a call that is gone while its result is still there is refused by some
+                except SampleError:  # some templates refuse a tool's result without its call
                     span = _span_by_prefixes(render, messages, index, whole, header=False)
             if span is None or span[0] < after:
                 raise SampleError(
@@ -107,12 +107,12 @@ def assistant_spans(render: Callable[..., str], messages: Messages, special: lis
 def _span_by_prefixes(
     render: Callable[..., str], messages: Messages, index: int, whole: str, header: bool = True
 ) -> Span | None:
-    """Between two prefixes of the whole; `header`: only if the template has a generation prompt to leave out."""
+    """The span between two prefixes of the whole; `header`: only if the template has a generation prompt to skip."""
     try:
         before, upto = render(messages[:index], True), render(messages[: index + 1])
         if header and before == render(messages[:index]):
             return None
-    except SampleError:  # some refuse to render a part of a conversation
+    except SampleError:  # some templates refuse a part of a conversation
         return None
     found = whole.startswith(before) and whole.startswith(upto) and len(before) <= len(upto)
     return (len(before), len(upto)) if found else None
@@ -121,13 +121,13 @@ def _span_by_prefixes(
 def _span_by_exchange(
     render: Callable[..., str], messages: Messages, index: int, whole: str, after: int
 ) -> Span | None:
-    """What changes when the message is exchanged, and what precedes it back to the generation prompt.
+    """The span that changes when the message is exchanged, extended to the left up to the generation prompt.
 
     Raises:
         SampleError: the template refuses the exchange.
     """
     start, tail = len(whole), len(whole)
-    # Two texts that neither begin nor end alike: only one of them can share a letter with the message.
+    # Two texts with different first and last letters: at most one of them can share such a letter with the message.
     for text in ("A-A", "B-B"):
         other = render([*messages[:index], {"role": "assistant", "content": text}, *messages[index + 1 :]])
         if other == whole or text not in other:
@@ -140,7 +140,7 @@ def _span_by_exchange(
 
 
 def _common(left: str, right: str) -> int:
-    """Characters with which both begin."""
+    """Length of the common prefix."""
     pairs = zip(left, right, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 
@@ -154,7 +154,7 @@ def _generation_prompt(render: Callable[..., str], messages: Messages) -> str:
 
 
 def _close(whole: str, start: int, end: int, special: list[str]) -> Span:
-    """End a span with the token that ends the turn: without the line break after it, or with it if it comes next."""
+    """End a span with the token that ends the turn: drop white space after it, or add it if it comes next."""
     stripped = whole[start:end].rstrip()
     if any(stripped.endswith(token) for token in special):
         return start, start + len(stripped)
@@ -163,13 +163,13 @@ def _close(whole: str, start: int, end: int, special: list[str]) -> Span:
 
 
 def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The longest first, so that none hides behind its beginning."""
+    """Special tokens as text, the longest first, so that a token is not mistaken for one that is its prefix."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """A token that reaches into a span belongs to it."""
+    """Token ids of the text, and a mask of the tokens that overlap a span."""
     if not tokenizer.is_fast:
         return _encode_in_parts(tokenizer, text, spans)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -181,7 +181,7 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]) 
 
 
 def _encode_in_parts(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """For tokenizers that do not tell where their tokens lie."""
+    """Do as `_encode` for tokenizers without character offsets."""
     token_ids: list[int] = []
     mask: list[bool] = []
     cuts = [0, *(cut for span in spans for cut in span), len(text)]
@@ -201,7 +201,7 @@ def _encode_by_markers(tokenizer: Any, messages: Messages, tools: list[dict] | N
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
-    except Exception as error:  # whatever the template does
+    except Exception as error:  # templates may raise anything
         raise SampleError(_reason(error)) from error
     return np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
 
@@ -211,7 +211,7 @@ def _render(tokenizer: Any, messages: Messages, tools: list[dict] | None, add_ge
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # whatever the template does
+    except Exception as error:  # templates may raise anything
         raise SampleError(_reason(error)) from error
 
 
@@ -220,7 +220,7 @@ def _reason(error: Exception) -> str:
 
 
 def _with_parsed_arguments(messages: Messages) -> Messages:
-    """Arguments of tool calls as templates expect them: the OpenAI format has them as JSON in a text."""
+    """Parse the arguments of tool calls, which templates expect as objects; the OpenAI format has a JSON string."""
     messages = copy.deepcopy(messages)
     for call in (call for message in messages for call in message.get("tool_calls") or []):
         function = call.get("function", call)
@@ -228,6 +228,6 @@ def _with_parsed_arguments(messages: Messages) -> Messages:
             try:
                 parsed = json.loads(function["arguments"])
             except ValueError:
-                continue  # the model's own slip, to be shown as it is
+                continue  # invalid JSON that a model wrote stays as it is
             function["arguments"] = parsed if isinstance(parsed, dict) else function["arguments"]
     return messages

@@ -1,4 +1,4 @@
-"""Packed sequences, in memory or mapped from files, and batches of them."""
+"""Packed sequences, in memory or memory-mapped, and batches of them."""
 
 import copy
 import hashlib
@@ -45,18 +45,18 @@ class PackedBatch:
     token_ids: Tensor
     """[b, s] int64."""
     loss_mask: Tensor
-    """[b, s] bool, True where the token is wanted as a prediction target; False for prompts and padding."""
+    """[b, s] bool, True where the token is a prediction target; False for prompts and padding."""
     documents: Tensor
-    """[b, s] int32, non-decreasing index of the document within its sequence; padding is a last document."""
+    """[b, s] int32, non-decreasing index of the document within its sequence; padding counts as a last document."""
     positions: Tensor
     """[b, s] int64, position of each token inside its document."""
     document_lens: tuple[int, ...] | None = None
-    """Of the documents, row after row; None: to be read from `documents`, for which the host waits for the device."""
+    """Lengths of the documents, row after row; None: they are computed from `documents`, with a host-device sync."""
     hidden: Callable[[], StoredStates] | None = None
-    """Reads the base's final hidden states of these sequences, where they are cached."""
+    """Reads the base's final hidden states of these sequences, if they are cached."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The same batch on `device`; hidden states are read later."""
+        """Copy the batch to `device`; hidden states are read later."""
         return replace(
             self,
             token_ids=self.token_ids.to(device, non_blocking=True),
@@ -68,25 +68,25 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """What a source has become."""
+    """Counts of one source after packing."""
 
     name: str
     num_documents: int
     num_left_out: int
-    """Documents without anything to learn."""
+    """Documents without prediction targets."""
     num_sequences: int
     num_tokens: int
-    """Tokens in the sequences, padding not counted."""
+    """Tokens in the sequences without padding."""
     num_target_tokens: int
-    """Tokens that are wanted as predictions."""
+    """Prediction targets."""
     fingerprint: str
-    """Of the sequences."""
+    """Fingerprint of the sequences."""
     max_token: int | None = None
-    """The largest token; None: it was not recorded."""
+    """The largest token id; None: not recorded."""
 
     @classmethod
     def of(cls, name: str, table: "pyarrow.Table", num_documents: int, num_left_out: int) -> "SourceCounts":
-        """Count what is in a table of `packing`."""
+        """Count the contents of a table of `packing`."""
         import pyarrow.compute as pc
 
         tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
@@ -97,27 +97,27 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class PackedSource:
-    """The sequences of one source: a table of `packing`, in memory or mapped from files, and its counts."""
+    """The sequences of one source, a table of `packing` in memory or memory-mapped, and its counts."""
 
     counts: SourceCounts
     table: "pyarrow.Table"
     place: str = ""
-    """The directory that it is mapped from."""
+    """The directory of a memory-mapped table."""
 
 
 class PackedDataset:
-    """Sequences of one length, those of one source after those of another. Sequences do not mix sources.
+    """Sequences of one length, source after source; a sequence holds documents of one source only.
 
-    Tables are not copied: those of prepared data stay on the disk until a batch reads them.
+    Tables are not copied: prepared data stays on the disk until a batch reads it.
     """
 
     def __init__(
         self, sources: Sequence[PackedSource], sequence_length: int, pad_id: int, vocab_size: int | None = None
     ) -> None:
-        """Put together what was packed.
+        """Concatenate packed sources.
 
         Args:
-            vocab_size: of the model that is to read it; None: not known.
+            vocab_size: vocabulary size of the model that reads the data; None: not known.
 
         Raises:
             UserError: not enough tokens for one sequence.
@@ -125,7 +125,7 @@ class PackedDataset:
         self.sequence_length = sequence_length
         """Tokens in a sequence, s."""
         self.counts = [source.counts for source in sources]
-        """Of each source; a name may occur in several."""
+        """Counts of each source; several sources may have one name."""
         self._places = [source.place for source in sources]
         self._read_hidden: ReadStates | None = None
         self._pad_id, self._vocab_size = pad_id, vocab_size
@@ -149,12 +149,12 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the sequences, padding not counted."""
+        """Tokens in the sequences without padding."""
         return sum(counts.num_tokens for counts in self.counts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits of all that the data set holds, in its order."""
+        """32 hexadecimal digits that depend on all sequences and their order."""
         content = "".join(counts.fingerprint for counts in self.counts)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -203,9 +203,9 @@ class PackedDataset:
         )
 
     def batches(self, size: int, source: str | None = None) -> Iterator[PackedBatch]:
-        """All sequences of a source once, `size` at a time; the last batch may be smaller.
+        """Yield all sequences of a source once, `size` at a time; the last batch may be smaller.
 
-        None: of all sources, in turn, each as often as it has sequences, so that the first batches are like the whole.
+        None: all sources, interleaved in proportion to their sizes, so that the first batches are like the whole.
         """
         if source is None:
             shares = [(np.arange(counts.num_sequences) + 0.5) / counts.num_sequences for counts in self.counts]
@@ -216,7 +216,7 @@ class PackedDataset:
             yield self.batch(rows[start : start + size])
 
     def _source_of(self, row: int) -> str:
-        """The source that a sequence is of, and the directory of prepared data."""
+        """The source of a sequence, after the directory if it is prepared data."""
         ends = np.cumsum([counts.num_sequences for counts in self.counts])
         number = int(np.searchsorted(ends, row, side="right"))
         return f"{self._places[number]} {self.counts[number].name}".strip()
@@ -225,7 +225,7 @@ class PackedDataset:
         """Token ids, loss mask and document lengths of a sequence.
 
         Raises:
-            UserError: they do not fit together, or there are tokens that the model does not have.
+            UserError: they do not fit together, or a token is outside the model's vocabulary.
         """
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         chunk, place = self._chunks[number], row - int(self._starts[number])

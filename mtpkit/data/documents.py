@@ -1,4 +1,4 @@
-"""Samples to documents: token ids, and which of them are wanted as predictions."""
+"""Samples to documents: token ids, and a mask of the prediction targets."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH = 256
-"""Samples that are handed to the tokenizer at once; it works on them in parallel."""
+"""Samples per call of the tokenizer, which works on them in parallel."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """`token_ids` [n] int32; `loss_mask` [n] bool, True where the token is wanted as a prediction target."""
+    """`token_ids` [n] int32; `loss_mask` [n] bool, True where the token is a prediction target."""
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
     name: str = ""
-    """Of the sample that it is made from."""
+    """Name of its sample."""
     problem: str = ""
-    """Why there is nothing to learn, if it is known."""
+    """Why it has no prediction targets, if that is known."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def has_targets(self) -> bool:
-        """Whether there is anything to learn; nothing predicts a document's first token."""
+        """Whether there are prediction targets; the first token is none, since no token precedes it."""
         return bool(self.loss_mask[1:].any())
 
     def split(self, length: int) -> list["Document"]:
-        """Parts of at most `length` tokens, each a document of its own."""
+        """Split into documents of at most `length` tokens."""
         starts = range(0, len(self), length)
         return [Document(self.token_ids[i : i + length], self.loss_mask[i : i + length], self.name) for i in starts]
 
     def usable_parts(self, length: int) -> list["Document"]:
-        """The parts of `split` that have something to learn."""
+        """The parts of `split` that have prediction targets."""
         return [part for part in self.split(length) if part.has_targets]
 
 
@@ -57,23 +57,23 @@ def tokenize(
     own: str | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Document]:
-    """One document a sample, in order.
+    """Yield one document per sample, in order.
 
-    A text becomes prompt (masked out), text, end-of-sequence token; the tokenizer's own first tokens (BOS) are kept
-    where it adds them. A conversation becomes what the chat template makes of it, the assistant's parts wanted, see
-    `encode_chat`. Tokens that a model generated stay what they are if it had this tokenizer. A sample without text, and
-    a conversation that the template refuses, give a document that is masked out entirely.
+    A text becomes prompt (masked out), text and end-of-sequence token, after the first tokens (BOS) that the tokenizer
+    adds. A conversation becomes its rendering by the chat template, with the assistant's tokens as prediction targets,
+    see `encode_chat`. Token ids that a model generated are kept if its tokenizer was the same. A sample without text,
+    or a conversation that the template refuses, becomes a document that is masked out entirely.
 
     Example, a prompt of tokens A B and a text of tokens C D:
         token_ids [A, B, C, D, eos], loss_mask [False, False, True, True, True]
 
     Args:
-        own: the tokenizer's fingerprint, where it is known already.
-        vocab_size: of the model, which may have more tokens than the tokenizer; None: the tokenizer's.
+        own: the tokenizer's fingerprint, if it is known already.
+        vocab_size: vocabulary size of the model, which may be larger than the tokenizer's; None: the tokenizer's.
 
     Raises:
-        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations; or tokens that a
-            model generated are not of the vocabulary.
+        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations; or a token that a
+            model generated is outside the vocabulary.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token; set it in tokenizer_config.json")
@@ -93,11 +93,11 @@ def tokenize(
 
 
 def warn_of_left_out(left_out: Sequence[tuple[str, str]], num_documents: int, more: str = "") -> None:
-    """Log which samples have nothing to learn.
+    """Warn of samples without prediction targets.
 
     Args:
         left_out: name and reason of each.
-        more: where all of them are listed.
+        more: a note at the end of the warning.
     """
     if not left_out:
         return
@@ -153,5 +153,5 @@ def _texts(samples: list[Sample], tokenizer: "PreTrainedTokenizerBase") -> Itera
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str], special: bool) -> list[list[int]]:
-    # verbose=False: a text longer than the model's context is split here, and no reason to warn.
+    # verbose=False: no warning about texts longer than the model's context, which are split here.
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]

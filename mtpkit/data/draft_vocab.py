@@ -1,7 +1,7 @@
-"""The tokens that drafts are chosen among: the most frequent ones of a data set, in a small file.
+"""Draft vocabularies: small files of the most frequent tokens of a data set, from which drafts are chosen.
 
-Drafting scores fewer tokens then, and what the engine puts out stays the base's own: a token that is never drafted
-costs an acceptance, nothing else.
+Drafting then scores fewer tokens. The engine's output is still the base's own: a token outside the draft vocabulary is
+never drafted, which only lowers acceptance.
 """
 
 import json
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COUNTED_AT_ONCE = 2**20
-"""Tokens whose counts are added up together; each time costs a pass over the counts of the vocabulary."""
+"""Tokens per update of the counts, each of which costs a pass over the vocabulary."""
 
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Tokens that drafts are chosen among."""
+    """The tokens that may be drafted."""
 
     token_ids: list[int]
     """Ascending."""
     vocab_size: int
-    """Of the model."""
+    """Vocabulary size of the model."""
     coverage: float
-    """Share of the tokens counted that are among them; what can be drafted at best."""
+    """Share of the counted tokens that are in `token_ids`, an upper bound of acceptance."""
     files: list[str]
-    """Where they were counted: files, and directories of prepared data."""
+    """The files, and directories of prepared data, whose tokens were counted."""
 
     def to_json(self) -> str:
         """The text of the file that `load_draft_vocab` reads."""
@@ -53,17 +53,17 @@ def build_draft_vocab(
     eos_token_ids: Iterable[int] = (),
     columns: Columns | None = None,
 ) -> DraftVocab:
-    """The `size` most frequent tokens of files, folders, globs and prepared data, with a progress bar.
+    """Find the `size` most frequent tokens of files, folders, globs and prepared data, with a progress bar.
 
-    Tokens count where they are wanted as predictions: a prompt's do not. End-of-sequence and other special tokens are
-    always among them. Of equally frequent tokens those with smaller ids are taken, also of those that do not occur.
+    Only prediction targets are counted, not prompts. End-of-sequence and other special tokens are always included. Of
+    equally frequent tokens (even those that never occur) the smaller ids are taken.
 
     Args:
-        vocab_size: of the model; its tokenizer may know fewer tokens.
-        eos_token_ids: that the model has beside its tokenizer's.
+        vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
+        eos_token_ids: end-of-sequence tokens of the model besides the tokenizer's.
 
     Raises:
-        UserError: a size that does not fit, nothing to count, a tokenizer that is not the model's; and as
+        UserError: `size` does not fit, no token was counted, or the tokenizer is not the model's; also any error of
             `find_sources`, `read_samples`, `tokenize` and `open_prepared`.
     """
     always = {*eos_token_ids, *tokenizer.all_special_ids}
@@ -86,14 +86,14 @@ def build_draft_vocab(
 
 
 def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[int]:
-    """The token ids in a file of `DraftVocab.to_json`.
+    """Read the token ids of a file that `DraftVocab.to_json` made.
 
     Args:
-        vocab_size: of the model that they are for; None: whatever the file says.
+        vocab_size: vocabulary size of the model; None: not checked.
 
     Raises:
-        UserError: a file that cannot be read, is of another kind or for another vocabulary, or holds ids that are
-            outside of it or repeated.
+        UserError: the file cannot be read, is no draft vocabulary, is for another vocabulary size, or holds ids that
+            are repeated or outside the vocabulary.
     """
     try:
         content = read_json(path)
@@ -111,10 +111,10 @@ def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[in
 
 
 def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Check ids that may have been written by hand.
+    """Check the ids of a draft vocabulary, which may have been written by hand.
 
     Raises:
-        UserError: there are none, or some are no integers, outside of the vocabulary or repeated; `name` comes first.
+        UserError: there are no ids, or some are no integers, outside the vocabulary or repeated; begins with `name`.
     """
     if not token_ids:
         raise UserError(f"{name} is empty; it needs at least one token id")
@@ -127,7 +127,7 @@ def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> N
 def _wanted_tokens(
     sources: Iterable[Source], tokenizer: "PreTrainedTokenizerBase", columns: Columns | None, vocab_size: int
 ) -> Iterator[np.ndarray]:
-    """Tokens [n] int32 that are wanted as predictions, of a document or of many at a time."""
+    """Yield prediction targets [n] int32 of one or many documents at a time."""
     for source in sources:
         if source.prepared is None:
             for document in tokenize(read_samples(source.files, columns), tokenizer, vocab_size=vocab_size):
@@ -141,7 +141,7 @@ def _wanted_tokens(
 
 
 def _count(parts: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
-    """[V] int64, how often each token is wanted as a prediction."""
+    """[V] int64, how often each token occurs."""
     from tqdm import tqdm
 
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -157,7 +157,7 @@ def _count(parts: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
 
 
 def _batches(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same tokens, about `_COUNTED_AT_ONCE` together."""
+    """Concatenate parts to about `_COUNTED_AT_ONCE` tokens."""
     held: list[np.ndarray] = []
     size = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""An endless, resumable stream of global batches, each rank getting its share."""
+"""An endless, resumable stream of global batches, of which each rank gets its share."""
 
 from collections.abc import Iterator
 from typing import TypedDict
@@ -10,19 +10,19 @@ from mtpkit.errors import UserError
 
 
 class LoaderState(TypedDict):
-    """Where a stream of batches is, and what its order depends on."""
+    """The position in a stream of batches, and all that its order depends on."""
 
     consumed: int
-    """Sequences that all ranks together have been handed."""
+    """Sequences that all ranks together have consumed."""
     order: dict[str, object]
 
 
 class PackedLoader:
-    """Iterates over global batches of sequences without end; an item is this rank's list of micro-batches.
+    """Iterate over global batches of sequences without end; an item is this rank's list of micro-batches.
 
-    Sequences come in an order drawn from `seed` and the epoch, and a batch may run from one epoch into the next. A
-    global batch holds the same sequences whatever `dp_size` is; rank r takes the r-th contiguous share. The state is
-    one number, the sequences handed out so far, so that a run resumes exactly, on another number of ranks too.
+    Sequences come in an order drawn from `seed` and the epoch, and a batch may span two epochs. A global batch holds
+    the same sequences whatever `dp_size` is; rank r takes the r-th contiguous share. The state is one number, the
+    sequences consumed so far, so that a run resumes exactly, even on another number of ranks.
 
     Example, 10 sequences unshuffled, global batch 4, 2 ranks, micro-batch 1:
         rank 0: [0], [1] | [4], [5] | [8], [9] | ...        rank 1: [2], [3] | [6], [7] | [0], [1] | ...
@@ -42,7 +42,7 @@ class PackedLoader:
         """Sizes count sequences.
 
         Raises:
-            UserError: the global batch is not a multiple of micro-batch size times ranks.
+            UserError: the global batch size is not a multiple of micro-batch size times ranks.
         """
         if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * dp_size):
             raise UserError(
@@ -55,14 +55,14 @@ class PackedLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.consumed = 0
-        """Sequences that all ranks together have been handed."""
+        """Sequences that all ranks together have consumed."""
         self._share = global_batch_size // dp_size
         self._offset = dp_rank * self._share
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     @property
     def epoch(self) -> int:
-        """Times that the whole data set has been handed out."""
+        """Number of complete passes over the data set."""
         return self.consumed // len(self.dataset)
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
@@ -76,14 +76,14 @@ class PackedLoader:
         return [self.dataset.batch(rows[i : i + step]) for i in range(0, self._share, step)]
 
     def state_dict(self) -> LoaderState:
-        """Where the stream is."""
+        """The position in the stream."""
         return {"consumed": self.consumed, "order": self._identity()}
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Continue where `state_dict` was taken.
+        """Continue at the position of a `state_dict`.
 
         Raises:
-            UserError: the data, seed or shuffling is not what it was, so that the order would differ.
+            UserError: the data, seed or shuffling has changed, so that the order would differ.
         """
         changed = {key: (state["order"].get(key), now) for key, now in self._identity().items()}
         changed = {key: pair for key, pair in changed.items() if pair[0] != pair[1]}
@@ -103,7 +103,7 @@ class PackedLoader:
         }
 
     def _sequence(self, number: int) -> int:
-        """Which sequence is the `number`-th of the stream."""
+        """Index of the `number`-th sequence of the stream."""
         epoch, place = divmod(number, len(self.dataset))
         if not self.shuffle:
             return place

@@ -1,7 +1,7 @@
 """First-fit packing of documents into sequences of one length, as Arrow tables.
 
-A packed sequence is a row: `input_ids` (list of int32) and `loss_mask` (list of bool) of its documents one after
-another, and `document_lengths` (list of int32). What is missing to the sequence length is not stored.
+A row is one packed sequence: `input_ids` (list of int32) and `loss_mask` (list of bool) of its concatenated documents,
+and `document_lengths` (list of int32). Padding is not stored.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 ROWS = 1000
-"""Sequences that a record batch holds; Arrow counts the tokens of one in 32 bits."""
+"""Sequences per record batch, in which Arrow counts tokens with 32 bits."""
 
 
 def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Indices of the items in each bin: an item goes, in order, to the first bin with room for it.
+    """Put items into bins, in order, each into the first bin with room for it; return the indices of each bin's items.
 
-    Lengths are 1 .. capacity. Takes O(n log n): a tree over the bins holds the most room below each node.
+    Lengths are 1 .. capacity. Takes O(n log n): each node of a tree over the bins holds the most room below it.
 
     Example: first_fit([3, 3, 1, 2], capacity=4) == [[0, 2], [1], [3]]
     """
@@ -50,7 +50,7 @@ def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[i
 
 
 def pack(documents: Sequence[Document], sequence_length: int) -> "pyarrow.Table":
-    """Sequences of whole documents, none of them longer than `sequence_length`."""
+    """Pack whole documents, none longer than `sequence_length`, into a table of sequences."""
     import pyarrow as pa
 
     bins = first_fit([len(document) for document in documents], sequence_length)
@@ -65,13 +65,13 @@ def pack(documents: Sequence[Document], sequence_length: int) -> "pyarrow.Table"
 
 
 def join(token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray, counts: Sequence[int]) -> "pyarrow.Table":
-    """A table of sequences, of documents that lie one after another.
+    """Make a table of sequences from concatenated documents.
 
     Args:
-        token_ids: [n] int32, of all documents.
+        token_ids: [n] int32, tokens of all documents.
         loss_mask: [n] bool.
-        lengths: tokens of each document.
-        counts: documents of each sequence.
+        lengths: number of tokens of each document.
+        counts: number of documents of each sequence.
 
     Example: join([1, 2, 3, 4, 5, 6], ..., lengths=[3, 1, 2], counts=[2, 1]) has the sequences [1, 2, 3, 4] and [5, 6]
     """
@@ -88,10 +88,10 @@ def join(token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray, coun
 
 
 def fingerprint(table: "pyarrow.Table") -> str:
-    """32 hexadecimal digits that are equal for tables of the same sequences, however they are cut into batches."""
+    """32 hexadecimal digits that are equal for tables of equal sequences, however they are cut into record batches."""
     hashes = []
     for column in ("input_ids", "loss_mask", "document_lengths"):
-        for counted in (False, True):  # what the lists hold, and how long they are
+        for counted in (False, True):  # contents of the lists, then their lengths
             digest = hashlib.blake2b(digest_size=16)
             for chunk in table.column(column).chunks:
                 values = chunk.value_lengths() if counted else chunk.flatten()

@@ -1,7 +1,7 @@
-"""From files to prepared data: read, tokenised and packed once, by several processes, through `datasets`.
+"""Prepare data from files: read, tokenise and pack once, with several processes, through `datasets`.
 
-Nothing holds all tokens: samples, documents and sequences go from one memory-mapped Arrow file to the next. What comes
-out does not depend on the number of processes.
+All tokens are never in memory at once: samples, documents and sequences go from one memory-mapped Arrow file to the
+next. The result does not depend on the number of processes.
 """
 
 import json
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left_out.txt"
 SAMPLES_PER_PROCESS = 1000
-"""Fewer are tokenised before another process has started."""
+"""Fewest samples that are worth another process."""
 _TOKENS_AT_ONCE = 2**24
-"""Of sequences that are joined together."""
+"""Tokens of sequences that are built at a time."""
 
 
 def check_destination(directory: Path, force: bool) -> None:
-    """Refuse to write over what is there.
+    """Refuse a destination that must not be overwritten.
 
     Raises:
-        UserError: it is a file, or a directory with content and not `force`, or not of prepared data.
+        UserError: it is a file, holds anything but prepared data, or holds prepared data without `force`.
     """
     if directory.name in ("", ".."):
-        raise UserError(f"output {str(directory)!r} is no name of a directory to write; name one")
+        raise UserError(f"output {str(directory)!r} is not the name of a directory to write; name one")
     above = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory)
     if above.is_symlink() and not above.exists():
         raise UserError(f"output {directory}: {above} is a link that leads nowhere; name another directory")
@@ -53,7 +53,7 @@ def check_destination(directory: Path, force: bool) -> None:
     if not directory.is_dir() or not any(directory.iterdir()):
         return
     if not (directory / MANIFEST).is_file():
-        raise UserError(f"output {directory} holds something else than prepared data; name another directory")
+        raise UserError(f"output {directory} holds files other than prepared data; name another directory")
     if not force:
         raise UserError(f"output {directory} holds prepared data already; name another directory, or add --force")
 
@@ -70,15 +70,15 @@ def prepare(
     """Tokenise and pack files, folders and globs into an empty directory, with progress bars.
 
     Args:
-        paths: as of `find_sources`; each becomes a source.
-        num_proc: processes; None: one a core, fewer for little data.
-        vocab_size: of the model; None: not known.
+        paths: as for `find_sources`; each becomes a source.
+        num_proc: processes; None: one per core, fewer for little data.
+        vocab_size: vocabulary size of the model; None: not known.
 
     Returns:
         The manifest, which is written last.
 
     Raises:
-        UserError: from any of the stages; see `find_sources`, `read_samples`, `tokenize`, `PackedDataset`.
+        UserError: any error of `find_sources`, `read_samples`, `tokenize` or `PackedDataset`.
     """
     import datasets
 
@@ -129,14 +129,14 @@ def prepare(
 
 
 class _Stage:
-    """Where a source's intermediate files lie, and how many processes make them."""
+    """Folder of a source's intermediate files, and the number of processes that make them."""
 
     def __init__(self, folder: Path, num_proc: int | None) -> None:
         self.folder, self._asked = folder, num_proc
         folder.mkdir(parents=True)
 
     def processes(self, items: int, least: int = 1) -> int | None:
-        """For so many items, of which each process should have at least `least`; None: this one alone."""
+        """Processes for `items`, each with at least `least` of them; None: this process alone."""
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         wanted = self._asked or min(available, items // least)
         return n if (n := min(wanted, items)) > 1 else None
@@ -154,7 +154,7 @@ def _tokenize_source(
     columns: Columns | None,
     vocab_size: int | None,
 ) -> tuple[Any, int, list[tuple[str, str]]]:
-    """Documents of at most one sequence's length, the number of samples, and those that are left out."""
+    """Documents of at most `sequence_length` tokens, the number of samples, and name and reason of those left out."""
     import pyarrow.compute as pc
     from datasets import Dataset, Features, List, Value
 
@@ -199,7 +199,7 @@ def _tokenize_source(
 
 
 def _pack_source(stage: _Stage, documents: Any, sequence_length: int) -> Any:
-    """A data set of packed sequences."""
+    """Pack the documents into a data set of sequences."""
     import pyarrow as pa
     from datasets import Dataset
 
@@ -228,7 +228,7 @@ def _pack_source(stage: _Stage, documents: Any, sequence_length: int) -> Any:
 
 
 def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]]:
-    """Samples as JSON; an error is the last of them, since what another process raises does not arrive whole."""
+    """Yield samples as JSON, last an error if there is one, since exceptions of another process arrive incomplete."""
     try:
         for sample in read_samples(files, columns):
             yield {"sample": json.dumps(asdict(sample)), "error": ""}
@@ -243,7 +243,7 @@ def _tokenize(
     sequence_length: int,
     vocab_size: int | None,
 ) -> dict[str, list]:
-    """Parts that have something to learn, and an empty one for each sample that has none."""
+    """Parts with prediction targets, and an empty one for each sample that has none."""
     samples = (Sample(**json.loads(text)) for text in batch["sample"])
     rows: dict[str, list] = {"input_ids": [], "loss_mask": [], "name": [], "problem": []}
     for document in tokenize(samples, tokenizer, own, vocab_size):
@@ -256,7 +256,7 @@ def _tokenize(
 
 
 def _join(batch: "pyarrow.Table", documents: Any) -> "pyarrow.Table":
-    """Sequences of the documents whose numbers they are given by."""
+    """Build sequences from the indices of their documents."""
     members = batch["members"].combine_chunks()
     rows = documents[members.flatten().to_numpy()]
     ids, mask = (rows[name].combine_chunks() for name in ("input_ids", "loss_mask"))
@@ -269,7 +269,7 @@ def _join(batch: "pyarrow.Table", documents: Any) -> "pyarrow.Table":
 
 
 def _lengths(documents: Any) -> np.ndarray:
-    """Tokens of each document, without reading them."""
+    """Number of tokens of each document, without reading the tokens."""
     import pyarrow.compute as pc
 
     return pc.list_value_length(documents.data.table["input_ids"]).to_numpy()
@@ -284,7 +284,8 @@ def _files(sources: list[Source]) -> dict[str, list[str]]:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """No progress bars where stderr is no terminal, no errors that are raised as well, one thread a process."""
+    """Silence `datasets`: progress bars only on a terminal, no log of errors that are raised too; one thread per
+    process."""
     import datasets
 
     before = os.environ.get("TOKENIZERS_PARALLELISM")
@@ -306,7 +307,7 @@ def _quiet_datasets() -> Iterator[None]:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """What `datasets` wraps: the error that its generator or worker met."""
+    """Raise the MtpkitError that `datasets` wraps, if its generator or worker met one."""
     try:
         yield
     except Exception as error:

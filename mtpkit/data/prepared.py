@@ -1,9 +1,9 @@
-"""Directories of prepared data: a data set of `datasets` (`load_from_disk` reads it), and what it was made of.
+"""Directories of prepared data: a data set of `datasets` (`load_from_disk` reads it), and a manifest of its origin.
 
-DIR/data-00000-of-00001.arrow ...        packed sequences, a row each, source after source; see `packing`
-DIR/dataset_info.json  state.json        of `datasets`
+DIR/data-00000-of-00001.arrow ...        packed sequences, one per row, source after source; see `packing`
+DIR/dataset_info.json  state.json        files of `datasets`
 DIR/mtpkit_data.json                     the manifest
-DIR/left_out.txt                         samples without anything to learn, if there are any
+DIR/left_out.txt                         samples without prediction targets, if there are any
 """
 
 import json
@@ -24,35 +24,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
-"""Version of the layout; one that is not known is refused."""
+"""Version of the layout; others are refused."""
 COLUMNS = {"input_ids": "int32", "loss_mask": "bool", "document_lengths": "int32"}
-"""Columns of the data files and what their lists hold."""
+"""Columns of the data files, and the types in their lists."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What prepared data is, and what it was made of."""
+    """Contents and origin of prepared data."""
 
     format: int
     sequence_length: int
     tokenizer: str
-    """Fingerprint."""
+    """Fingerprint of the tokenizer."""
     tokenizer_name: str
-    """Where it lay."""
+    """Directory of the tokenizer."""
     sources: list[SourceCounts]
     """At least one, in the order of their sequences."""
     source_files: dict[str, list[str]]
-    """Of each source."""
+    """Files of each source."""
     files: dict[str, int]
-    """Bytes of each data file, in the order of their sequences."""
+    """Size of each data file in bytes, in the order of their sequences."""
 
     def problems(self) -> list[str]:
-        """What cannot be of numbers and names that have the right types."""
+        """Values that are impossible although they have the right types."""
         found = [
-            f"files has {shown(name)}, no data file" for name in self.files if not re.fullmatch(r"[\w-]+\.arrow", name)
+            f"files has {shown(name)}, not a data file"
+            for name in self.files
+            if not re.fullmatch(r"[\w-]+\.arrow", name)
         ]
         if not re.fullmatch("[0-9a-f]{32}", self.tokenizer):
-            found.append(f"tokenizer is {shown(self.tokenizer)}, no fingerprint")
+            found.append(f"tokenizer is {shown(self.tokenizer)}, not a fingerprint")
         if not self.files or not self.sources:
             found.append("files or sources are empty")
         if not 2 <= self.sequence_length < 2**31:
@@ -65,15 +67,15 @@ class Manifest:
         return found
 
     def write(self, directory: Path) -> None:
-        """Write it into a directory that holds everything else already."""
+        """Write the manifest into a directory that already holds everything else."""
         (directory / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of prepared data.
+    """Read the manifest of prepared data.
 
     Raises:
-        UserError: there is none, it is damaged, or of a version that is not known.
+        UserError: there is none, it is damaged, or its version is not known.
     """
     path = directory / MANIFEST
     try:
@@ -88,10 +90,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def stored_length(directories: Sequence[Path]) -> int | None:
-    """The sequence length of prepared data; None without any.
+    """The sequence length of prepared data; None if there are no directories.
 
     Raises:
-        UserError: as `read_manifest`; or they were prepared for different ones.
+        UserError: any error of `read_manifest`; or the directories have different sequence lengths.
     """
     lengths = {directory: read_manifest(directory).sequence_length for directory in directories}
     if len(set(lengths.values())) > 1:
@@ -103,13 +105,13 @@ def stored_length(directories: Sequence[Path]) -> int | None:
 def open_prepared(
     directory: Path, tokenizer: "PreTrainedTokenizerBase", sequence_length: int, name: str = ""
 ) -> list[PackedSource]:
-    """The sources of prepared data, mapped from its files.
+    """Memory-map the sources of prepared data.
 
     Args:
-        name: for all of its sources, in place of their own names.
+        name: a name for all of its sources, in place of their own.
 
     Raises:
-        UserError: it was made by another tokenizer or for another sequence length, or it is damaged.
+        UserError: it was made with another tokenizer or for another sequence length, or it is damaged.
     """
     manifest = read_manifest(directory)
     own = fingerprint(tokenizer)
@@ -134,10 +136,10 @@ def open_prepared(
 
 
 def _map_table(directory: Path, manifest: Manifest) -> Any:
-    """All sequences, still on the disk.
+    """Memory-map all sequences.
 
     Raises:
-        UserError: files are missing, cut off, or something else.
+        UserError: a file is missing, truncated or damaged.
     """
     for file, size in manifest.files.items():
         path = directory / file
@@ -151,9 +153,9 @@ def _map_table(directory: Path, manifest: Manifest) -> Any:
     try:
         files = [pa.ipc.open_stream(pa.memory_map(str(directory / file))) for file in manifest.files]
         table = pa.concat_tables(reader.read_all() for reader in files)
-        table.validate(full=True)  # reads where lists begin, not the tokens
+        table.validate(full=True)  # reads the offsets of lists, not the tokens
         tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py()
-    except Exception as error:  # pyarrow raises its own kinds
+    except Exception as error:  # pyarrow has exceptions of its own
         text = textwrap.shorten(str(error), 200)
         raise UserError(f"data: {directory} cannot be read: {text}; prepare the data again") from error
     for what, found, wanted in (
@@ -167,7 +169,7 @@ def _map_table(directory: Path, manifest: Manifest) -> Any:
 
 
 def _columns(table: Any) -> dict[str, str]:
-    """What the lists hold that a table is made of, by column; whatever has nulls is none."""
+    """The type in the lists of each list column; columns with nulls are left out."""
     import pyarrow as pa
 
     return {

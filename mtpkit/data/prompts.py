@@ -1,4 +1,4 @@
-"""Prompts for the base to answer: from rows with messages or prompts, or cut from texts."""
+"""Prompts for the base to answer, from rows with messages or prompts, or cut from texts."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -23,10 +23,10 @@ Turns = Literal["last", "all"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the base is to continue."""
+    """A prompt for the base."""
 
     name: str
-    """Where it comes from: the file and the row, counted from 1."""
+    """File and row (counted from 1) that it comes from."""
     text: str
     token_ids: list[int]
     messages: list[dict[str, Any]] | None = None
@@ -41,14 +41,15 @@ def read_prompts(
     turns: Turns = "last",
     columns: Columns | None = None,
 ) -> tuple[list[Prompt], list[tuple[str, str]]]:
-    """Prompts of files, folders and globs, in order; and name and reason of the rows that give none.
+    """Read prompts from files, folders and globs, in order; also return name and reason of the rows without a prompt.
 
-    A row with messages asks for the assistant's last message, or for each of them, after the conversation before it; if
-    there is none, for the answer to the whole. A row with a prompt is one as it is. A text is cut into pieces of
-    `prompt_length` tokens; what is left over at its end is no prompt, unless it is all there is.
+    In a row with messages, the conversation before the assistant's last message is a prompt, or, with `turns` "all",
+    before each of the assistant's messages; a conversation that ends without an answer is a prompt as a whole. A row
+    with a prompt gives that prompt. A text is cut into pieces of `prompt_length` tokens; a shorter rest is dropped,
+    unless it is the whole text.
 
     Raises:
-        UserError: files that cannot be read, or hold none of these; a text and no `prompt_length`.
+        UserError: a file cannot be read or has none of the columns, or a text comes without `prompt_length`.
     """
     if prompt_length is not None and prompt_length < 1:
         raise UserError(f"prompt length is {prompt_length}, must be at least 1")
@@ -75,7 +76,7 @@ def read_prompts(
 
 
 def _column(name: str, row: dict[str, Any], columns: Columns) -> str:
-    """The column that a row's prompts come from: the first that it has something in."""
+    """The column that a row's prompts come from: the first that is not empty."""
     known = [column for column in (columns.messages, columns.prompt, columns.text) if column in row]
     if not known:
         raise UserError(
@@ -124,13 +125,13 @@ def _from_messages(
     turns: Turns,
 ) -> Iterator[Prompt]:
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    # A conversation that ends with a question has that to be answered too.
+    # A question at the end of a conversation is to be answered too.
     if messages and messages[-1]["role"] != "assistant":
         answers.append(len(messages))
     for index in answers if turns == "all" else answers[-1:]:
         before = messages[:index]
         text = render_prompt(tokenizer, before, tools)
-        # The template has written the first tokens already.
+        # The template has already written the tokenizer's first tokens.
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         yield Prompt(name, text, token_ids, before, tools)
     if not answers:
@@ -138,7 +139,7 @@ def _from_messages(
 
 
 def _with_bos(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> list[int]:
-    """With the token that the tokenizer puts before a text; what it puts behind one does not belong in a prompt."""
+    """Prepend the BOS token if the tokenizer adds one; a token that it adds at the end does not belong in a prompt."""
     frame = tokenizer("", verbose=False)["input_ids"]
     first = [token for token in frame[:1] if token == tokenizer.bos_token_id]
     return [*first, *token_ids]

@@ -1,8 +1,8 @@
-"""The base's own answers to prompts, as data: heads learn best from what the base itself would say.
+"""The base's own answers to prompts, as data: heads learn best from text that the base itself would write.
 
-The work is kept in a journal beside the output, `NAME.partial`: a line of settings, then a line for each prompt in the
-order in which they finish. A run that was stopped, however it was, goes on from there. Only when all prompts are
-done the output appears, whole and in the order of the prompts.
+Answers are kept in a journal beside the output, `NAME.partial`: a line of settings, then a line per prompt in the order
+in which they finish. A run that was stopped in any way continues from the journal. The output appears when all prompts
+are done, complete and in the order of the prompts.
 """
 
 import fcntl
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What `mtpkit.engine.Engine` does, as far as it is needed here."""
+    """The part of `mtpkit.engine.Engine` that is needed here."""
 
     def add_request(self, prompt_token_ids: Sequence[int], params: Any, request_id: str) -> str:
         """Queue a request; UserError if it can never be served."""
         ...
 
     def step(self, finished_only: bool) -> list[Any]:
-        """`RequestOutput`s of the requests that have new tokens, or only of those that are finished."""
+        """Run one step; return `RequestOutput`s of requests with new tokens, or only of those that are finished."""
         ...
 
 
@@ -42,7 +42,7 @@ class Answer:
     """A line of the output; `mtpkit data prepare` reads it."""
 
     index: int
-    """Of the prompt."""
+    """Index of the prompt."""
     name: str
     """File and row that the prompt comes from."""
     prompt: str
@@ -53,19 +53,19 @@ class Answer:
     """Fingerprint of the tokenizer that the token ids belong to."""
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
-    """As they were generated, the token that ended them included."""
+    """The generated tokens, the end-of-sequence token included."""
     messages: list[dict[str, Any]] | None = None
-    """The conversation with the answer, where the prompt was one."""
+    """The conversation with the answer, if the prompt was a conversation."""
     tools: list[dict[str, Any]] | None = None
 
     def to_json(self) -> str:
-        """One line."""
+        """One line of JSON."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 def journal_settings(model: Path, prompts: Sequence[Prompt], params: Any, seed: int, dtype: str) -> dict[str, Any]:
-    """What the answers depend on.
+    """All settings that the answers depend on.
 
     Args:
         params: `SamplingParams` of all prompts; their seed is not used.
@@ -82,25 +82,25 @@ def journal_settings(model: Path, prompts: Sequence[Prompt], params: Any, seed: 
 
 
 class Journal:
-    """Finished answers on the disk, one process writing.
+    """Finished answers on the disk, which one process writes.
 
     Args:
-        output: of the finished work; the journal lies beside it.
-        settings: what the answers depend on.
+        output: path of the output; the journal is beside it.
+        settings: all settings that the answers depend on.
 
     Raises:
-        UserError: the journal there is of other settings, damaged, or another process writes it.
+        UserError: the existing journal has other settings, is damaged, or is being written by another process.
     """
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         self.output = output
         self.path = output.with_name(f"{output.name}.partial")
         if os.path.lexists(self.path) and not self.path.is_file():
-            raise UserError(f"{self.path} is no file to keep answers in; remove it, or name another output")
+            raise UserError(f"{self.path} is not a regular file; remove it, or name another output")
         self._file: IO[bytes] = self.path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # As it will be read again: lists for tuples.
+            # The settings as JSON will give them back: lists for tuples.
             self._offsets = self._recover(json.loads(json.dumps(settings)))
         except BlockingIOError as error:
             self._file.close()
@@ -123,13 +123,13 @@ class Journal:
         return set(self._offsets)
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer, should this process end now."""
+        """Append an answer, so that it survives the end of this process."""
         self._offsets[answer.index] = self._file.seek(0, os.SEEK_END)
         self._file.write(answer.to_json().encode())
         self._file.flush()
 
     def publish(self) -> None:
-        """Put all answers in order in the output's place, and remove the journal."""
+        """Write all answers in order to the output, which appears whole, and remove the journal."""
         staging = self.output.with_name(f".{self.output.name}.writing-{os.getpid()}")
         try:
             with staging.open("wb") as file:
@@ -144,10 +144,10 @@ class Journal:
         self.path.unlink()
 
     def _recover(self, settings: dict[str, Any]) -> dict[int, int]:
-        """Where each answer begins. A last line that was torn is cut off; without a first one the journal begins.
+        """Byte offset of each answer. An incomplete last line is cut off; a journal without answers starts anew.
 
         Raises:
-            UserError: it is no journal, one of other settings, or a line is damaged.
+            UserError: the file is no journal, has other settings, or has a damaged line.
         """
         self._file.seek(0)
         whole = 0
@@ -177,8 +177,8 @@ class Journal:
             whole = 0
         elif changed:
             raise UserError(
-                f"{self.path} holds answers of other settings: {listed(changed, separator='; ')}; "
-                "use the same, or remove it"
+                f"{self.path} holds answers made with other settings: {listed(changed, separator='; ')}; "
+                "use the same settings, or remove the file"
             )
         self._file.truncate(whole)
         if not whole:
@@ -199,21 +199,21 @@ def regenerate(
 ) -> int:
     """Answer all prompts that the journal has no answer to, with continuous batching and a progress bar.
 
-    Each prompt draws from a seed of its own: but for the rounding of other batches it is answered alike whatever runs
-    beside it and however often the work was stopped. A prompt that the engine cannot serve is left out, with a warning.
+    Each prompt has its own seed, so that its answer depends neither on other requests nor on interruptions, except for
+    rounding differences between batches. A prompt that the engine cannot serve is left out, with a warning.
 
     Args:
         params: `SamplingParams` of all prompts; their seed is not used.
-        tokenizer: fingerprint of the engine's.
-        in_flight: requests that the engine is given at once.
-        refused: name and reason of what gave no prompt, for the warning.
+        tokenizer: fingerprint of the engine's tokenizer.
+        in_flight: most requests that the engine holds at once.
+        refused: name and reason of the rows without a prompt, for the warning.
 
     Returns:
         The number of answers; they are in the output then.
 
     Raises:
         UserError: no prompt can be served.
-        MtpkitError: the engine could not answer a prompt to its end. The answers so far are kept.
+        MtpkitError: the engine failed on a prompt. The answers so far are kept.
     """
     from tqdm import tqdm
 
@@ -259,7 +259,7 @@ def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokeni
     """Take a step, and journal the answers that it finished.
 
     Raises:
-        MtpkitError: a prompt could not be answered to its end.
+        MtpkitError: the engine failed on a prompt.
     """
     outputs = engine.step(finished_only=True)
     failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
@@ -277,7 +277,7 @@ def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokeni
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """32 hexadecimal digits of the prompts' tokens, in order."""
+    """32 hexadecimal digits that depend on the prompts' tokens and their order."""
     content = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         content.update(np.array([len(prompt.token_ids), *prompt.token_ids], dtype=np.int64).tobytes())
@@ -285,7 +285,7 @@ def digest(prompts: Sequence[Prompt]) -> str:
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """At most `limit` prompts, evenly spread over all."""
+    """At most `limit` prompts, spread evenly over all."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
     if limit < 1:
@@ -317,23 +317,23 @@ def _seed(seed: int, index: int) -> int:
 
 
 def _brief(value: Any) -> str:
-    """A setting, or its beginning."""
+    """A setting as text, cut off after 80 characters."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _require_keys(record: Any, settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """The settings in the first line of a journal."""
+    """Check that the first line of a journal holds the settings that this run has, of whatever values."""
     if not isinstance(record, dict) or set(record) != set(settings):
         raise UserError(f"{where} must hold the settings {listed(settings)}")
     return record
 
 
 def _index(record: Any, known: Container[int], where: str) -> int:
-    """Which prompt a line of a journal answers, once the whole answer is checked."""
+    """Check a line of a journal; return the index of the prompt that it answers."""
     answer = read_record(Answer, record, where)
     if answer.index < 0 or answer.index in known:
-        raise UserError(f"{where} has the index {shown(answer.index)}, which is below 0 or of a line before")
+        raise UserError(f"{where} has the index {shown(answer.index)}, which is below 0 or on an earlier line too")
     if min([*answer.prompt_token_ids, *answer.completion_token_ids], default=0) < 0:
         raise UserError(f"{where} has a negative token id")
     return answer.index

@@ -1,4 +1,4 @@
-"""Rows of files, each with its place: JSON lines, JSON, CSV and Parquet; a text file is one row."""
+"""Read rows of files with file and row number: JSON lines, JSON, CSV and Parquet; a text file is one row."""
 
 import codecs
 import csv
@@ -17,40 +17,40 @@ Row = dict[str, Any]
 Numbered = Iterator[tuple[int, Row]]
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
-"""Text files that are picked from a folder."""
+"""Suffixes of text files that are picked from a folder."""
 MORE_TEXT_SUFFIXES = frozenset(
     """
     .markdown .tex .org .html .htm .css .xml .yaml .yml .toml .ini .cfg .log .diff .patch .cmake .mk
     .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .java .kt .scala .cs .fs .go .rs .swift .zig .js .mjs .jsx .ts
     .tsx .rb .php .pl .lua .r .jl .hs .ml .ex .erl .clj .lisp .el .sh .bash .sql .f90 .asm .s .v .vhd .tcl .vim
-    """.split()  # noqa: SIM905 (a line a letter otherwise)
+    """.split()  # noqa: SIM905 (as a list it would take one line per suffix)
 )
-"""Text and source code that is read where a path or a glob names it."""
+"""Suffixes of text and source code that is read only if a path or a glob names it."""
 _FIRST_ROWS = 256
-"""Rows that decide which columns a file has."""
+"""Rows whose columns are the columns of the file."""
 _ROWS_AT_ONCE = 256
-"""Rows of a Parquet file that are in memory at once."""
+"""Rows of a Parquet file in memory at a time."""
 
 
 def kind_problem(file: Path) -> str:
-    """What is wrong with a file whose ending is not that of a kind that is read; "" if nothing is."""
+    """An error message for a file whose suffix is not supported; "" if it is."""
     suffix = file.suffix.lower()
     if suffix in _READERS or suffix in TEXT_SUFFIXES or suffix in MORE_TEXT_SUFFIXES:
         return ""
     return (
-        f"{file} is of a kind that is not known: it must end in {' '.join(TABLE_SUFFIXES)} (columns), in "
-        f"{' '.join(TEXT_SUFFIXES)}, or as source code does, .c or .js; rename text to .txt"
+        f"{file} is of an unknown kind: it must end in {' '.join(TABLE_SUFFIXES)} (columns), in "
+        f"{' '.join(TEXT_SUFFIXES)}, or as source code does, such as .c or .js; rename text to .txt"
     )
 
 
 def read_rows(file: Path, text_column: str) -> Iterator[tuple[str, Row]]:
-    """(name, row) of each row, named `FILE:NUMBER` by its line, or by its row in Parquet and in a list of JSON.
+    """Yield (name, row); the name is `FILE:NUMBER`, the line, or the row in Parquet and in JSON lists.
 
-    Rows have all columns that the file's first rows have; what one lacks is None. A text file is one row, all of it in
-    the column `text_column`.
+    Each row has all columns of the file's first rows, with None for those that it lacks. A text file is one row with
+    the whole text in the column `text_column`.
 
     Raises:
-        UserError: the file cannot be read as what its ending says, or has no rows.
+        UserError: the file cannot be read as its suffix says, or has no rows.
     """
     if problem := kind_problem(file):
         raise UserError(f"data: {problem}")
@@ -71,7 +71,7 @@ def read_rows(file: Path, text_column: str) -> Iterator[tuple[str, Row]]:
 
 
 def _read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their ends, counted from 1."""
+    """Yield line numbers from 1, and lines with their line breaks."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}:{number}"
@@ -84,7 +84,7 @@ def _read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 def _require_text(text: str, where: str) -> str:
     if "\0" in text:
-        raise UserError(f"data: {where} has a NUL byte, so that it is UTF-16 or no text; save the file as UTF-8")
+        raise UserError(f"data: {where} has a NUL byte, so it is UTF-16 or not text; save the file as UTF-8")
     return text
 
 
@@ -95,7 +95,7 @@ def _read_jsonl(file: Path) -> Numbered:
 
 
 def _read_json(file: Path) -> Numbered:
-    """Rows of a list of objects, or of one; or one a line."""
+    """Read a list of objects, one object, or one object per line."""
     line = next((line for _, line in _read_lines(file) if not line.isspace()), "{}")
     try:
         by_line = isinstance(json.loads(line), dict)
@@ -116,8 +116,8 @@ def _require_row(value: Any, where: str) -> Row:
 
 
 def _read_csv(file: Path) -> Numbered:
-    """Rows under a header, all of their cells text; an empty cell is None."""
-    csv.field_size_limit(2**31 - 1)  # by default 128 KiB
+    """Read rows under a header; all cells are text, and an empty cell is None."""
+    csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
     lines = (line for _, line in _read_lines(file))
     reader = csv.reader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
     header: list[str] | None = None
@@ -160,13 +160,13 @@ def _read_parquet(file: Path) -> Numbered:
                     yield number, _drop_nulls(row)
     except UserError:
         raise
-    except Exception as error:  # pyarrow raises its own kinds, and those of the types that it converts
+    except Exception as error:  # pyarrow has exceptions of its own, and passes on those of types that it converts
         text = textwrap.shorten(str(error), 200)
         raise UserError(f"data: {file} cannot be read as parquet after row {number}: {text}") from error
 
 
 def _drop_nulls(value: Any, top: bool = True) -> Any:
-    """Without the null entries inside of columns: all messages of a Parquet file have the same keys."""
+    """Drop null entries inside columns: in a Parquet file all messages have the same keys."""
     if isinstance(value, dict):
         return {key: _drop_nulls(entry, False) for key, entry in value.items() if top or entry is not None}
     if isinstance(value, list):
@@ -182,4 +182,4 @@ _READERS: dict[str, Callable[[Path], Numbered]] = {
     ".tsv": _read_csv,
 }
 TABLE_SUFFIXES = tuple(_READERS)
-"""Files with columns."""
+"""Suffixes of files with columns."""

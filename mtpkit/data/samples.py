@@ -1,4 +1,4 @@
-"""Rows to samples: conversations, prompts and responses, texts; what a row says is checked before it is believed."""
+"""Rows to samples: conversations, prompts with responses, texts; every row is checked."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,17 +10,17 @@ from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import parse_json
 
 NAMING = "--text-column and the like; data.text_column=.. in training"
-"""How columns are named."""
+"""How users name columns, for messages."""
 _MOST_DEPTH = 64
-"""How deep lists and objects may be nested in messages and tools."""
+"""Deepest nesting of lists and objects in messages and tools."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that are read: a conversation, else prompt and response, else text.
+    """Names of the columns to read: a conversation, else prompt and response, else text.
 
-    The first rows of a file decide; a row without messages among conversations may have prompt and response. A file
-    without the default `response` may call it `completion`.
+    The first rows of a file decide; among conversations, a row without messages may have prompt and response. If a file
+    lacks the default column `response`, `completion` is read in its place.
     """
 
     text: str = "text"
@@ -31,10 +31,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class Sample:
-    """One text to learn, which may follow a prompt that is only context; or a conversation.
+    """One text to learn, possibly after a prompt that is only context; or a conversation.
 
-    Tokens that a model has generated count more than their text: they are learnt as they are by whoever has the same
-    tokenizer.
+    Token ids that a model generated take precedence over their text if the tokenizer is the same.
     """
 
     text: str = ""
@@ -44,25 +43,25 @@ class Sample:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that a conversation may call."""
     prompt_token_ids: list[int] | None = None
-    """At least 0; whether a model knows them is to be checked."""
+    """At least 0; not yet checked against a vocabulary."""
     completion_token_ids: list[int] | None = None
-    """As `prompt_token_ids`; there are both or neither."""
+    """The same; given if and only if `prompt_token_ids` is."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer that the token ids belong to."""
     complete: bool = True
     """False: the text was cut off, so that no end-of-sequence token follows."""
     name: str = field(default="", compare=False)
-    """Where it comes from: the file, and the line or row, counted from 1."""
+    """File and line or row (counted from 1) that it comes from."""
     problem: str = field(default="", compare=False)
-    """Why there is no text, if it is known."""
+    """Why there is no text, if that is known."""
 
 
 def read_samples(files: Iterable[Path], columns: Columns | None = None) -> Iterator[Sample]:
-    """Samples of `files` in order: the rows of a file with columns, the whole of a text file.
+    """Yield the samples of `files` in order: one per row of a file with columns, one per text file.
 
     Raises:
-        UserError: a file that cannot be read as what its ending says, or has none of the columns, or a row whose
-            columns hold something else than they should; it is named.
+        UserError: a file cannot be read as its suffix says or has none of the columns, or a row has a value of a wrong
+            type; the file or row is named.
     """
     columns = columns or Columns()
     for file in files:
@@ -73,10 +72,10 @@ def read_samples(files: Iterable[Path], columns: Columns | None = None) -> Itera
 
 
 def read_messages(row: Row, column: str, name: str) -> tuple[list[dict[str, Any]], list[dict] | None]:
-    """Messages and tools of a row, either of which may be JSON in a text.
+    """Messages and tools of a row, lists or JSON strings.
 
     Raises:
-        UserError: they are something else.
+        UserError: one of them has a wrong type.
     """
     messages, tools = (_read_objects(row.get(key), key, name) for key in (column, "tools"))
     for number, message in enumerate(messages, start=1):
@@ -86,7 +85,7 @@ def read_messages(row: Row, column: str, name: str) -> tuple[list[dict[str, Any]
         content = message.get("content")
         parts = isinstance(content, list) and all(isinstance(part, str | dict) for part in content)
         if not parts and not isinstance(content, str | None):
-            raise UserError(f"{where} has the content {shown(content)}, which is no text")
+            raise UserError(f"{where} has the content {shown(content)}, which is not text")
         calls = message.get("tool_calls")
         calls = [] if calls is None else calls
         if not isinstance(calls, list) or not all(
@@ -97,10 +96,10 @@ def read_messages(row: Row, column: str, name: str) -> tuple[list[dict[str, Any]
 
 
 def read_text_column(row: Row, column: str, name: str) -> str:
-    """The text in a column; "" where there is none.
+    """The text in a column; "" if there is none.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the column holds something other than text.
     """
     value = row.get(column)
     if not isinstance(value, str | None):
@@ -146,16 +145,16 @@ def _choose(file: Path, row: Row, columns: Columns) -> Callable[[Row, str], Samp
 
 
 def _sample(row: Row, column: str, name: str) -> Sample:
-    """The text of a column, or why there is none."""
+    """A sample of the text in a column, or with the reason why there is none."""
     problem = lacking(row, column) if row.get(column) is None else ""
     return Sample(read_text_column(row, column, name), name=name, problem=problem)
 
 
 def _with_tokens(sample: Sample, row: Row) -> Sample:
-    """A sample with what `mtpkit data regenerate` adds to it, if it did.
+    """Add the columns that `mtpkit data regenerate` writes to a sample, if the row has them.
 
     Raises:
-        UserError: it is something else, or only the prompt's or the completion's token ids.
+        UserError: one has a wrong type, or only one of prompt and completion has token ids.
     """
     complete = row.get("finish_reason") != "length"
     prompt, completion = (_read_token_ids(row, f"{part}_token_ids", sample.name) for part in ("prompt", "completion"))
@@ -174,7 +173,7 @@ def _with_tokens(sample: Sample, row: Row) -> Sample:
 
 
 def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
-    """The token ids in a column, a list or JSON in a text; None where there are none."""
+    """The token ids in a column, a list or a JSON string; None if there are none."""
     token_ids = _parse(row.get(column), column, name)
     if token_ids is None:
         return None
@@ -193,7 +192,7 @@ def _read_objects(value: Any, column: str, name: str) -> list[dict[str, Any]]:
 
 
 def _parse(value: Any, column: str, name: str) -> list[Any] | None:
-    """A list, which may be JSON in a text."""
+    """A list, possibly from a JSON string; None stays None."""
     if isinstance(value, str):
         value = parse_json(value, f"data: {name}: the text in {column!r}")
     if not isinstance(value, list | None):
@@ -202,7 +201,7 @@ def _parse(value: Any, column: str, name: str) -> list[Any] | None:
 
 
 def _check_nested(value: Any, column: str, name: str, depth: int = 0) -> None:
-    """Refuse what neither templates nor JSON can carry."""
+    """Refuse values that chat templates or JSON cannot represent."""
     if depth > _MOST_DEPTH:
         raise UserError(f"data: {name}: {column!r} is nested more than {_MOST_DEPTH} deep")
     if isinstance(value, str):
@@ -222,5 +221,7 @@ def _require_unicode(text: str, column: str, name: str) -> str:
             text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])
-        raise UserError(f"data: {name}: column {column!r} has {half}, half of a character, which is no text") from error
+        raise UserError(
+            f"data: {name}: column {column!r} has {half}, half of a surrogate pair, which is not valid text"
+        ) from error
     return text

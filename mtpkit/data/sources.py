@@ -1,4 +1,4 @@
-"""Find data: files, folders, globs and prepared data, each a source with a name of its own."""
+"""Find data: files, folders, globs and prepared data, each a source with its own name."""
 
 import glob
 import logging
@@ -15,28 +15,28 @@ from mtpkit.errors import UserError, listed, raise_problems
 logger = logging.getLogger(__name__)
 
 MANIFEST = "mtpkit_data.json"
-"""File that makes a directory one of `mtpkit data prepare`."""
+"""The file that marks a directory of `mtpkit data prepare`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A named part of the data, whose acceptance can be reported by itself."""
+    """A named part of the data, for which acceptance can be reported separately."""
 
     name: str
     files: tuple[Path, ...] = ()
     prepared: Path | None = None
-    """A directory of `mtpkit data prepare`, in place of files; `name` is empty if it keeps the names of its own."""
+    """A directory of `mtpkit data prepare`, in place of files; `name` is empty if its own names are kept."""
 
 
 def find_sources(paths: Iterable[str | Path]) -> list[Source]:
-    """What `paths` name: files, folders (searched through), globs (`**` too), directories of prepared data.
+    """Find the sources that `paths` name: files, folders (with all below), globs (`**` too), prepared data.
 
-    A source is called what its file or folder is, without suffix, or as `name=path` says. Paths that would share a name
-    have as much of the path in theirs as tells them apart, `a/x.jsonl` and `b/x.jsonl`. What is named twice, by
-    whatever way, belongs to the first source alone, with a warning.
+    A source has the name of its file or folder without suffix, or the name of `name=path`. Sources that would share a
+    name have the end of their paths as names, `a/x.jsonl` and `b/x.jsonl`. A file that is named twice, directly or
+    through a folder or glob, belongs to the first source only, with a warning.
 
     Raises:
-        UserError: paths where nothing is, nothing but empty files, or files of an unknown kind; it names all of them.
+        UserError: paths that do not exist, hold only empty files, or are of an unknown kind; all of them are named.
     """
     sources: list[Source] = []
     origins: list[tuple[str, Path | None]] = []
@@ -50,7 +50,7 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
             found, problem = ([path], "") if prepared else _find(path)
         except UserError:
             raise
-        except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
+        except (OSError, ValueError) as error:  # for example a name that is too long or has a NUL
             problems.append(f"{str(given)[:200]} cannot be read: {getattr(error, 'strerror', None) or error}")
             continue
         if problem:
@@ -73,10 +73,10 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
 
 
 def find_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The files of `find_sources`, in order and each once.
+    """The files of `find_sources`, in order, each once.
 
     Raises:
-        UserError: as `find_sources`; prepared data, which has no text.
+        UserError: any error of `find_sources`; or prepared data, which has no text.
     """
     sources = find_sources(paths)
     prepared = [source.prepared for source in sources if source.prepared]
@@ -86,10 +86,10 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def tell_apart(sources: Sequence[tuple[str, Path | None]]) -> list[str]:
-    """A name for each source: its own, or the end of its path where others have that name too.
+    """A name for each source: its own, or the end of its path if others have that name too.
 
     Args:
-        sources: names, with the path that a name may be changed to; None: it stays as it is.
+        sources: names, each with the path that may replace it; None: the name is kept.
 
     Example: ("x", a/x.jsonl), ("x", b/x.jsonl), ("y", a/y.jsonl) gives a/x.jsonl, b/x.jsonl, y
     """
@@ -114,7 +114,7 @@ def _ends(path: Path | str) -> list[str]:
 
 
 def _split_name(given: str | Path) -> tuple[str, Path, bool]:
-    """Name and path of `name=path`, or of a path; and whether the name was given."""
+    """Name and path of `name=path` or of a path, and whether the name was given."""
     if not str(given):
         raise UserError("data: one of the paths is empty; name files, folders or globs")
     match = re.fullmatch(r"([\w.-]+)=(.+)", str(given), re.DOTALL)
@@ -134,7 +134,7 @@ def _is_glob(path: Path) -> bool:
 
 
 def _find(path: Path) -> tuple[list[Path], str]:
-    """Files that hold something, and what is wrong if there are none or some of unknown kinds."""
+    """Files at a path that are not empty, and a problem if there are none or some are of an unknown kind."""
     if path.is_file():
         found, problem = [path], f"{path} is empty"
     elif path.is_dir():
@@ -149,7 +149,7 @@ def _find(path: Path) -> tuple[list[Path], str]:
         problem = f"{path} holds no data" if found else f"{path} matches no file"
     else:
         return [], f"{path} {_absence(path)}"
-    # Among others an empty file is ordinary (an __init__.py).
+    # Beside other files an empty one is normal (an __init__.py).
     found = [p for p in found if p.stat().st_size]
     if unknown := [p for p in found if kind_problem(p)]:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
@@ -158,7 +158,7 @@ def _find(path: Path) -> tuple[list[Path], str]:
 
 
 def _absence(path: Path) -> str:
-    """Why there is neither a file nor a folder at a path."""
+    """Why a path is neither a file nor a folder."""
     if path.is_symlink():
         return "is a link that leads nowhere"
     return "is neither a file nor a folder" if path.exists() else "does not exist"

@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside a model's weights."""
+"""The tokenizer in a model directory."""
 
 import hashlib
 import json
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json")
 BESIDE = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""What transformers reads besides, where it is there."""
+"""Other files that transformers reads if they exist."""
 
 
 def lacks_vocabulary(directory: Path) -> str:
-    """What to do about a tokenizer that is there but for its vocabulary; "" where none is, or a whole one."""
+    """An error message for a tokenizer that lacks only its vocabulary; "" if there is none or a complete one."""
     if not (directory / "tokenizer_config.json").is_file() or any((directory / n).is_file() for n in VOCABULARIES):
         return ""
     return f"{directory} has no tokenizer.json; copy it there"
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
-    """The transformers tokenizer of a model directory of either layout.
+    """Load the transformers tokenizer of a model directory of either layout.
 
     Raises:
-        UserError: no such directory, no tokenizer in it, or one that transformers cannot read.
+        UserError: the directory does not exist, has no tokenizer, or has one that transformers cannot read.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -42,9 +42,9 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of a wrong type are read only now
+        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of a wrong type fail only here
         return tokenizer
-    except Exception as error:  # transformers raises whatever its readers do
+    except Exception as error:  # transformers passes on exceptions of many kinds
         reason = listed([" ".join(str(error).split())])
         raise UserError(
             lacks_vocabulary(directory) or f"the tokenizer in {directory} cannot be read: {reason}"
@@ -52,13 +52,13 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """32 hexadecimal digits that are equal for tokenizers that make the same tokens of a text, wherever they lie.
+    """32 hexadecimal digits that are equal for tokenizers that split texts alike, wherever they are stored.
 
-    The chat template is no part of it: it changes the text, not the tokens.
+    The chat template does not count: it changes the text, not its tokens.
     """
     if tokenizer.is_fast:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        # How a batch was cut and filled up last is kept there too.
+        # Truncation and padding of the last batch are stored there too.
         rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
     else:
         added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}

@@ -76,8 +76,8 @@ def contents(generated: dict) -> dict[str, tuple[bytes, str]]:
         "cut.parquet": (whole[:-9], "cut.parquet cannot be read as parquet"),
         "no.parquet": (b"text", "no.parquet cannot be read as parquet"),
         "ragged.csv": (b"text,n\na\n", "ragged.csv:2 has 1 cell,"),
-        "data.bin": (b"text", "data.bin is of a kind that is not known"),
-        "data.csv.gz": (b"text", "data.csv.gz is of a kind that is not known"),
+        "data.bin": (b"text", "data.bin is of an unknown kind"),
+        "data.csv.gz": (b"text", "data.csv.gz is of an unknown kind"),
         "empty.jsonl": (b"", "empty.jsonl is empty"),
     }
 

@@ -279,9 +279,9 @@ def test_answers_to_prompts_that_are_not_there(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "loop", "fifo"])
-def test_a_journal_that_is_no_file(tmp_path, kind) -> None:
+def test_a_journal_that_is_no_regular_file(tmp_path, kind) -> None:
     journal = tmp_path / "out.jsonl.partial"
     {"folder": journal.mkdir, "loop": lambda: os.symlink(journal.name, journal), "fifo": lambda: os.mkfifo(journal)}[
         kind
     ]()
-    refuse(kind, lambda: resume(tmp_path / "out.jsonl"), "out.jsonl.partial is no file")
+    refuse(kind, lambda: resume(tmp_path / "out.jsonl"), "out.jsonl.partial is not a regular file")

@@ -184,7 +184,7 @@ def test_deep_nesting(tmp_path, tokenizer, depth) -> None:
         (b'{"text": "a"}\n{"text": "\xed\xa0\x80"}\n', ":2 is not UTF-8 text"),
         (b'{"text": "a"}\n\0\n', ":2 has a NUL byte"),
         (b'{"text": "a\0b"}\n', ":1 has a NUL byte"),
-        (b'{"text": "a"}\n\n{"text": "half \\ud83d"}\n', ":3: column 'text' has '\\ud83d', half of a character"),
+        (b'{"text": "a"}\n\n{"text": "half \\ud83d"}\n', ":3: column 'text' has '\\ud83d', half of a surrogate"),
         (b'{"text": "a"}\n[{"text": "a"}]\n', ":2 is not an object with columns"),
         *(
             (b'{"text": "a"}\n' + row + b"\n", ":2 is not an object")
@@ -399,10 +399,10 @@ def test_csv_that_cannot_be_used(tmp_path, content, says) -> None:
 def test_kinds_that_are_not_known(tmp_path, name) -> None:
     (tmp_path / name).write_text("text\na\n")
     says = refused(tmp_path / name)
-    assert says.startswith(f"data: {tmp_path / name} is of a kind that is not known") and ".csv .json .jsonl" in says
+    assert says.startswith(f"data: {tmp_path / name} is of an unknown kind") and ".csv .json .jsonl" in says
     (tmp_path / "b.txt").write_text("b")
     assert name in refused(f"{tmp_path}/*")
-    with pytest.raises(UserError, match="not known"):
+    with pytest.raises(UserError, match="unknown kind"):
         list(read_samples([tmp_path / name]))
 
 

@@ -263,7 +263,7 @@ def test_destinations(tmp_path, prepared) -> None:
     (tmp_path / "file").write_text("a")
     for path, force, message in (
         (tmp_path / "file", True, "is a file"),
-        (tmp_path, True, "something else than prepared data"),
+        (tmp_path, True, "files other than prepared data"),
         (prepared, False, "add --force"),
     ):
         with pytest.raises(UserError, match=message):

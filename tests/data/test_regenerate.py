@@ -121,7 +121,7 @@ def test_prompts_that_cannot_be_served_are_left_out(tmp_path, caplog) -> None:
 def test_a_journal_of_other_settings_is_refused(tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "a.jsonl", 3)
-    with pytest.raises(UserError, match=r"of other settings: model was m, is n; use the same, or remove it"):
+    with pytest.raises(UserError, match=r"with other settings: model was m, is n; use the same settings, or remove"):
         run(tmp_path / "a.jsonl", settings={**SETTINGS, "model": "n"})
     assert len(run(tmp_path / "a.jsonl").seen) == 17
     with pytest.raises(KeyboardInterrupt):
