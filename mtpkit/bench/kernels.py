@@ -252,7 +252,7 @@ def check(case: Case, args: Args) -> float:
 def _relative(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over that of `expected`; of integers, the share that differs."""
     if not found.is_floating_point():
-        return float((found != expected).double().mean())
+        return float((found != expected).sum() / max(1, found.numel()))
     difference = torch.linalg.vector_norm((found.float() - expected.float()).double())
     return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-30))
 

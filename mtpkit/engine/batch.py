@@ -7,53 +7,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtpkit.engine.device_state import DeviceState
+from mtpkit.engine.processors import Use, processors_of
 from mtpkit.engine.request import Request
-from mtpkit.engine.sampler import SamplingTensors, SamplingUse, sampling_tensors
-from mtpkit.engine.slots import Slots
-from mtpkit.engine.step import Batch, Plan
+from mtpkit.engine.step import Batch, Earlier, Plan
 from mtpkit.model.inputs import StepInput
 from mtpkit.model.state import States
 from mtpkit.platform import to_device
 
 
 class BatchBuilder:
-    """Knows the sizes, states and slots that every step shares."""
+    """Knows the states of the layers and of the device, which every step shares, and only reads them."""
 
-    def __init__(
-        self,
-        block_size: int,
-        vocab_size: int,
-        states: States,
-        slots: Slots,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, block_size: int, states: States, state: DeviceState, device: torch.device) -> None:
         self.block_size = block_size
-        self.vocab_size = vocab_size
         self.states = states
-        self.slots = slots
+        self.state = state
         self.device = device
+        self._lookahead = max(1, state.tokens.shape[1] - 1)
 
     def build(self, plan: Plan) -> Batch:
         """The tensors of `plan`, all on the device."""
         requests = [row.request for row in plan.rows]
         slots, tables = self.ints([request.slot for request in requests]), self.ints(block_tables(requests))
+        use = self.use(plan)
         if plan.num_decode_rows:
-            if any(request.params.has_penalties for request in requests):
-                return self.decode(plan, slots, tables, sampling_tensors(requests, self.vocab_size, self.device))
-            use = SamplingUse.of(requests, self.vocab_size)
-            return self.decode(plan, slots, tables, self.slots.sampling(slots, use))
-        return self._prefill(plan, slots, tables)
+            return self.decode(plan, slots, tables, use)
+        return self._prefill(plan, slots, tables, use)
 
-    def decode(self, plan: Plan, slots: Tensor, tables: Tensor, sampling: SamplingTensors) -> Batch:
+    def use(self, plan: Plan) -> Use:
+        """What the rows of `plan` that sample use."""
+        return processors_of(plan.sampling_requests, self.state.vocab_size)
+
+    def decode(self, plan: Plan, slots: Tensor, tables: Tensor, use: Use) -> Batch:
         """Decode rows at `slots` [R] with block tables [R, B]; what they feed is known to the device alone."""
         rows, depths = len(slots), plan.num_speculative_tokens
         width = 1 + depths
-        token_ids = self.slots.tokens[slots, :width]
-        context_lens = self.slots.num_computed[slots]
+        token_ids = self.state.tokens[slots, :width]
+        context_lens = self.state.num_computed[slots]
         positions = (context_lens[:, None] + torch.arange(width, device=self.device)).flatten()
         indices = torch.arange(rows * width, device=self.device)
         row_of_token = indices // width
-        probs = self.slots.draft_probs
+        probs = self.state.draft_probs
         inputs = StepInput(
             positions=positions,
             query_start=torch.arange(0, rows * width + 1, width, device=self.device),
@@ -61,7 +56,7 @@ class BatchBuilder:
             block_tables=tables,
             kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
             state_slots=slots,
-            committed=self.slots.committed.at(slots),
+            committed=self.state.committed.at(slots),
             num_decode_rows=rows,
             decode_width=width,
             prefill_lens=(),
@@ -71,23 +66,26 @@ class BatchBuilder:
             plan=plan,
             token_ids=token_ids.flatten(),
             inputs=inputs,
-            sampling=sampling,
+            sampling=self.state.sampling(slots, use),
             logit_indices=indices,
             logit_rows=row_of_token,
             drafts=token_ids[:, 1:],
             draft_probs=None if probs is None else probs[slots, :depths],
-            lookahead=token_ids.new_full((rows, max(1, depths)), -1),
+            lookahead=token_ids.new_full((rows, self._lookahead), -1),
+            earlier=self._earlier(slots),
         )
 
-    def _prefill(self, plan: Plan, slots: Tensor, tables: Tensor) -> Batch:
+    def _earlier(self, slots: Tensor) -> Earlier | None:
+        kept = self.state.earlier
+        return kept and Earlier(kept.token_ids[slots], kept.hidden[slots])
+
+    def _prefill(self, plan: Plan, slots: Tensor, tables: Tensor, use: Use) -> Batch:
         rows, depths = plan.rows, plan.num_speculative_tokens
         lengths = [row.length for row in rows]
         ends = list(itertools.accumulate(lengths))
         positions = self.ints([p for row in rows for p in range(row.start, row.start + row.length)])
         row_of_token = self.ints([index for index, length in enumerate(lengths) for _ in range(length)])
         count = plan.num_sampling_rows
-        sampling = sampling_tensors([row.request for row in rows[:count]], self.vocab_size, self.device)
-        self.slots.admit(slots[:count], sampling, self.vocab_size)
         zeros = torch.zeros_like(slots)
         inputs = StepInput(
             positions=positions,
@@ -96,7 +94,7 @@ class BatchBuilder:
             block_tables=tables,
             kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
             state_slots=slots,
-            committed=self.slots.committed.after_chunk(zeros),
+            committed=self.state.committed.after_chunk(zeros),
             num_decode_rows=0,
             decode_width=1 + depths,
             prefill_lens=tuple(lengths),
@@ -106,12 +104,13 @@ class BatchBuilder:
             plan=plan,
             token_ids=self.ints([token for row in rows for token in row.token_ids]),
             inputs=inputs,
-            sampling=sampling,
+            sampling=self.state.sampling(slots[:count], use),
             logit_indices=self.ints([end - 1 for end in ends[:count]]),
             logit_rows=torch.arange(count, device=self.device),
             drafts=zeros.new_zeros(0, depths),
             draft_probs=None,
-            lookahead=self.ints([row.known_after(max(1, depths)) for row in rows]),
+            lookahead=self.ints([row.known_after(self._lookahead) for row in rows]),
+            earlier=self._earlier(slots),
         )
 
     def ints(self, values: list | np.ndarray) -> Tensor:

@@ -16,13 +16,13 @@ from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.checks import is_whole
 from mtpkit.engine.detokenizer import Detokenizer
+from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.graphs import DecodeGraphs
 from mtpkit.engine.params import EngineConfig, SamplingParams
+from mtpkit.engine.processors import GREEDY
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
-from mtpkit.engine.sampler import GREEDY
 from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.slots import Slots
 from mtpkit.engine.step import Batch, Plan, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
@@ -92,14 +92,16 @@ class Engine:
         self.tokenizer = tokenizer
         null = int(config.graphs)
         self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
-        self.slots = Slots.allocate(
+        self.state = DeviceState.allocate(
             config.max_num_seqs + null,
-            config.num_speculative_tokens,
-            layout.counters,
+            config,
+            vocab_size,
             device,
-            vocab_size if config.draft_sampling else None,
+            counters=layout.counters,
+            earlier=drafter.earlier,
+            dtype=layout.sizes.dtype,
         )
-        self.builder = BatchBuilder(config.block_size, vocab_size, self.states, self.slots, device)
+        self.builder = BatchBuilder(config.block_size, self.states, self.state, device)
         blocks, slots = IdPool(num_blocks), IdPool(config.max_num_seqs)
         self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes)
         self.graphs = None
@@ -201,7 +203,7 @@ class Engine:
         """
         began = time.perf_counter()
         changed = []
-        ahead = self._may_run_ahead()
+        ahead = self.config.async_scheduling
         if not ahead:
             changed += self._take_up(0)
         if num_decoding := self.scheduler.num_decoding:
@@ -235,10 +237,9 @@ class Engine:
                 self.graphs.replay_free_slots(self._execute, rows, depths)
             else:
                 slots = torch.arange(rows, device=self.builder.device)
-                sampling = self.slots.sampling(slots, GREEDY)
-                self.slots.num_computed.zero_()
-                tables = torch.zeros(rows, 1 + 2 * depths, dtype=torch.int64, device=slots.device)
-                self._execute(self.builder.decode(Plan((), rows, rows, depths), slots, tables, sampling))
+                self.state.restart()
+                tables = slots.new_zeros(rows, self.config.decode_width + self.config.lookahead)
+                self._execute(self.builder.decode(Plan((), rows, rows, depths), slots, tables, GREEDY))
             if self.builder.device.type == "cuda":
                 torch.cuda.synchronize()
 
@@ -250,12 +251,10 @@ class Engine:
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
-    def _may_run_ahead(self) -> bool:
-        """Penalties are computed from tokens that the host knows."""
-        return self.config.async_scheduling and not any(r.params.has_penalties for r in self.scheduler.running)
-
     def _launch(self, plan: Plan) -> _Launched:
-        if self.graphs and plan.num_decode_rows and not any(row.request.params.has_penalties for row in plan.rows):
+        if not plan.num_decode_rows:
+            self.state.admit(plan.sampling_requests)
+        elif self.graphs:
             return _Launched(plan, self.graphs.run(self._execute, plan))
         return _Launched(plan, self._execute(self.builder.build(plan)))
 
@@ -264,7 +263,7 @@ class Engine:
         out = self.runner.run(batch)
         verdict = self.verifier(out.logits, batch)
         drafts = self.drafter.draft(out.hidden, batch, verdict)
-        self.slots.store(batch, verdict, drafts)
+        self.state.step(batch, verdict, drafts, out.hidden)
         return pack_result(verdict, drafts)
 
     def _take_up(self, keep: int) -> list[Request]:

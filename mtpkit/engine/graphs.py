@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one replay a step, whatever the requests in it.
 
 A graph is captured for a bucket of batch sizes, a number of drafts and what sampling asks for, the first time that it
-is needed. It reads which slots and blocks its rows own from two fixed tensors, and everything else from `Slots`; rows
-that a batch leaves over are null rows: they own no recurrent state, and a block of keys that no request has.
+is needed. It reads which slots and blocks its rows own from two fixed tensors, and everything else from `DeviceState`;
+rows that a batch leaves over are null rows: they own no recurrent state, and a block of keys and an entry of the
+device's state that no request has.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +14,16 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.batch import BatchBuilder, block_tables
-from mtpkit.engine.sampler import ANY_SAMPLING, GREEDY, SamplingUse
+from mtpkit.engine.processors import GREEDY, Use, for_graph
 from mtpkit.engine.step import Batch, Plan
 
 _WARM_UPS = 2
 """Runs before a capture: kernels are compiled and libraries choose their algorithms then."""
 
 NULL_SLOT = -1
-"""Of null rows: no slot to the kernels of recurrent state, the last entry to `Slots`."""
+"""Of null rows: no slot to the kernels of recurrent state, the last entry to `DeviceState`."""
 
-Key = tuple[int, int, SamplingUse]
+Key = tuple[int, int, Use]
 Execute = Callable[[Batch], Tensor]
 
 
@@ -61,9 +62,8 @@ class DecodeGraphs:
     def run(self, execute: Execute, plan: Plan) -> Tensor:
         """What `execute` gives for the decode rows of `plan`, [R, ...]; valid until the next run."""
         requests = [row.request for row in plan.rows]
-        greedy = SamplingUse.of(requests, self.builder.vocab_size).all_greedy
         rows = bucket_size(len(requests))
-        key = (rows, plan.num_speculative_tokens, GREEDY if greedy else ANY_SAMPLING)
+        key = (rows, plan.num_speculative_tokens, for_graph(self.builder.use(plan)))
         graph, result = self.captured(execute, key)
         self._fill([request.slot for request in requests], block_tables(requests, fill=self.null_block), rows)
         graph.replay()
@@ -72,7 +72,7 @@ class DecodeGraphs:
     def replay_free_slots(self, execute: Execute, rows: int, depths: int) -> None:
         """A greedy step on the slots 0 .. rows - 1, which nobody may hold; for timing."""
         graph, _ = self.captured(execute, (bucket_size(rows), depths, GREEDY))
-        self.builder.slots.num_computed.zero_()
+        self.builder.state.restart()
         self._fill(range(rows), np.full((rows, self._tables.shape[1]), self.null_block), bucket_size(rows))
         graph.replay()
 
@@ -108,6 +108,5 @@ class DecodeGraphs:
         rows, depths, use = key
         slots, tables = self._slots[:rows], self._tables[:rows]
         # Null rows advance like any other; here they go back to their start.
-        self.builder.slots.num_computed[NULL_SLOT:].zero_()
-        plan = Plan((), rows, rows, depths)
-        return execute(self.builder.decode(plan, slots, tables, self.builder.slots.sampling(slots, use)))
+        self.builder.state.restart(NULL_SLOT)
+        return execute(self.builder.decode(Plan((), rows, rows, depths), slots, tables, use))

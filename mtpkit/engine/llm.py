@@ -13,7 +13,7 @@ import torch
 
 from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
 from mtpkit.engine.checks import plain
-from mtpkit.engine.drafting import check_depths, make_drafter
+from mtpkit.engine.drafting import adaptive_depths, check_depths, make_drafter
 from mtpkit.engine.engine import Engine
 from mtpkit.engine.loading import DTYPES, config_of, open_model
 from mtpkit.engine.memory import plan_memory
@@ -100,17 +100,15 @@ class LLM:
         )
         model_config = config_of(model)
         check_depths(model_config, plain(num_speculative_tokens))
-        depths = model_config.mtp.most_adaptive_drafts if adaptive else config.num_speculative_tokens
+        depths = adaptive_depths(model_config) if adaptive else config.num_speculative_tokens
         draft_ids = draft_token_ids(draft_vocab, model_config.vocab_size)
         self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
-        drafter = make_drafter(
-            self.model, depths, config.block_size, config.max_num_seqs, config.draft_sampling, draft_ids
-        )
+        drafter = make_drafter(self.model, depths, config.block_size, config.draft_sampling, draft_ids)
         report_unused(depths, model_config, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
-        ahead, graphs = execution(weight, stacked, drafter, async_scheduling, enforce_eager)
+        ahead, graphs = execution(weight, stacked, async_scheduling, enforce_eager)
         config = replace(
             config,
             max_model_len=max_model_len or model_config.max_position_embeddings,
@@ -123,7 +121,7 @@ class LLM:
         sizes = StateSizes(*widths, config.state_rollback, weight.dtype, DTYPES[state_dtype])
         layout = StateLayout(state_specs(self.model), sizes)
         self.memory_plan = plan_memory(
-            model_config, layout, config, weight.device, gpu_memory_utilization, plain(num_blocks)
+            model_config, layout, config, weight.device, gpu_memory_utilization, plain(num_blocks), drafter.earlier
         )
         _logger.info("%s", self.memory_plan)
         verifier = None

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from mtpkit.config import ModelConfig
+from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.params import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.model.state import StateLayout
@@ -29,7 +30,7 @@ class MemoryPlan:
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest decode step."""
     slot_bytes: int
-    """Recurrent state, convolution windows and rings of one request, and the distributions of its drafts."""
+    """Recurrent state, convolution windows and rings of one request, and what `DeviceState` keeps of it."""
     ring_bytes: int
     """What rings take of it."""
     max_num_seqs: int
@@ -84,11 +85,13 @@ def plan_memory(
     device: torch.device,
     utilization: float,
     num_blocks: int | None = None,
+    earlier: tuple[int, int] = (0, 0),
 ) -> MemoryPlan:
     """Divide what the loaded weights leave of the device's memory.
 
     Args:
         num_blocks: as many blocks; None: enough for `max_num_seqs` requests of full length, or what fits.
+        earlier: see `Drafter.earlier`.
 
     Raises:
         UserError: not even one request of full length fits, or not `num_blocks`, with the numbers and what to change.
@@ -104,13 +107,14 @@ def plan_memory(
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         in_use = total - free
         available = int(total * utilization) - in_use - activations - graphs
-    drawn = 4 * config.num_speculative_tokens * model.vocab_size if config.draft_sampling else 0
+    meta = torch.device("meta")
+    state = DeviceState.allocate(1, config, model.vocab_size, meta, earlier=earlier, dtype=layout.sizes.dtype)
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
         activations=activations,
         graphs=graphs,
-        slot_bytes=layout.slot_bytes + drawn,
+        slot_bytes=layout.slot_bytes + sum(tensor.nbytes for tensor in state.tensors),
         ring_bytes=layout.ring_bytes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,

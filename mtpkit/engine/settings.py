@@ -23,7 +23,6 @@ from mtpkit.engine.checks import (
     plain,
     problems,
 )
-from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.params import ENGINE_RULES
 from mtpkit.errors import UserError, raise_problems
@@ -92,12 +91,12 @@ def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
 
 
 def execution(
-    weight: torch.Tensor, stacked: bool, drafter: Drafter, async_scheduling: bool | None, enforce_eager: bool
+    weight: torch.Tensor, stacked: bool, async_scheduling: bool | None, enforce_eager: bool
 ) -> tuple[bool, bool]:
     """Whether steps run ahead of their results, and whether they are CUDA graphs; `stacked`: experts are, if any.
 
     Raises:
-        UserError: what was asked for cannot be; the GPU is not the current one, on which streams and kernels run.
+        UserError: the GPU is not the current one, on which streams and kernels run.
     """
     device, on_gpu = weight.device, weight.is_cuda
     if on_gpu and device.index not in (None, torch.cuda.current_device()):
@@ -105,16 +104,14 @@ def execution(
             f"device is {device}, but cuda:{torch.cuda.current_device()} is current: call "
             f"torch.cuda.set_device({device.index}) first, or choose the GPU by CUDA_VISIBLE_DEVICES"
         )
-    reason = "" if drafter.device_only else "distinct MTP heads read tokens that only the host knows"
-    if async_scheduling and reason:
-        raise UserError(f"async_scheduling must be False: {reason}")
+    reason = ""
     if not stacked:
         reason = "the experts' weights cannot be laid side by side, and going through them one by one asks the device"
     if on_gpu and not on_kernels(weight):
         reason = f"{CHOICE} chooses the plain twins of kernels, which ask the device"
     if on_gpu and (enforce_eager or reason):
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
-    ahead = drafter.device_only and (on_gpu if async_scheduling is None else async_scheduling)
+    ahead = on_gpu if async_scheduling is None else async_scheduling
     return ahead, on_gpu and not enforce_eager and not reason
 
 

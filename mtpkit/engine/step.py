@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.request import Request
-from mtpkit.engine.sampler import SamplingTensors
+from mtpkit.engine.sampler import Sampling
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model.inputs import StepInput
 
@@ -61,6 +61,21 @@ class Plan:
     num_speculative_tokens: int
     """K: drafts that each decode row verifies, and that each row that samples gets."""
 
+    @property
+    def sampling_requests(self) -> list[Request]:
+        """The requests of the rows that sample."""
+        return [row.request for row in self.rows[: self.num_sampling_rows]]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The last E committed positions before a step, the newest last. Those before position 0 may hold anything."""
+
+    token_ids: Tensor
+    """[R, E] int64."""
+    hidden: Tensor
+    """[R, E, h], the base's hidden states."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -70,7 +85,7 @@ class Batch:
     token_ids: Tensor
     """[T] int64."""
     inputs: StepInput
-    sampling: SamplingTensors
+    sampling: Sampling
     """Of the S sampling rows."""
     logit_indices: Tensor
     """[N] int64, the tokens whose logits are needed: all of the decode rows, the last of the sampling chunks."""
@@ -81,16 +96,34 @@ class Batch:
     draft_probs: Tensor | None
     """[D, K, V], the distributions they were drawn from; None: they are the best tokens."""
     lookahead: Tensor
-    """[R, max(K, 1)] int64, the known tokens after each chunk, -1 where unknown."""
+    """[R, K or 1] int64, the known tokens after each chunk, -1 where unknown; for the largest K of any step."""
+    earlier: Earlier | None
+    """What is before the step, for drafters that read it."""
+
+    def last_index(self, accepted: Tensor) -> Tensor:
+        """[R] index of each row's newest accepted token among its tokens, for [R] `accepted`."""
+        return accepted if self.plan.num_decode_rows else self.inputs.query_start.diff() - 1
 
     def newest(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """[S] flat index and [S] position of each sampling row's newest accepted token, for [R] `accepted`."""
-        count = self.plan.num_sampling_rows
-        if self.plan.num_decode_rows:
-            flat = self.inputs.query_start[:count] + accepted
-        else:
-            flat = self.inputs.query_start[1 : count + 1] - 1
+        flat = (self.inputs.query_start[:-1] + self.last_index(accepted))[: self.plan.num_sampling_rows]
         return flat, self.inputs.positions[flat]
+
+    def at(self, rows: Tensor, index: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [...] and the base's hidden states [..., h] of `rows` at `index` among a row's tokens, both [...].
+
+        A negative index is before the step, -1 the position before its first.
+
+        Args:
+            hidden: [T, 1, h], of the step.
+        """
+        token_ids, flat_hidden, flat = self.token_ids, hidden[:, 0], self.inputs.query_start[rows] + index
+        if self.earlier is not None:
+            count, positions = self.earlier.token_ids.shape
+            flat = torch.where(index < 0, (rows + 1) * positions + index, count * positions + flat)
+            token_ids = torch.cat([self.earlier.token_ids.flatten(), token_ids])
+            flat_hidden = torch.cat([self.earlier.hidden.flatten(0, 1), flat_hidden])
+        return token_ids[flat], flat_hidden[flat]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
 def own_tokens(logits: Tensor, batch: Batch) -> Tensor:
     """[N] int64, what the base itself takes at each of the batch's logits [N, V]: its best token, a draw, or
     `NO_TOKEN`."""
-    logits = sampler.penalise(logits, batch.sampling, batch.logit_rows, batch.drafts)
+    logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts)
     return sampler.sample(logits, batch.sampling, batch.logit_rows, _logit_positions(batch))
 
 
@@ -44,7 +44,7 @@ def _logit_positions(batch: Batch) -> Tensor:
 
 def _verify_drawn(logits: Tensor, batch: Batch, draft_probs: Tensor) -> Verdict:
     """Of drafts that were drawn from `draft_probs` [D, K, V]."""
-    logits = sampler.penalise(logits, batch.sampling, batch.logit_rows, batch.drafts)
+    logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts)
     positions = _logit_positions(batch)
     rows, depths = batch.drafts.shape
     token_uniforms, accept_uniforms = (

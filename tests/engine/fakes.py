@@ -40,7 +40,9 @@ class HashModel:
         seen = torch.zeros(1, self.vocab_size, dtype=torch.bool)
         seen[0, prompt] = True
         weights = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        return sampling.apply_penalties(logits, seen, counts, *(torch.tensor([weight]) for weight in weights))
+        one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int64)
+        numbers = (torch.tensor([weight]) for weight in weights)
+        return sampling.apply_penalties(logits, seen, counts, *numbers, one, none)
 
     def decode(self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> list[int]:
         """What decoding without an engine gives: one token at a time from the whole sequence."""
@@ -156,7 +158,7 @@ class KnownTokens:
 class RuleDrafter:
     """Drafts are what `rule(tokens so far)` says."""
 
-    device_only = True
+    earlier = (0, 0)
 
     def __init__(self, rule: Callable[[list[int]], int], depths: int) -> None:
         self.rule, self.depths, self.known = rule, depths, KnownTokens()

@@ -10,7 +10,17 @@ from mtpkit.engine.step import Drafts
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, fake_engine, run
-from tests.engine.tiny import decode, generate, greedy, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import (
+    decode,
+    generate,
+    greedy,
+    guide,
+    make_llm,
+    make_prompts,
+    record_drafts,
+    teacher_forced_drafts,
+    tiny_model,
+)
 from tests.toy_config import toy_config
 
 CHEAP = {(rows, k): 1.0 + 0.1 * k for rows in (1, 8) for k in range(4)}
@@ -117,8 +127,6 @@ def test_acceptance_is_that_of_drafts_made_for_the_step(order, ahead):
     inner = engine.drafter
 
     class Fewer:
-        device_only = True
-
         def draft(self, hidden, batch, verdict) -> Drafts:
             return Drafts(inner.draft(hidden, batch, verdict).token_ids[:, : batch.plan.num_speculative_tokens])
 
@@ -191,20 +199,36 @@ def test_batch_sizes_are_apart():
     assert (policy.choose(1), policy.choose(2), policy.choose(8), policy.choose(99)) == (1, 0, 0, 0)
 
 
-def test_auto_decodes_the_same_tokens_while_k_changes():
-    model, prompts = tiny_model(), make_prompts()
-    llm = make_llm(model, "auto")
-    assert llm.engine.config.num_speculative_tokens == 2 and isinstance(llm.engine.speculation, AdaptiveSpeculation)
-    order = iter([0, 2, 1, 0, 0, 1, 2, 2, 0, 1] * 20)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "heads, mtp_pattern, most",
+    [("repeated", "*-", 2), ("distinct", "*-", 3), ("repeated", "M-", 2), ("distinct", "M-", 1)],
+)
+def test_auto_decodes_the_same_tokens_while_k_changes(heads, mtp_pattern, most, ahead):
+    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern), make_prompts()
+    llm = make_llm(model, "auto", async_scheduling=ahead)
+    assert llm.engine.config.num_speculative_tokens == most and isinstance(llm.engine.speculation, AdaptiveSpeculation)
+    order = itertools.cycle(min(k, most) for k in (0, 3, 2, 1, 0, 0, 1, 3, 3, 0, 2))
     llm.engine.speculation.choose = lambda rows: next(order)
+    guide(llm, prompts)
     assert generate(llm, prompts, greedy()) == [decode(model, p, 20) for p in prompts]
+    assert llm.stats().acceptance.accepted
 
 
-def test_auto_needs_a_repeated_head():
-    with pytest.raises(UserError, match="'auto' needs a repeated MTP head"):
-        make_llm(tiny_model("distinct"), "auto")
-    with pytest.raises(UserError, match="async_scheduling must be False: distinct"):
-        make_llm(tiny_model("distinct"), 3, async_scheduling=True)
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+def test_drafts_are_those_without_caches_while_k_changes(heads):
+    """Steps of few or no drafts keep the caches of all depths true for the later ones."""
+    model, prompts = tiny_model(heads), make_prompts((1, 2, 4, 9))
+    llm = make_llm(model, "auto", max_num_batched_tokens=13)
+    order = itertools.cycle(min(k, llm.engine.config.num_speculative_tokens) for k in (0, 3, 1, 2, 0, 0, 3, 1))
+    llm.engine.speculation.choose = lambda rows: next(order)
+    drafts = record_drafts(llm, prompts, 12)
+    assert {len(made) for made in drafts.values()} == set(range(llm.engine.config.num_speculative_tokens + 1))
+    for known, made in drafts.items():
+        assert made == (teacher_forced_drafts(model, known, len(made)) if made else [])
+
+
+def test_auto_is_the_one_word_for_k():
     with pytest.raises(UserError, match="is 'atuo', must be a whole number or 'auto'"):
         make_llm(tiny_model(), "atuo")
 

@@ -34,6 +34,8 @@ class TableRunner:
 class TableDrafter:
     """Drafts from a table, the best tokens or draws."""
 
+    earlier = (0, 0)
+
     def __init__(self, table, depths, draw) -> None:
         self.table, self.depths, self.draw = table, depths, draw
 
@@ -82,6 +84,8 @@ def law(params: SamplingParams) -> torch.Tensor:
                 params.repetition_penalty * one,
                 params.frequency_penalty * one,
                 params.presence_penalty * one,
+                torch.zeros(1, dtype=torch.int64),
+                torch.zeros(0, 0, dtype=torch.int64),
             )
             probs = sampling.probabilities(
                 logits, params.temperature * one, top_k, params.top_p * one, params.min_p * one

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from mtpkit.engine import SamplingParams
+from mtpkit.engine.drafting import adaptive_depths
 from mtpkit.engine.graphs import bucket_size
+from mtpkit.engine.processors import GREEDY, for_graph
 from mtpkit.engine.step import Drafts
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
@@ -19,10 +21,24 @@ from tests.engine.tiny import (
     greedy,
     make_llm,
     make_prompts,
+    penalised,
     tiny_model,
 )
 
 MAX_TOKENS = 24
+HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M-")]
+
+
+def most_drafts(model) -> int:
+    """The largest K of the tests that the heads of `model` can draft."""
+    config = model.mtpkit_config
+    return 5 if config.mtp.repeated else adaptive_depths(config)
+
+
+def states_of(engine) -> list[torch.Tensor]:
+    """All tensors with a slot for each request: of recurrent layers and of the engine."""
+    layers = [tensor for state in engine.states.all() if state.unit == "slot" for tensor in state.tensors.values()]
+    return layers + engine.state.tensors
 
 
 def test_buckets_hold_their_rows():
@@ -35,16 +51,12 @@ def test_buckets_hold_their_rows():
 class TruthOnDevice:
     """Makes some of the heads' drafts right, by slot and position, in tensor code alone: it can be captured."""
 
-    device_only = True
-
-    def __init__(self, inner, model, prompts) -> None:
-        self.inner, self.num_speculative_tokens = inner, inner.num_speculative_tokens
-        width = max(map(len, prompts)) + MAX_TOKENS + 4 * self.num_speculative_tokens
+    def __init__(self, inner, truth: list[list[int]]) -> None:
+        self.inner = inner
         # The null rows' entry, the last, is never right.
-        self.truth = torch.full((len(prompts) + 9, width + 1), -1, dtype=torch.int64, device="cuda")
-        for slot, prompt in enumerate(prompts):
-            tokens = prompt + decode(model, prompt, width - len(prompt))
-            self.truth[slot, :width] = torch.tensor(tokens)
+        self.truth = torch.full((len(truth) + 9, max(map(len, truth)) + 1), -1, dtype=torch.int64, device="cuda")
+        for slot, tokens in enumerate(truth):
+            self.truth[slot, : len(tokens)] = torch.tensor(tokens)
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
@@ -61,7 +73,9 @@ def graphed(model, k, prompts, **settings):
     llm = make_llm(model, k, **{"max_num_seqs": len(prompts), "num_blocks": 400} | settings)
     assert llm.engine.graphs is not None
     if k:
-        llm.engine.drafter = TruthOnDevice(llm.engine.drafter, model, prompts)
+        width = max(map(len, prompts)) + MAX_TOKENS + 4 * k
+        truth = [prompt + decode(model, prompt, width - len(prompt)) for prompt in prompts]
+        llm.engine.drafter = TruthOnDevice(llm.engine.drafter, truth)
     return llm
 
 
@@ -69,8 +83,11 @@ def graphed(model, k, prompts, **settings):
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_graphs_change_no_token(k, rollback, ahead):
-    model = tiny_model(device="cuda")
+@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+def test_graphs_change_no_token(heads, mtp_pattern, k, rollback, ahead):
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda")
+    if k > most_drafts(model):
+        pytest.skip(f"these heads draft {most_drafts(model)} tokens")
     prompts = make_prompts()
     llm = graphed(model, k, prompts, state_rollback=rollback, async_scheduling=ahead)
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
@@ -128,19 +145,21 @@ def poison_null(engine) -> None:
 
 
 @pytest.mark.gpu
-def test_null_rows_leave_all_state_as_it_is():
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+@pytest.mark.parametrize("params", [greedy(8), penalised(8), penalised(8, temperature=0.9, seed=3, top_k=20)])
+def test_null_rows_leave_all_state_as_it_is(heads, params):
     """Five requests in a bucket of eight, then nine in one of twelve: the slots that are free stay as they are."""
-    model = tiny_model(device="cuda")
+    model = tiny_model(heads, device="cuda")
     for count in (5, 9):
         llm = graphed(model, 3, make_prompts(range(2, 2 + count)), max_num_seqs=16)
-        engine = llm.engine
-        tensors = [t for state in engine.states.all() if state.unit == "slot" for t in state.tensors.values()]
-        for tensor in tensors:
-            tensor.fill_(7.0)
-        generate(llm, make_prompts(range(2, 2 + count)), greedy(8), poison=False)
+        engine, rows = llm.engine, slice(count, 16)
+        for tensor in states_of(engine):
+            tensor[:16].fill_(7)
+        before = [tensor[rows].clone() for tensor in states_of(engine)]
+        generate(llm, make_prompts(range(2, 2 + count)), params, poison=False)
         assert bucket_size(count) > count and engine.graphs._graphs
-        assert tensors and all((tensor[count:] == 7).all() for tensor in tensors)
-        assert int(engine.slots.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
+        assert all(torch.equal(tensor[rows], old) for tensor, old in zip(states_of(engine), before, strict=True))
+        assert int(engine.state.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
 
 
 @pytest.mark.gpu
@@ -188,8 +207,86 @@ def test_each_k_and_kind_of_sampling_has_its_graph():
     for params in (greedy(MAX_TOKENS), drawn, greedy(MAX_TOKENS)):
         exact = want if params is drawn else [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
         assert generate(llm, prompts, params, poison=False) == exact
-    keys = set(llm.engine.graphs._graphs)
-    assert {(depths, use.all_greedy) for _, depths, use in keys} == {(k, g) for k in range(4) for g in (True, False)}
+    keys = {(depths, use) for _, depths, use in llm.engine.graphs._graphs}
+    assert keys == {(k, use) for k in range(4) for use in (GREEDY, for_graph(frozenset({"temperature"})))}
+
+
+def without_graphs(model, prompts, params) -> list[list[int]]:
+    """The output of each prompt decoded without drafts, eagerly, in an engine of its own."""
+    outputs = []
+    for prompt, one in zip(prompts, params, strict=True):
+        llm = make_llm(model, 0, enforce_eager=True, async_scheduling=False)
+        outputs.append(llm.generate(prompt, one)[0].outputs[0].token_ids)
+    return outputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 24}, {"block_size": 2, "num_blocks": 40}])
+@pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 3), ("distinct", 3)])
+def test_penalties_in_graphs(heads, k, settings):
+    """Requests with penalties, greedy and drawn, beside requests without; then all in slots that others had."""
+    model, prompts = tiny_model(heads, device="cuda"), make_prompts()
+    drawn = SamplingParams(temperature=0.8, seed=4, max_tokens=15, ignore_eos=True)
+    turns = itertools.cycle([penalised(20), greedy(18), penalised(20, temperature=0.9, seed=3, top_p=0.9), drawn])
+    params = [next(turns) for _ in prompts]
+    want = without_graphs(model, prompts, params)
+    assert want[0] != decode(model, prompts[0], 20)
+    llm = graphed(model, k, prompts, **settings)
+    if k:  # some drafts are right: slots are given to prompts in their order
+        truth = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
+        llm.engine.drafter = TruthOnDevice(llm.engine.drafter.inner, truth)
+    for _ in range(2):
+        outputs = llm.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == want
+    uses = {use for _, _, use in llm.engine.graphs._graphs}
+    assert any("penalties" in use for use in uses)
+    assert not k or llm.stats().acceptance.accepted > 10
+    assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
+
+
+@pytest.mark.gpu
+def test_penalties_get_graphs_of_their_own():
+    """Greedy and drawn rows, with and without: four kinds of graphs, each captured when it is needed first."""
+    model, prompts = tiny_model(device="cuda"), make_prompts((4, 9))
+    llm = make_llm(model, 2)
+    shaped = for_graph(frozenset({"temperature"}))
+    seen: set[frozenset[str]] = set()
+    for params, use in (
+        (greedy(6), GREEDY),
+        (penalised(6), frozenset({"penalties"})),
+        (penalised(6, temperature=1.0, seed=1), shaped | {"penalties"}),
+        (SamplingParams(temperature=1.0, seed=1, max_tokens=6, ignore_eos=True), shaped),
+    ):
+        llm.generate(prompts, params)
+        seen.add(use)
+        assert {use for _, _, use in llm.engine.graphs._graphs} == seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+def test_drafts_in_graphs_are_those_outside(heads, mtp_pattern):
+    """Acceptance is that of eager decoding: a stale tail or state would cost drafts without changing a token."""
+    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda"), make_prompts((1, 2, 4, 9, 21))
+    k = min(3, most_drafts(model))
+    accepted = []
+    for settings in ({"enforce_eager": True, "async_scheduling": False}, {}):
+        llm = make_llm(model, k, num_blocks=400, **settings)
+        assert (llm.engine.graphs is None) == bool(settings)
+        assert generate(llm, prompts, greedy(60), poison=False) == [decode(model, p, 60) for p in prompts]
+        accepted.append((llm.stats().acceptance.steps, llm.stats().acceptance.accepted_per_depth))
+    assert accepted[0] == accepted[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+def test_auto_under_graphs(heads, mtp_pattern):
+    """Step times are measured, and steps of any K leave the caches of all depths true for the next."""
+    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda"), make_prompts()
+    llm = make_llm(model, "auto", num_blocks=400)
+    assert llm.engine.graphs is not None and llm.engine.speculation.step_times
+    turns = itertools.cycle(min(k, llm.engine.config.num_speculative_tokens) for k in (3, 0, 1, 3, 2, 0, 0))
+    llm.engine.speculation.choose = lambda rows: next(turns)
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ from tests.engine.tiny import VOCAB_SIZE, generate, greedy, held_bytes, make_llm
 def test_plan_counts_what_is_allocated():
     llm = make_llm(tiny_model(), 3, num_blocks=24, max_num_seqs=5)
     plan = llm.memory_plan
-    assert plan.state_bytes + plan.kv_bytes == held_bytes(llm.engine)
+    own = sum(tensor.nbytes for tensor in llm.engine.state.tensors)
+    assert plan.state_bytes + plan.kv_bytes == held_bytes(llm.engine) + own
     text = str(plan)
     assert "24 blocks of 8 tokens" in text and text.endswith("fit at once: 1 of 128 tokens")  # max_model_len
     states = [state for state in llm.engine.states.all() if isinstance(state, Replay)]
@@ -68,8 +69,10 @@ def test_null_rows_are_memory_but_no_requests():
     plan = plan_memory(tiny_model().mtpkit_config, llm.engine.layout, config, torch.device("cpu"), 0.9, 200)
     assert plan.requests_that_fit(8) == config.max_num_seqs == 8
     assert plan.kv_bytes == 201 * plan.block_bytes and plan.state_bytes == 8 * plan.slot_bytes
-    drawn = llm.engine.slots.draft_probs[0]
-    assert plan.slot_bytes == llm.engine.layout.slot_bytes + drawn.nbytes
+    state = llm.engine.state
+    own = sum(tensor[0].nbytes for tensor in state.tensors)
+    assert plan.slot_bytes == llm.engine.layout.slot_bytes + own
+    assert own > state.draft_probs[0].nbytes + 5 * VOCAB_SIZE  # distributions of drafts, and counts of penalties
 
 
 def plan_of(llm, num_blocks=None, device="cpu", utilization=0.9, **changes):

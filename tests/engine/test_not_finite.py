@@ -132,8 +132,6 @@ def test_penalties_and_temperatures_of_any_size_are_no_error():
 class BadDrafts:
     """A drafter whose heads break at a depth for the requests that know a token sequence."""
 
-    device_only = True
-
     def __init__(self, inner, depth: int) -> None:
         self.inner, self.depth = inner, depth
 

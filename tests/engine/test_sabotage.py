@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from mtpkit.engine import engine as engine_module
+from mtpkit.engine.batch import BatchBuilder
+from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import repeated
-from mtpkit.engine.drafting.distinct import DistinctDrafter, _Window
+from mtpkit.engine.drafting.distinct import _Window
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
-from mtpkit.engine.slots import Slots
-from mtpkit.engine.step import Verdict
+from mtpkit.engine.processors.penalties import Penalties
+from mtpkit.engine.step import Earlier, Verdict
 from mtpkit.model.state import Committed
 from tests.engine.tiny import (
     decode,
@@ -16,6 +18,7 @@ from tests.engine.tiny import (
     guide,
     make_llm,
     make_prompts,
+    penalised,
     record_drafts,
     teacher_forced_drafts,
     tiny_model,
@@ -66,16 +69,16 @@ def test_rows_swapped_between_verify_and_commit(monkeypatch):
 
 
 def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
-    store = Slots.store
+    step = DeviceState.step
 
-    def store_then_swap(self, batch, verdict, drafts):
-        store(self, batch, verdict, drafts)
+    def step_then_swap(self, batch, *args):
+        step(self, batch, *args)
         for values in (self.committed.last, *self.committed.counts.values()):
             first, second = values[batch.inputs.state_slots[:2]] if len(batch.inputs.state_slots) > 1 else (0, 0)
             if batch.plan.num_decode_rows > 1:
                 values[batch.inputs.state_slots[:2]] = torch.stack([second, first])
 
-    monkeypatch.setattr(Slots, "store", store_then_swap)
+    monkeypatch.setattr(DeviceState, "step", step_then_swap)
     assert not tokens_survive()
 
 
@@ -92,8 +95,8 @@ def test_entries_made_from_drafts_left_in_distinct_caches(monkeypatch):
     """Without the window before the step, deeper caches keep what was made from rejected drafts."""
     init = _Window.__init__
 
-    def no_window(self, batch, verdict, depths, block_size):
-        init(self, batch, verdict, depths, block_size)
+    def no_window(self, batch, *args):
+        init(self, batch, *args)
         before = self.positions < batch.inputs.context_lens[self.rows]
         self.inputs.kv_slots[before] = -1
 
@@ -110,11 +113,74 @@ def test_draft_entries_at_the_wrong_cache_position(monkeypatch):
 
 
 def test_hidden_states_of_another_slot(monkeypatch):
-    draft = DistinctDrafter.draft
-
-    def with_rolled_tails(self, *args):
-        self._tails = self._tails.roll(1, 0)
-        return draft(self, *args)
-
-    monkeypatch.setattr(DistinctDrafter, "draft", with_rolled_tails)
+    gather = BatchBuilder._earlier
+    monkeypatch.setattr(BatchBuilder, "_earlier", lambda self, slots: gather(self, slots.roll(1)))
     assert not drafts_survive("distinct")
+
+
+@pytest.mark.parametrize("name", ["token_ids", "hidden"])
+def test_earlier_positions_that_a_step_does_not_take_up(monkeypatch, name):
+    """The tail of a slot stays what it was after the prompt, or what another request left there."""
+    step = DeviceState.step
+
+    def stale(self, batch, *args):
+        kept = Earlier(**{key: value.clone() for key, value in vars(self.earlier).items()})
+        step(self, batch, *args)
+        if batch.plan.num_decode_rows:
+            getattr(self.earlier, name).copy_(getattr(kept, name))
+
+    monkeypatch.setattr(DeviceState, "step", stale)
+    assert not drafts_survive("distinct")
+    assert tokens_survive("distinct")
+
+
+def counted_right(**settings) -> bool:
+    """Whether penalised outputs with drafts, a part of them right, equal those without."""
+    model = tiny_model()
+    params = penalised(20)
+    longer = generate(make_llm(model, 0), PROMPTS, penalised(30), poison=False)
+    truth = [prompt + tokens for prompt, tokens in zip(PROMPTS, longer, strict=True)]
+    llm = guide(make_llm(model, 3, async_scheduling=True, **settings), PROMPTS, truth=truth)
+    return generate(llm, PROMPTS, params, poison=False) == [tokens[:20] for tokens in longer]
+
+
+SHORT_OF_BLOCKS = {"block_size": 2, "num_blocks": 30}
+
+
+def test_counts_are_right_without_sabotage():
+    assert counted_right() and counted_right(**SHORT_OF_BLOCKS)
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_count_added_for_a_rejected_draft_or_lost_for_an_accepted_one(monkeypatch, shift):
+    count = Penalties.count
+
+    def wrong(self, columns, slots, accepted, token_ids):
+        drafts = token_ids.roll(-1, 1) if shift < 0 else token_ids
+        count(self, columns, slots, (accepted + shift).clamp(-1, token_ids.shape[1] - 1), drafts)
+
+    monkeypatch.setattr(Penalties, "count", wrong)
+    assert not counted_right()
+
+
+def test_counts_lost_at_a_preemption(monkeypatch):
+    admit = Penalties.admit
+
+    def forget(self, columns, *args):
+        admit(self, columns, *args)
+        columns["output_counts"][args[0]] = 0
+
+    monkeypatch.setattr(Penalties, "admit", forget)
+    assert counted_right() and not counted_right(**SHORT_OF_BLOCKS)
+
+
+def test_counts_of_the_request_that_had_the_slot(monkeypatch):
+    admit = Penalties.admit
+
+    def keep(self, columns, slots, *args):
+        before = columns["output_counts"][slots]
+        admit(self, columns, slots, *args)
+        columns["output_counts"][slots] += before
+
+    monkeypatch.setattr(Penalties, "admit", keep)
+    assert not counted_right(max_num_seqs=1)

@@ -69,6 +69,12 @@ def greedy(max_tokens: int = 20) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
+def penalised(max_tokens: int = 20, **settings) -> SamplingParams:
+    """Greedy, with penalties that change most tokens."""
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": -0.9, "presence_penalty": 0.7}
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **penalties, **settings})
+
+
 def make_llm(model, k: int, **settings) -> LLM:
     return LLM(model, k, **{"num_blocks": 200, "block_size": 8, "max_num_seqs": 8, **settings})
 
@@ -88,11 +94,17 @@ def generate(llm: LLM, prompts, params=None, poison: bool = True) -> list[list[i
 
 
 def poison_free(engine) -> None:
-    """Fill free blocks and slots with NaN."""
-    free = {"block": engine.scheduler.blocks.free_ids, "slot": engine.scheduler.slots.free_ids}
+    """Fill free blocks and slots with NaN, and with tokens that were nobody's."""
+    slots = engine.scheduler.slots.free_ids
+    free = {"block": engine.scheduler.blocks.free_ids, "slot": slots}
     for state in engine.states.all():
         for tensor in state.tensors.values():
             tensor[free[state.unit]] = math.nan
+    if engine.state.earlier is not None:
+        engine.state.earlier.hidden[slots] = math.nan
+        engine.state.earlier.token_ids[slots] = VOCAB_SIZE - 1
+    engine.state.columns["output_counts"][slots] = 1 << 20
+    engine.state.columns["in_prompt"][slots] = True
 
 
 def held_bytes(engine) -> int:
@@ -103,10 +115,9 @@ def held_bytes(engine) -> int:
 class Guided:
     """A drafter around the heads' own that makes some of their drafts right, so that all lengths are accepted."""
 
-    def __init__(self, inner, model, prompts: list[list[int]], max_tokens: int = 20) -> None:
-        self.inner, self.device_only, self.known = inner, inner.device_only, KnownTokens()
-        depths = inner.num_speculative_tokens
-        self.truth = [prompt + decode(model, prompt, max_tokens + 2 * depths) for prompt in prompts]
+    def __init__(self, inner, truth: list[list[int]]) -> None:
+        self.inner, self.known = inner, KnownTokens()
+        self.truth = truth
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
@@ -115,12 +126,20 @@ class Guided:
             for truth in self.truth:
                 if truth[: len(known)] == known:
                     right = (5 * len(known) + sum(known)) % (token_ids.shape[1] + 1)
-                    token_ids[row, :right] = torch.tensor(truth[len(known) : len(known) + right])
+                    following = truth[len(known) : len(known) + right]
+                    token_ids[row, : len(following)] = torch.tensor(following)
         return Drafts(token_ids, drafts.probs)
 
 
-def guide(llm: LLM, prompts, max_tokens: int = 20) -> LLM:
-    llm.engine.drafter = Guided(llm.engine.drafter, llm.model, prompts, max_tokens)
+def guide(llm: LLM, prompts, max_tokens: int = 20, truth: list[list[int]] | None = None) -> LLM:
+    """Make some drafts right.
+
+    Args:
+        truth: what follows each prompt, the prompt included; None: greedy decoding.
+    """
+    count = max_tokens + 2 * llm.engine.config.num_speculative_tokens
+    truth = truth or [prompt + decode(llm.model, prompt, count) for prompt in prompts]
+    llm.engine.drafter = Guided(llm.engine.drafter, truth)
     return llm
 
 
@@ -128,7 +147,7 @@ class Recorder:
     """A drafter that notes the drafts that another makes after each sequence of known tokens."""
 
     def __init__(self, inner) -> None:
-        self.inner, self.drafts, self.device_only, self.known = inner, {}, inner.device_only, KnownTokens()
+        self.inner, self.drafts, self.known = inner, {}, KnownTokens()
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
@@ -141,7 +160,6 @@ def record_drafts(llm: LLM, prompts, max_tokens: int = 20, guided: bool = True) 
     """The heads' own drafts after each sequence of known tokens."""
     recorder = llm.engine.drafter = Recorder(llm.engine.drafter)
     if guided:
-        recorder.num_speculative_tokens = recorder.inner.num_speculative_tokens
         guide(llm, prompts, max_tokens)
     generate(llm, prompts, greedy(max_tokens))
     return recorder.drafts

@@ -275,12 +275,15 @@ def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, vocab_size, pl
         assert (run(twin, "sample", probs, numbers(8)) == NO_TOKEN).tolist() == wrong
 
 
+NO_DRAFTS = torch.zeros(0, 0, dtype=torch.int64)
+
+
 def test_penalties_neither_hide_nor_feign_invalid_logits(twin):
     x = torch.tensor([[2.0, -2.0, 0.0, 3e38], [torch.nan, 1, 1, 1], [torch.inf, 1, 1, 1], [-torch.inf, 1, 1, 1]])
     seen, counts = torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), 9)
     for repetition in (0.0, 1e-45, 1e-30, 1e30, torch.inf):
         penalties = (torch.full((4,), value) for value in (repetition, 2.0, -2.0))
-        got = run(twin, "apply_penalties", x, seen, counts, *penalties)
+        got = run(twin, "apply_penalties", x, seen, counts, *penalties, torch.arange(4), NO_DRAFTS)
         assert torch.equal(got.isfinite(), x.isfinite())
         assert got[1, 0].isnan() and got[2, 0] == torch.inf and got[3, 0] == -torch.inf
 
@@ -289,22 +292,36 @@ def test_penalties_follow_their_definitions(twin):
     rows = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
     prompt = torch.tensor([[True, True, False, False]])
     counts = torch.tensor([[0, 3, 2, 0]])
-    one = torch.ones(1)
-    got = run(twin, "apply_penalties", rows, prompt, counts, 2 * one, 0.5 * one, 0.25 * one)
+    one, slots = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    got = run(twin, "apply_penalties", rows, prompt, counts, 2 * one, 0.5 * one, 0.25 * one, slots, NO_DRAFTS)
     assert got.tolist() == [[1.0, -4.0 - 1.5 - 0.25, 0.5 - 1.0 - 0.25, 0.5]]
-    assert torch.equal(run(twin, "apply_penalties", rows, prompt, counts, one, 0 * one, 0 * one), rows)
+    same = run(twin, "apply_penalties", rows, prompt, counts, one, 0 * one, 0 * one, slots, NO_DRAFTS)
+    assert torch.equal(same, rows)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 1500])
 @pytest.mark.parametrize("counts_dtype", [torch.int64, torch.int32])
-def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype):
-    rows, prompt = logits(5, vocab_size).bfloat16(), torch.rand(5, vocab_size) < 0.3
-    counts = torch.randint(0, 3, (5, vocab_size)).to(counts_dtype)
-    penalties = torch.tensor([[1, 1.3, 1, 1, 0.8], [0, 0, 0.5, 0, -0.2], [0, 0, 0, 0.7, 0.1]])
-    want = sampling.apply_penalties(rows.double(), prompt, counts, *penalties)
-    got = run(twin, "apply_penalties", rows, prompt, counts, *penalties)
-    assert got.dtype == torch.float32 and torch.equal(got[0], rows[0].float())
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("rows, depths", [(0, 0), (0, 3), (5, 0), (3, 2), (2, 7)])
+def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype, rows, depths):
+    """Decode rows with drafts, then chunks; slots in any order, the last one for two null rows."""
+    slots = torch.tensor([3, 0, 4, -1, -1][:rows]).repeat_interleave(1 + depths)
+    slots = torch.cat([slots, torch.tensor([1, 2])])
+    x, prompt = logits(len(slots), vocab_size).bfloat16(), torch.rand(6, vocab_size) < 0.3
+    counts = torch.randint(0, 3, (6, vocab_size)).to(counts_dtype)
+    penalties = torch.tensor([[1, 1.3, 1, 1, 0.8, 1], [0, 0, 0.5, 0, -0.2, 0], [0, 0, 0, 0.7, 0.1, 0]])
+    drafts = torch.randint(0, min(vocab_size, 3), (rows, 2 + depths))[:, 2:]  # few tokens: a draft may come twice
+    got = run(twin, "apply_penalties", x, prompt, counts, *penalties, slots, drafts)
+    for n, slot in enumerate(slots.tolist()):
+        row, index = divmod(n, 1 + depths) if n < rows * (1 + depths) else (0, 0)
+        before = drafts[row, :index] if index else NO_DRAFTS.flatten()
+        seen = counts[slot] + torch.bincount(before, minlength=vocab_size)
+        repetition, frequency, presence = penalties[:, slot].tolist()
+        want = x[n].double()
+        factor = torch.where(prompt[slot] | (seen > 0), repetition, 1.0)
+        want = torch.where(want > 0, want / factor, want * factor) - frequency * seen - presence * (seen > 0)
+        torch.testing.assert_close(got[n].double(), want, rtol=1e-6, atol=1e-6)
+    plain = slots % 6 == 0
+    assert got.dtype == torch.float32 and torch.equal(got[plain], x[plain].float())
 
 
 def test_draws_follow_the_weights_and_never_take_a_zero(twin):

@@ -78,12 +78,14 @@ def _filters(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, None]:
 
 def penalties(shapes: Shapes) -> Case:
     """What penalties make of the logits, of rows that all have some."""
-    count, vocab_size = shapes.rows * shapes.tokens, shapes.config.vocab_size
+    rows, vocab_size = shapes.rows, shapes.config.vocab_size
 
     def make() -> Args:
-        counts = (shapes.ints(64, count, vocab_size) - 60).clamp_min(0).int()
-        ones = torch.ones(count, device=shapes.device)
-        return _logits(shapes), shapes.ints(8, count, vocab_size) == 0, counts, 1.2 * ones, 0.5 * ones, 0.3 * ones
+        counts = (shapes.ints(64, rows, vocab_size) - 60).clamp_min(0).int()
+        ones = torch.ones(rows, device=shapes.device)
+        penalties = (shapes.ints(8, rows, vocab_size) == 0, counts, 1.2 * ones, 0.5 * ones, 0.3 * ones)
+        slots = torch.arange(rows, device=shapes.device).repeat_interleave(shapes.tokens)
+        return _logits(shapes), *penalties, slots, shapes.ints(vocab_size, rows, shapes.tokens - 1)
 
     return Case(sampling.apply_penalties, _vocabulary(shapes), make, lambda args: size(*args[:3]) + 4 * args[0].numel())
 

@@ -18,7 +18,6 @@ def make_drafter(
     model: Any,
     num_speculative_tokens: int,
     block_size: int,
-    num_slots: int,
     sample: bool,
     draft_token_ids: Tensor | None = None,
 ) -> Drafter:
@@ -37,7 +36,7 @@ def make_drafter(
         return NoDrafter()
     check_depths(config, depths)
     if not config.mtp.repeated:
-        return DistinctDrafter(model, depths, block_size, sample, draft_token_ids, num_slots)
+        return DistinctDrafter(model, depths, block_size, sample, draft_token_ids)
     if config.mtp.depths_known and depths > config.mtp.num_depths:
         _logger.warning(
             "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
@@ -50,6 +49,13 @@ def make_drafter(
 def default_depths(config: ModelConfig) -> int:
     """K where a user names none: as many drafts as the heads of a model were trained for and can make."""
     return 1 if _draft_one(config) else config.mtp.default_drafts
+
+
+def adaptive_depths(config: ModelConfig) -> int:
+    """The largest K that "auto" tries: distinct heads make a draft each, a repeated one those it was trained for."""
+    if _draft_one(config):
+        return 1
+    return config.mtp.most_adaptive_drafts if config.mtp.repeated else config.mtp.num_depths
 
 
 def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str = "num_speculative_tokens") -> None:
@@ -66,10 +72,8 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str =
     given = f"{name} is {depths!r}, but"
     if not config.mtp.num_depths:
         raise UserError(f"{given} the model has no MTP heads: train some, or set it to 0")
-    if config.mtp.repeated:
+    if config.mtp.repeated or depths == "auto":
         return
-    if depths == "auto":
-        raise UserError(f"{name} 'auto' needs a repeated MTP head: set a number for distinct ones")
     if _draft_one(config) and depths > 1:
         raise UserError(
             f"{given} distinct heads with Mamba layers (MTP pattern {config.mtp.pattern!r}) draft one token: "

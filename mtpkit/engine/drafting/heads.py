@@ -27,6 +27,7 @@ class MtpDrafter:
         self.block_size = block_size
         self.sample = sample
         self.draft_token_ids = draft_token_ids
+        self.earlier = (0, 0)
         self._draft_weight = None if draft_token_ids is None else draft_output_weight(model, draft_token_ids)
 
     def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -8,10 +8,11 @@ from mtpkit.engine.step import Batch, Drafts, Verdict
 
 
 class Drafter(Protocol):
-    """Anything that can propose drafts."""
+    """Anything that can propose drafts. It looks at nothing of the host's: a step may run before the results of the
+    last one are known there, and be captured in a CUDA graph."""
 
-    device_only: bool
-    """Whether it looks at nothing of the host's, so that a step may run before the results of the last are known."""
+    earlier: tuple[int, int]
+    """E and h: how many committed positions before a step it reads, and the size of their hidden states."""
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """[S, K] drafts that continue the rows that sample, given the base's hidden states [T, 1, h]."""
@@ -21,7 +22,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    device_only = True
+    earlier = (0, 0)
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """Zero drafts a row."""

@@ -24,8 +24,6 @@ class RepeatedDrafter(MtpDrafter):
     step only depth 1 runs, which keeps the cache true for later steps.
     """
 
-    device_only = True
-
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """See `Drafter.draft`."""
         flat, newest = batch.newest(verdict.accepted)

@@ -61,24 +61,38 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | No
 
 
 def apply_penalties(
-    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    slots: Tensor,
+    drafts: Tensor,
 ) -> Tensor:
     """Penalise tokens that occurred: repetition counts prompt and output, frequency and presence the output only.
 
     Args:
-        logits: [N, V].
-        prompt_mask: [N, V] bool, tokens of the prompt.
-        output_counts: [N, V], occurrences in the output so far.
-        repetition, frequency, presence: [N] float; 1, 0 and 0 leave a row unchanged.
+        logits: [N, V]; the first D * (1 + K) belong to D rows with K drafts each.
+        prompt_mask: [slots, V] bool, tokens that are in the prompt of the request at a slot.
+        output_counts: [slots, V] int, how often each is in its output.
+        repetition, frequency, presence: [slots] float; 1, 0 and 0 leave its logits as they are.
+        slots: [N] int64, the slot of each logit; a negative one counts from the last.
+        drafts: [D, K] int64; of a row's 1 + K logits the one at index j counts drafts 0 .. j - 1 as output.
 
     Returns:
         [N, V] float32. Finite logits stay finite whatever the penalties; others are unchanged, so that an invalid row
         stays invalid.
     """
-    logits, counts = logits.float(), output_counts.float()
-    factor = torch.where(prompt_mask | (counts > 0), repetition[:, None].clamp(SMALLEST, LARGEST), 1.0)
+    logits, counts = logits.float(), output_counts[slots].float()
+    rows, depths = drafts.shape
+    seen = counts.new_zeros(rows, 1 + depths, counts.shape[-1])
+    seen[:, 1:].scatter_(-1, drafts[..., None], 1.0)
+    counts[: rows * (1 + depths)] += seen.cumsum(1).flatten(0, 1)
+    repetition, frequency, presence = (values[slots, None] for values in (repetition, frequency, presence))
+    factor = torch.where(prompt_mask[slots] | (counts > 0), repetition.clamp(SMALLEST, LARGEST), 1.0)
     penalised = torch.where(logits > 0, logits / factor, logits * factor)
-    penalised = penalised - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    penalised = penalised - frequency * counts - presence * (counts > 0)
     return torch.where(logits.isfinite(), penalised.clamp(-LARGEST, LARGEST), logits)
 
 

@@ -49,7 +49,10 @@ def _uniform_kernel(
     tl.store(out + place, bits.to(tl.float64) * 3.552713678800501e-15, mask=inside)  # 2^-48
 
 
-@triton.jit(do_not_specialize_on_alignment=["repetition", "frequency", "presence"])
+@triton.jit(
+    do_not_specialize=["num_drafted"],
+    do_not_specialize_on_alignment=["repetition", "frequency", "presence", "slots", "drafts"],
+)
 def _penalties_kernel(
     logits,
     prompt_mask,
@@ -57,23 +60,37 @@ def _penalties_kernel(
     repetition,
     frequency,
     presence,
+    slots,
+    drafts,
     out,
     logits_stride,
     mask_stride,
     counts_stride,
+    draft_row,
+    draft_depth,
+    num_drafted,
+    num_slots,
     vocab_size,
     num_blocks,
+    DEPTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     index = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     inside = index < vocab_size
+    slot = tl.load(slots + row)
+    slot = tl.where(slot < 0, slot + num_slots, slot)
     x = tl.load(logits + row * logits_stride + index, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(repetition + row).to(tl.float32)
-    a_count, a_token = tl.load(frequency + row).to(tl.float32), tl.load(presence + row).to(tl.float32)
+    factor = tl.load(repetition + slot).to(tl.float32)
+    a_count, a_token = tl.load(frequency + slot).to(tl.float32), tl.load(presence + slot).to(tl.float32)
     if (factor != 1) | (a_count != 0) | (a_token != 0):
-        count = tl.load(output_counts + row * counts_stride + index, mask=inside, other=0).to(tl.float32)
-        prompt = tl.load(prompt_mask + row * mask_stride + index, mask=inside, other=0) != 0
+        count = tl.load(output_counts + slot * counts_stride + index, mask=inside, other=0).to(tl.float32)
+        prompt = tl.load(prompt_mask + slot * mask_stride + index, mask=inside, other=0) != 0
+        # Of a row's 1 + K logits each sees the drafts before its own index.
+        seen = tl.where(row < num_drafted, row % (1 + DEPTHS), 0)
+        for depth in tl.static_range(DEPTHS):
+            place = drafts + row // (1 + DEPTHS) * draft_row + depth * draft_depth
+            count += (tl.load(place, mask=depth < seen, other=-1) == index).to(tl.float32)
         factors = tl.where(prompt | (count > 0), tl.minimum(tl.maximum(factor, _SMALLEST), _LARGEST), 1.0)
         y = tl.where(x > 0, tl.div_rn(x, factors), x * factors)
         y = y - a_count * count - tl.where(count > 0, a_token, 0.0)
@@ -103,11 +120,19 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | No
 
 
 def apply_penalties(
-    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    slots: Tensor,
+    drafts: Tensor,
 ) -> Tensor:
     """See the reference. For a row without penalties only the logits are read."""
     logits, prompt_mask, output_counts = map(with_rows, (logits, prompt_mask, output_counts))
-    repetition, frequency, presence = (values.contiguous() for values in (repetition, frequency, presence))
+    repetition, frequency, presence, slots = (v.contiguous() for v in (repetition, frequency, presence, slots))
+    rows, depths = drafts.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
         blocks = triton.cdiv(logits.shape[1], BLOCK)
@@ -118,12 +143,18 @@ def apply_penalties(
             repetition,
             frequency,
             presence,
+            slots,
+            drafts,
             out,
             logits.stride(0),
             prompt_mask.stride(0),
             output_counts.stride(0),
+            *drafts.stride(),
+            rows * (1 + depths),
+            len(output_counts),
             logits.shape[1],
             blocks,
+            DEPTHS=depths,
             BLOCK=BLOCK,
             num_warps=4,
         )
