@@ -107,8 +107,8 @@ def plan_memory(
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         in_use = total - free
         available = int(total * utilization) - in_use - activations - graphs
-    meta = torch.device("meta")
-    state = DeviceState.allocate(1, config, model.vocab_size, meta, earlier=earlier, dtype=layout.sizes.dtype)
+    meta, sizes = torch.device("meta"), layout.sizes
+    state = DeviceState.allocate(1, config, model.vocab_size, meta, layout.counters, earlier, sizes.dtype)
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
