@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.processors import Use, processors_of
+from mtpkit.engine.processors import Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.step import Batch, Earlier, Plan
 from mtpkit.model.inputs import StepInput
@@ -30,14 +30,9 @@ class BatchBuilder:
         """The tensors of `plan`, all on the device."""
         requests = [row.request for row in plan.rows]
         slots, tables = self.ints([request.slot for request in requests]), self.ints(block_tables(requests))
-        use = self.use(plan)
         if plan.num_decode_rows:
-            return self.decode(plan, slots, tables, use)
-        return self._prefill(plan, slots, tables, use)
-
-    def use(self, plan: Plan) -> Use:
-        """What the rows of `plan` that sample use."""
-        return processors_of(plan.sampling_requests, self.state.vocab_size)
+            return self.decode(plan, slots, tables, plan.processors)
+        return self._prefill(plan, slots, tables, plan.processors)
 
     def decode(self, plan: Plan, slots: Tensor, tables: Tensor, use: Use) -> Batch:
         """Decode rows at `slots` [R] with block tables [R, B]; what they feed is known to the device alone."""

@@ -20,7 +20,7 @@ from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.graphs import DecodeGraphs
 from mtpkit.engine.params import EngineConfig, SamplingParams
-from mtpkit.engine.processors import GREEDY
+from mtpkit.engine.processors import GREEDY, processors_of
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Batch, Plan, StepOutput, StepResult, Verdict, pack_result
@@ -170,6 +170,7 @@ class Engine:
             seed=(self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed) % (1 << _SEED_BITS),
             arrival=arrival,
             stats=RequestStats(0, 0, depths, list(depths), state_bytes=self.layout.slot_bytes),
+            processors=processors_of(params, self.vocab_size),
             prompt=prompt,
             detokenizer=self.tokenizer and Detokenizer(self.tokenizer, list(prompt_token_ids), params.stop_strings),
             place=place,

@@ -63,7 +63,7 @@ class DecodeGraphs:
         """What `execute` gives for the decode rows of `plan`, [R, ...]; valid until the next run."""
         requests = [row.request for row in plan.rows]
         rows = bucket_size(len(requests))
-        key = (rows, plan.num_speculative_tokens, for_graph(self.builder.use(plan)))
+        key = (rows, plan.num_speculative_tokens, for_graph(plan.processors))
         graph, result = self.captured(execute, key)
         self._fill([request.slot for request in requests], block_tables(requests, fill=self.null_block), rows)
         graph.replay()

@@ -119,6 +119,8 @@ class Request:
     arrival: int
     """Order of arrival; the largest is the youngest."""
     stats: RequestStats
+    processors: frozenset[str]
+    """Names of the processors of logits that it uses."""
     prompt: str | None = None
     detokenizer: Detokenizer | None = None
     place: str | None = None

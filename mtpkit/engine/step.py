@@ -66,6 +66,11 @@ class Plan:
         """The requests of the rows that sample."""
         return [row.request for row in self.rows[: self.num_sampling_rows]]
 
+    @property
+    def processors(self) -> frozenset[str]:
+        """What any of these requests uses, see `Request.processors`."""
+        return frozenset().union(*(request.processors for request in self.sampling_requests))
+
 
 @dataclass(frozen=True)
 class Earlier:

@@ -1,11 +1,9 @@
 """What changes logits before a token is chosen, in order. A further change is a file here and a place in the list."""
 
-from collections.abc import Sequence
-
+from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.processors.base import Columns, Processor
 from mtpkit.engine.processors.penalties import Penalties
 from mtpkit.engine.processors.shaping import MIN_P, TEMPERATURE, TOP_K, TOP_P, Shaping
-from mtpkit.engine.request import Request
 
 PROCESSORS: tuple[Processor, ...] = (Penalties(), TEMPERATURE, MIN_P, TOP_K, TOP_P)
 
@@ -16,9 +14,9 @@ GREEDY: Use = frozenset()
 _SHAPING: Use = frozenset(processor.name for processor in PROCESSORS if isinstance(processor, Shaping))
 
 
-def processors_of(requests: Sequence[Request], vocab_size: int) -> Use:
-    """What `requests` use."""
-    return frozenset(p.name for p in PROCESSORS if any(p.used(request.params, vocab_size) for request in requests))
+def processors_of(params: SamplingParams, vocab_size: int) -> Use:
+    """What a request with these parameters uses."""
+    return frozenset(processor.name for processor in PROCESSORS if processor.used(params, vocab_size))
 
 
 def for_graph(use: Use) -> Use:
