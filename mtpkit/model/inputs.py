@@ -135,8 +135,9 @@ class StepInput(LayerInput):
         if not self.num_decode_rows:
             return self.committed.after_chunk(torch.zeros_like(last))
         committed = self.committed.at(slice(len(last))).after(self.decode_width, last, new)
-        for counts in committed.counts.values():
-            counts[self.num_decode_rows :] = 0
+        if self.prefill_lens:
+            for counts in committed.counts.values():
+                counts[self.num_decode_rows :] = 0
         return committed
 
     def continued(self, accepted: Tensor) -> "StepInput":

@@ -135,13 +135,11 @@ class Undo(State):
 class UndoSpec(StateSpec):
     """A kind of state that mtpkit does not have, with a rollback of its own."""
 
+    kind = Undo
     dim: int
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         return {"state": Part((self.dim,), sizes.state_dtype), "x": Part((sizes.decode_width, self.dim))}
-
-    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Undo:
-        return Undo(tensors)
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
         return (Taken(),)
@@ -206,6 +204,20 @@ def forget(toy: Toy, slots: Tensor, x: Tensor) -> None:
 def test_a_state_from_outside_is_rolled_back_copied_and_forked(kind):
     assert error(TOYS[kind]()) < 1e-4 > error(TOYS[kind](), move=True)
     assert error(TOYS[kind](), fork=True) == error(TOYS[kind]())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+def test_copies_do_not_wait_for_the_device(rollback):
+    layout = StateLayout(SPECS, StateSizes(8, WIDTH, rollback, FP32))
+    device = torch.device("cuda")
+    states, committed = layout.allocate(2, SLOTS, device), Committed.none(layout.counters, SLOTS, device)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        states.restore(3, states.copy(1, committed), committed)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize("kind", TOYS)

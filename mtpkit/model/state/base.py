@@ -139,14 +139,16 @@ class StateSpec(ABC):
     """The sizes of one state of a layer. Subclasses are frozen dataclasses."""
 
     unit: ClassVar[Unit] = "slot"
+    kind: ClassVar[type[State]]
+    """What `make` makes, where that needs tensors alone."""
 
     @abstractmethod
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """The tensors, by name."""
 
-    @abstractmethod
     def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> State:
         """The state that has these tensors."""
+        return self.kind(tensors)
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
         """What has to be counted for each request."""

@@ -33,7 +33,7 @@ class PagedKV(State):
 class PagedKVSpec(StateSpec):
     """Sizes of the keys and values that one layer keeps for a token."""
 
-    unit = "block"
+    unit, kind = "block", PagedKV
     num_kv_heads: int
     head_dim: int
 
@@ -41,7 +41,3 @@ class PagedKVSpec(StateSpec):
         """See `StateSpec.parts`."""
         page = Part((sizes.block_size, self.num_kv_heads, self.head_dim))
         return {"key": page, "value": page}
-
-    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> PagedKV:
-        """See `StateSpec.make`."""
-        return PagedKV(tensors)

@@ -34,12 +34,9 @@ class Snapshot(State):
 class SnapshotSpec(StateSpec):
     """Sizes of a recurrent state that is kept after each token."""
 
+    kind = Snapshot
     shape: tuple[int, ...]
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
         return {"state": Part((sizes.decode_width, *self.shape), sizes.state_dtype)}
-
-    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Snapshot:
-        """See `StateSpec.make`."""
-        return Snapshot(tensors)
