@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, uninitialised memory that shows, and a tiny tokenizer."""
+"""Set-up that all tests share: one thread, no network, uninitialised memory full of NaN, and a tiny tokenizer."""
 
 import os
 import sys

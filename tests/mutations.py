@@ -10,7 +10,7 @@ WRONG = [None, True, -1, 0, 2.5, 10**18, 10**400, float("nan"), "", "x", [], [1]
 
 
 def changed(value: Any) -> Iterator[tuple[str, Any]]:
-    """What was changed, and the value with it: each entry in turn missing, besides another, or something else."""
+    """Yield changes and the changed values: each entry in turn missing, with a further one beside it, or replaced."""
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         rest = value.copy()
         del rest[key]
@@ -27,7 +27,7 @@ def changed(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cases(whole: str) -> list[tuple[str, bytes]]:
-    """What was done to the text of an object, and what the file holds then."""
+    """Yield changes of an object's text, and the file's content then."""
     return [*((what, json.dumps(value).encode()) for what, value in changed(json.loads(whole))), *texts(whole)]
 
 

@@ -1,4 +1,4 @@
-"""What tests of several workers use, made by whichever needs it first."""
+"""Things that tests of several workers use, made by the worker that needs them first."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What the package imports is what pyproject.toml declares, and the other way round."""
+"""The package imports exactly the dependencies that pyproject.toml declares."""
 
 import ast
 import re

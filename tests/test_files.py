@@ -44,7 +44,7 @@ def test_missing_files_and_directories_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(10)
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """It may have no writer. What a shell gives for `<(...)` has one."""
+    """A named pipe may have no writer; the pipe of a shell's `<(...)` has one."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):

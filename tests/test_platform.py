@@ -90,7 +90,7 @@ def test_sizes_that_do_not_fit(sizes):
 
 
 def test_sizes_are_checked_before_groups_exist():
-    """In a fresh process, as a command would."""
+    """Run in a fresh process, as a command would."""
     done = fresh_python("from mtpkit.platform import *\nensure_distributed(expert_parallel=2)")
     assert done.returncode == 1 and "UserError: 1 processes cannot be split" in done.stderr, done.stderr[-500:]
 

@@ -8,7 +8,7 @@ from mtpkit.data.dataset import PackedBatch, PackedDataset, SourceCounts
 from mtpkit.data.documents import Document, tokenize
 from mtpkit.data.loader import PackedLoader
 from mtpkit.data.prepare import prepare
-from mtpkit.data.prepared import Manifest, read_manifest
+from mtpkit.data.prepared import read_manifest
 from mtpkit.data.samples import Columns, Sample, read_samples
 from mtpkit.data.sources import find_files, find_sources
 from mtpkit.data.tokenizer import load_tokenizer
@@ -16,7 +16,6 @@ from mtpkit.data.tokenizer import load_tokenizer
 __all__ = [
     "Columns",
     "Document",
-    "Manifest",
     "PackedBatch",
     "PackedDataset",
     "PackedLoader",

@@ -43,7 +43,7 @@ def test_other_files_hold_one_text_a_line(write):
 
 @pytest.mark.parametrize("end", ["\u2028", "\x0c", "\x85", "\x1c"])
 def test_a_line_ends_with_a_line_feed_alone(write, end):
-    """As in JSON, where other ends of lines may stand in a text as they are."""
+    """JSON allows the other line separators unescaped in a string."""
     assert read_prompts(write(f"a{end}b\nc\r\n", "prompts.txt")) == [f"a{end}b", "c"]
     if end not in "\x0c\x1c":
         assert read_prompts(write(f'{{"prompt": "a{end}b"}}\n')) == [f"a{end}b"]

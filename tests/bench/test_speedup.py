@@ -1,4 +1,4 @@
-"""What is run, in which order, and what is made of it; the model is real or a stand-in with a clock of its own."""
+"""Runs of the speedup report, their order and their evaluation; the model is real or a fake with its own clock."""
 
 from itertools import groupby
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_a_real_model_is_measured_at_every_batch_size_and_k():
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0, max_tokens=2), SamplingParams(seed=1)])
 def test_no_batch_size_is_first_met_while_timing(k, sampling, monkeypatch):
-    """Where a CUDA graph would be captured then."""
+    """The place where a CUDA graph would be captured."""
     met, late = {}, set()
     launch, timed = Engine._launch, speedup._Contender.run
 

@@ -121,7 +121,7 @@ def test_a_layer_kind_without_names_does_not_fit(tmp_path):
 
 
 def family_words() -> list[str]:
-    """What families are called, and the parts of their tensors' names that Megatron's lack."""
+    """Names of families, and parts of their tensors' names that Megatron's names lack."""
     experts = dict(num_moe_experts=2, moe_ffn_hidden_size=8, moe_shared_expert_intermediate_size=8, moe_latent_size=8)
     config = toy_config(pattern="M*-E", **experts)
     words = {part for name in parameters(config) for part in name.split(".")}

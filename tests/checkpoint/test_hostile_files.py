@@ -390,7 +390,7 @@ def test_a_link_to_a_directory_is_written_through(hf_dir, tmp_path):
 
 
 def test_a_hole_would_show():
-    """What the test of overlapping pieces relies on."""
+    """The assumption of the test of overlapping pieces."""
     assert math.isnan(torch.empty(2, 2)[0, 0])
 
 

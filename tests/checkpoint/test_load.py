@@ -281,7 +281,7 @@ def test_a_parameter_without_a_tensor_is_an_error(hf_dir):
     ids=lambda changes: next(iter(changes)),
 )
 def test_sizes_are_compared_with_the_files_before_a_model_is_built(hf_dir, tmp_path, monkeypatch, layout, changes):
-    """In the largest sizes that a config may have; each refusal takes a moment."""
+    """Sizes are the largest that a config may have; each refusal is quick."""
     config = load_config(hf_dir).replace(**changes)
     directory = hf_dir
     if layout == "hf":

@@ -124,7 +124,7 @@ def test_text_that_an_encoding_lacks_is_no_failure(encoding):
 
 
 def test_a_name_that_is_no_text_is_shown_with_its_bytes():
-    """Whether it goes to stdout, as in a C locale, or is part of an error."""
+    """The text goes to stdout in a C locale, or is part of an error."""
     code = PREAMBLE + ENTRIES["function"].format(body="print('caf\\udce9'); raise UserError('caf\\udce9')")
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -52,7 +52,7 @@ def generated(tokenizer_dir) -> dict:
 
 
 def contents(generated: dict) -> dict[str, tuple[bytes, str]]:
-    """By name of the file: what is in it, and what is said of it."""
+    """Content and expected error of each file, by its name."""
     good = json.dumps(generated).encode() + b"\n"
 
     def tokens(value: object) -> bytes:

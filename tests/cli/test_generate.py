@@ -16,7 +16,7 @@ PROMPT = "the cat sat"
 
 @pytest.fixture
 def answer(model_dir):
-    """What the model says to a prompt, greedily and without drafts."""
+    """The model's greedy output for a prompt, without drafts."""
     llm = LLM(model_dir)
 
     def answer(prompt):

@@ -1,4 +1,4 @@
-"""What data files say is checked before it is believed: types, sizes, depth, encodings, what is missing or cut off."""
+"""Checks of data files: types, sizes, depth, encodings, missing and truncated content."""
 
 import json
 import os

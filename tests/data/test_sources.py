@@ -324,7 +324,7 @@ def test_imports_without_datasets(tmp_path: Path) -> None:
 
 
 class Terminal(io.StringIO):
-    """What a progress bar takes for a terminal."""
+    """A stream that a progress bar takes for a terminal."""
 
     def isatty(self) -> bool:
         return True

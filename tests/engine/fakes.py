@@ -45,7 +45,7 @@ class HashModel:
         return sampling.apply_penalties(logits, seen, counts, *numbers, one, none)
 
     def decode(self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> list[int]:
-        """What decoding without an engine gives: one token at a time from the whole sequence."""
+        """Decode without an engine: one token at a time from the whole sequence."""
         tokens, value = list(prompt), 0
         for token_id in prompt:
             value = extend_hash(value, token_id)

@@ -157,7 +157,7 @@ def test_k_is_chosen_for_the_rows_that_decode(ahead):
 
 @pytest.mark.parametrize("patience", [2.0, 0.01])
 def test_the_engine_measures_every_size_and_k(monkeypatch, patience):
-    """What it chooses follows from the times of the size that a step has."""
+    """K follows from the step times of the step's own batch size."""
     times = {(rows, k): 1.0 + (patience if rows > 2 else 0.01) * k for rows in range(9) for k in range(3)}
     monkeypatch.setattr(Engine, "_time_step", lambda self, rows, depths, repeats: times[rows, depths])
     llm = make_llm(tiny_model(), "auto", max_num_seqs=6)

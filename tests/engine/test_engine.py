@@ -76,7 +76,7 @@ def test_tokens_are_of_the_vocabulary(prompt, params, message):
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_older_request_that_is_queued_late(steps, k, ahead):
-    """It goes before younger ones that run already, and both are decoded as they would be alone."""
+    """The older request goes before younger ones that already run, and both are decoded as if alone."""
     engine = fake_engine(MODEL, num_speculative_tokens=k, async_scheduling=ahead, max_num_batched_tokens=6)
     old = engine.make_request([1, 2, 3, 4, 5, 6, 7, 8], GREEDY)
     new = engine.add_request([9, 10, 1, 2, 3, 4, 5, 6], GREEDY)

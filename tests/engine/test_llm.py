@@ -180,7 +180,7 @@ def test_more_drafts_than_depths_are_warned_of(caplog, extra):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_an_engine_goes_with_its_last_user(device):
-    """It does not hold itself in memory, and nothing waits for a garbage collection."""
+    """`LLM` is in no reference cycle, so that its memory is freed without a garbage collection."""
     llm = make_llm(tiny_model(device=device), 2)
     llm.generate(make_prompts((4,)), greedy())
     engine, state = weakref.ref(llm.engine), weakref.ref(llm.engine.states.all()[0])

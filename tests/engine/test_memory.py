@@ -111,7 +111,7 @@ def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
 
 
 def test_a_gpu_is_divided_without_one(monkeypatch):
-    """What the caching allocator holds without using it is free; activations and graphs come off the share."""
+    """Unused memory of the caching allocator counts as free; activations and graphs reduce the share."""
     llm, gb = make_llm(tiny_model(), 3), 10**9
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * gb, 10 * gb))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gb)

@@ -1,4 +1,4 @@
-"""What is no prompt, or no sampling parameters, is refused in one line before anything runs."""
+"""Invalid prompts and sampling parameters are refused in one line before anything runs."""
 
 import pytest
 import torch

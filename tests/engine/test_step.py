@@ -1,4 +1,4 @@
-"""What a step gives the host: paths, tokens, and which of them are invalid."""
+"""Results of a step on the host: paths, tokens, and which of them are invalid."""
 
 import torch
 

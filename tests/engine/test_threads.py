@@ -12,7 +12,7 @@ from tests.engine.tiny import decode, greedy, make_llm, make_prompts, tiny_model
 
 
 def in_threads(count: int, call) -> list:
-    """What `call(index)` gave or raised in each of so many threads that begin together."""
+    """Results or exceptions of `call(index)` in threads that start together."""
     results, gate = [None] * count, threading.Barrier(count)
 
     def work(index: int) -> None:
@@ -89,7 +89,7 @@ def test_a_stream_of_another_thread_is_waited_for_and_one_of_this_thread_refused
 
 
 def test_the_thread_that_reads_a_stream_is_refused_not_the_one_that_began_it():
-    """It would wait for itself for ever."""
+    """The call would wait for itself forever."""
     llm = make_llm(tiny_model(), 0)
     stream, begun, over = llm.stream([[1]], greedy()), threading.Event(), threading.Event()
 

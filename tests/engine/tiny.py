@@ -108,7 +108,7 @@ def poison_free(engine) -> None:
 
 
 def held_bytes(engine) -> int:
-    """What the states of all layers take."""
+    """Bytes of the states of all layers."""
     return sum(tensor.nbytes for state in engine.states.all() for tensor in state.tensors.values())
 
 

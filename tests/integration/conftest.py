@@ -80,7 +80,7 @@ def train_on_answers(
 
 @pytest.fixture(scope="session")
 def trained(train_on_answers: Callable[[str, str, int], Trained]) -> Trained:
-    """As heads are trained by default."""
+    """Heads with the default settings of training."""
     return train_on_answers("kl", "serving", 32)
 
 

@@ -1,4 +1,4 @@
-"""What the integration tests share: where things are, and how a user calls them."""
+"""Paths and calls of commands that the integration tests share."""
 
 import subprocess
 import sys

@@ -49,7 +49,7 @@ def conditional(starts, go_on, accept):
 
 
 def step_starts(go_on):
-    """How likely a step starts at each i: n accepted drafts after one, the next is n + 1 later."""
+    """Probability that a step starts at each i; after n accepted drafts the next starts n + 1 later."""
     starts = torch.zeros(LENGTH, PROMPTS, dtype=torch.float64)
     starts[PROMPT - 1] = 1
     for i in range(PROMPT - 1, LENGTH - K - 1):

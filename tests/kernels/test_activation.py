@@ -47,7 +47,7 @@ def test_relu2_keeps_nan(twin):
 
 
 def gradient(function, x, above):
-    """Of x, on the CPU, where `above` is that of the output or is cut to it."""
+    """The gradient of x on the CPU, where `above` is that of the output or is cut to it."""
     x = x.detach().requires_grad_()
     out = function(x)
     return torch.autograd.grad(out, x, above[..., : out.shape[-1]])[0].cpu()

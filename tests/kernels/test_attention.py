@@ -175,7 +175,7 @@ def test_splits_are_joined_in_several_rounds(twin, monkeypatch, few_lines, split
 
 @pytest.mark.parametrize("programs", [1, 7, 128, 264, 512, 5000])
 def test_splits_hold_every_row(programs):
-    """What the kernel makes of a plan: the splits of a row cover it, and there are enough of them."""
+    """The kernel's use of a plan: its splits cover the row, and there are enough of them."""
     split_plan = importlib.import_module("mtpkit.kernels.attention.decode").split_plan
     for span in (16, 64, 100, 1024, 8192, 8208, 131072):
         splits, fill, longest = split_plan(programs, span, 64)

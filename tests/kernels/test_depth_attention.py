@@ -18,7 +18,7 @@ HEADS = [(8, 8), (4, 2), (8, 1)]
 
 
 class Inputs(NamedTuple):
-    """Of depth_attention with depths 2..k in one list; none of them: of sequence_attention."""
+    """Arguments of depth_attention with depths 2..k in one list; an empty list: of sequence_attention."""
 
     q: Tensor
     k: Tensor
@@ -79,7 +79,7 @@ def with_gradients(out: Tensor, pull: Tensor, inputs: Inputs) -> list[Tensor]:
 
 
 def errors(twin: Twin, inputs: Inputs, docs: Tensor | None, dtype=torch.float32) -> list[float]:
-    """Of the output and of every gradient."""
+    """Errors of the output and of every gradient."""
     pull = torch.randn(inputs.q.shape)
     leaves, exact = inputs.leaves(twin.device, dtype), inputs.leaves(dtype=dtype).leaves(dtype=torch.float64)
     have = with_gradients(attend(twin, leaves, docs), pull.to(dtype), leaves)

@@ -24,7 +24,7 @@ def low(twin):
 
 
 def shortfall(tokens, hidden, weight):
-    """How far the chosen tokens' logits are below the best, in fp64 and relative to the largest logit."""
+    """Distance of the chosen tokens' logits from the best, in fp64, relative to the largest logit."""
     logits = hidden.double() @ weight.double().t()
     return ((logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.abs().amax()).max().item()
 
@@ -131,7 +131,7 @@ def test_a_row_of_nan_has_no_token(twin, rows, mapped):
 @pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_weight_that_is_not_finite_leaves_no_token(twin, rows, value):
-    """In the last row of the weight, which fills no tile."""
+    """The best token is in the last row of the weight, which fills no tile."""
     hidden, weight = heads(rows, 130, 40)
     hidden.abs_()
     weight[129, 39] = value

@@ -38,7 +38,7 @@ def draw(rows, outputs, width, device="cpu", dtype=torch.bfloat16, norm=False, g
 
 
 def oracle(x, weight, norm_weight=None, eps=EPS, group_size=None, gate=None, activation=None, residual=None):
-    """In fp64, from the definitions."""
+    """The result in fp64, from the definitions."""
     x = x.double()
     if gate is not None:
         x = x * gate.double() * torch.sigmoid(gate.double())
@@ -131,7 +131,7 @@ def test_a_wrong_norm_would_be_seen():
 
 @pytest.mark.parametrize("name", ["x", "weight", "norm_weight"])
 def test_gradients(device, name):
-    """Of one argument alone, wherever it stands: what the kernel returns has none."""
+    """A gradient of any single argument is right, although the kernel has no backward."""
     arguments = draw(3, 70, 128, device, norm=True, activation="relu2")
     arguments[name].requires_grad_()
     positional = [arguments.pop("x"), arguments.pop("weight")]

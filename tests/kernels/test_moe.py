@@ -96,7 +96,7 @@ def draw(tokens, experts, top_k, width, inner, activation, device="cpu", dtype=t
 
 
 def oracle(x, fc1, fc2, expert_ids, weights, activation, residual=None) -> torch.Tensor:
-    """In fp64, token for token."""
+    """The result in fp64, token by token."""
     rows = []
     for token, experts in enumerate(expert_ids.tolist()):
         row = torch.zeros_like(x[token], dtype=torch.float64) if residual is None else residual[token].double()

@@ -200,7 +200,7 @@ class Step:
         return function(*caches, self.slots, self.contexts, self.ring_lens, **self.inputs, **blocks), *caches
 
     def widened(self) -> "Step":
-        """The same numbers in fp32, which the reference loses little of."""
+        """The same numbers in fp32, in which the reference is nearly exact."""
         other = Step.__new__(Step)
         vars(other).update(vars(self))
         other.state, other.rings = self.state.float(), [ring.float() for ring in self.rings]
@@ -242,7 +242,7 @@ def test_bf16_inputs(twin, state_dtype):
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_inputs_with_snapshots(twin, state_dtype):
-    """The same bound; each snapshot is rounded once, and the interpreter cuts off where a GPU rounds."""
+    """The bound is the same; each snapshot is rounded once, and the interpreter truncates where a GPU rounds."""
 
     def run(step, function):
         snapshots = step.state[:, None].repeat(1, 4, 1, 1, 1)

@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor | float) -> Tensor:
 
 
 class Oracle:
-    """What a golden case computes; token ids are [b, s], hidden states [b, s, h]."""
+    """Results of a golden case; token ids are [b, s], hidden states [b, s, h]."""
 
     def __init__(self, case: Path) -> None:
         description = json.loads((case / "config.json").read_text())["config"]

@@ -1,4 +1,4 @@
-"""What is built: names, sizes, initial weights, caches."""
+"""Built models: names, sizes, initial weights, caches."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def test_every_weight_counts_as_often_as_a_token_uses_it(changes, base_layers):
 
 
 def test_the_8b_shape_takes_25_gflop_per_token():
-    """By matrices, norms and convolutions adding a thousandth."""
+    """Counted by matrices; norms and convolutions add a thousandth."""
     config = NEMOTRON_H_8B.replace(mtp_pattern="*-")
     base = sum(layer_matrices(config, letter) for letter in config.pattern)
     head = sum(layer_matrices(config, letter) for letter in "*-") + 2 * config.hidden_size**2

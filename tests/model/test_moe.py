@@ -54,7 +54,7 @@ def test_stacked_experts_are_megatrons(case, device):
 @torch.no_grad()
 @pytest.mark.parametrize("case", [*CASES, "groups of three"])
 def test_kernels_in_the_layer_are_megatrons(case, monkeypatch):
-    """In Triton's interpreter."""
+    """Run in Triton's interpreter."""
     changes = CASES.get(case, dict(num_moe_experts=12, moe_router_num_groups=4, moe_router_group_topk=2))
     model = fresh(**changes)
     layer, x = model.decoder.layers[3], torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
@@ -89,7 +89,7 @@ def test_moved_experts_are_no_longer_stacked():
 
 @torch.no_grad()
 def test_weights_in_anothers_buffer_stay_there():
-    """As those of heads that an optimizer keeps flat."""
+    """Weights are views of one flat tensor, as with an optimizer that keeps heads flat."""
     model = fresh()
     layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
     want = layer.mlp(x)[0]

@@ -72,7 +72,7 @@ def pipeline_rank(rank: int, out: Path) -> None:
 
 
 def parts_on_disk(checkpoint: Path) -> dict[str, object]:
-    """Of every key: its dtype, shape and the chunks that it is stored in."""
+    """Dtype, shape and stored chunks of every key."""
     items = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {
         name: (item.properties.dtype, item.size, sorted((c.offsets, c.sizes) for c in item.chunks))

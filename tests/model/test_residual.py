@@ -45,7 +45,7 @@ def run(layer, x, step):
 
 
 def megatron(layer, x, step):
-    """The same layer by megatron-core's own forward."""
+    """Run the layer by megatron-core's own forward."""
     if isinstance(layer, MambaLayer):
         return MambaLayer.forward(layer, x, inference_context=step)
     return TransformerLayer.forward(layer, x, inference_context=step)[0]
@@ -133,7 +133,7 @@ def test_a_residual_that_cannot_be_accumulated_into():
 
 
 def check_greedy_tokens(model) -> None:
-    """Of the whole vocabulary, and of a pruned one."""
+    """Check greedy tokens of the whole vocabulary, and of a pruned one."""
     hidden = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
     logits = compute_logits(model, hidden)
     assert greedy_tokens(model, hidden).tolist() == logits.argmax(-1).tolist()

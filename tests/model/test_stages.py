@@ -14,7 +14,7 @@ from tests.model.toy import CONFIG
 
 
 def costs(config, patterns, balance):
-    """Of each stage, from the parameters of one model and from which of them a token uses."""
+    """Cost of each part, from the parameters of one model and the share of them that a token uses."""
     sizes = Counter()
     for name, parameter in build_model(config, device="cpu").named_parameters():
         if parameter.ndim == 2 and "conv1d" not in name:

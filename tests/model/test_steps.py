@@ -116,7 +116,7 @@ def run_step(model, cells: Cells, rows: list[Row], feeds: list[list[int]], accep
 
 
 def expect(model, row: Row, feed: list[int]):
-    """The same from the whole sequence without caches."""
+    """Compute the same from the whole sequence without caches."""
     tokens = torch.tensor([row.tokens[: row.length] + feed])
     hidden = base_forward(model, tokens, SequenceInput())
     shifted = torch.tensor([row.tokens[1 : tokens.shape[1] + 1]])

@@ -1,4 +1,4 @@
-"""What the processes of `test_parallel` do: gradients, streams and whole runs at one layout after the other."""
+"""Work of the processes of `test_parallel`: gradients, streams and whole runs at one layout after another."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How far heads agree with their base, chunk by chunk, against whole distributions; alone and over two ranks."""
+"""Agreement of heads with their base, in chunks and over two ranks, compared with whole distributions."""
 
 import dataclasses
 

@@ -176,7 +176,7 @@ def cached(settings, tmp_path):
 
 
 def test_writing_ahead_leaves_the_matmul_precision_alone(settings, tmp_path, monkeypatch):
-    """What is computed after it in the same process is not rounded to bf16 on a CPU that has bf16 products."""
+    """Later products in the same process are not rounded to bf16 on a CPU that supports bf16."""
     before, inside = torch.get_float32_matmul_precision(), []
     attach = cache_write.attach_cache
 

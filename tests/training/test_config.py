@@ -58,7 +58,7 @@ def test_patterns_are_taken_as_they_stand(pattern):
 
 
 def test_the_script_needs_no_file(tmp_path):
-    """As in the README, where all settings stand on the command line."""
+    """All settings may be on the command line, as in the README."""
     result = CliRunner().invoke(app, [f"model={tmp_path / 'none'}", "output=run", "data.train=[a.txt]"])
     assert isinstance(result.exception, UserError) and str(tmp_path / "none") in str(result.exception)
 
@@ -208,7 +208,7 @@ def test_unreadable_files(tmp_path, content):
 
 
 def test_numbers_and_texts_are_taken_for_each_other_where_one_is_meant(tmp_path, monkeypatch):
-    """As YAML, and the environment, have no other way."""
+    """YAML and the environment have no other way to write them."""
     monkeypatch.setenv("STEPS", "300")
     monkeypatch.setenv("RATE", "1e-4")
     path = tmp_path / "config.yaml"
@@ -281,7 +281,7 @@ def leaves(cls=TrainConfig, prefix=""):
 
 
 def refusal(*arguments):
-    """What `load_config` says, on one short line; None where it takes the settings."""
+    """The error of `load_config`, on one short line; None if it accepts the settings."""
     try:
         load_config(*arguments)
     except UserError as error:

@@ -64,7 +64,7 @@ def test_layers_that_are_not_the_last_are_left_out_of_the_target():
 
 
 def test_padding_does_not_count():
-    """It is a document of its own, with nothing to learn."""
+    """Padding is a document of its own, without prediction targets."""
     model = toy_model(mtp_pattern="*-")
     head = model.mtp.layers[0]
     whole = [toy_batch([[25, 14]], wanted=1.1, seed=seed) for seed in range(6)]

@@ -1,4 +1,4 @@
-"""How new heads start."""
+"""Initial values of new heads."""
 
 import re
 from dataclasses import replace

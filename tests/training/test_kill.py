@@ -86,7 +86,7 @@ def kill_when(process, output: Path, due: Callable[[Path], bool]) -> bool:
 
 
 def check_checkpoints(output: Path, whole: Path) -> None:
-    """What can be chosen is whole: the newest, the best and each that has a name."""
+    """All checkpoints that can be chosen are whole: the newest, the best and those with a name."""
     if (output / "latest_checkpointed_iteration.txt").exists():
         load_model(output)
         assert (output / "tokenizer.json").read_bytes() == (whole / "tokenizer.json").read_bytes()

@@ -46,7 +46,7 @@ def test_nothing_is_lost_between_uses(recompute):
 @pytest.mark.parametrize("tokens", [7, 0])
 @pytest.mark.parametrize("which", ["eh_proj", "linear_fc1", "linear_fc2"])
 def test_a_linear_adds_up_its_gradient_in_fp32(device, which, tokens):
-    """What a use contributes is not rounded to bf16 either; those of experts too, which may have no token."""
+    """Contributions of single uses are not rounded to bf16 either, even for experts, which may have no token."""
     config = CONFIG.replace(mtp_pattern="*E", **EXPERTS)
     head = build_model(config, dtype=torch.bfloat16, device=device).mtp.layers[0]
     product = next(module for name, module in head.named_modules() if name.endswith(which))
@@ -82,7 +82,7 @@ HEADS = {
 
 
 def check_all_arrive(model, attention, recompute, tolerance):
-    """What autograd sums, and what two backwards add to an optimizer's gradients."""
+    """Check the gradients that autograd sums, and those that two backwards add to an optimizer's."""
 
     def backward():
         batch = toy_batch([[20]]).to(next(model.parameters()).device)

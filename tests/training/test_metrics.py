@@ -1,4 +1,4 @@
-"""Where metrics go: lines that a killed run left, scalars of boards, and W&B by a stub of its package."""
+"""Destinations of metrics: lines that a killed run left, scalars of boards, and W&B by a stub of its package."""
 
 import json
 import sys

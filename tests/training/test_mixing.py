@@ -47,7 +47,7 @@ def test_parts_of_a_sequence_read_their_part_of_the_draws():
 
 
 def test_draws_follow_from_seed_step_and_sequence():
-    """So that a run resumes exactly, however its sequences are spread, and no two of them draw alike."""
+    """A run thus resumes exactly, however its sequences are spread, and no two sequences draw alike."""
     model, own, base = toy_model(), torch.randn(50, 1, 3), torch.randn(50, 1, 3)
 
     def mixed(seed, number, *sequences):

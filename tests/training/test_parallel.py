@@ -48,7 +48,7 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # atomic additions and other tiles on a
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
-    """Where the processes compute."""
+    """Device of the processes."""
     return request.param
 
 
@@ -66,7 +66,7 @@ MOVES = (("pipeline", "parallel.balance=time"), ("tensor",), ("expert", "optimiz
 
 
 def run_settings(base, text_files):
-    """Of short runs at one learning rate, so that they can be carried on by more steps."""
+    """Settings of short runs at a constant learning rate, so that more steps can continue them."""
     values = {
         "model": base,
         "data.train": f"[{text_files[0]}]",
@@ -109,7 +109,7 @@ def settings(base, text_files):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, settings, where):
-    """What two processes wrote: gradients of all cases, and runs."""
+    """Output of two processes: gradients of all cases, and runs."""
     need_gpus(where, 2)
 
     def make(out):
@@ -130,7 +130,7 @@ def two(tmp_path_factory, settings, where):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, where):
-    """What four processes wrote: gradients of some cases."""
+    """Output of four processes: gradients of some cases."""
     need_gpus(where, 4)
     jobs = gradient_jobs(FOUR, FOUR_PAIRS, where)
     return made_once(tmp_path_factory, f"four-{where}", lambda out: run_ranks(work, out, jobs, ranks=4, device=where))
@@ -237,7 +237,7 @@ def test_muon_steps_whole_matrices_that_ranks_split(two, runs_alone, where):
 
 
 def test_updates_end_in_the_next_step(two, runs_alone, where):
-    """Of two data-parallel ranks, which then gather what each has of the new weights."""
+    """Two data-parallel ranks update in the next step, and then gather the new weights from each other."""
     for kind, steps in (("train", 4), ("eval", 2)):  # before the first step and after the last
         lines, expected = metrics(two / "offload", kind), metrics(runs_alone["adamw"], kind)
         assert len(lines) == steps

@@ -98,7 +98,7 @@ def made(monkeypatch):
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_inputs_of_linears_are_made_again(made, activation):
-    """Of eh_proj, the attention's first product and both of the feed-forward network, at each of three depths."""
+    """Recomputed are eh_proj, the attention's first product and both of the feed-forward network, at three depths."""
     model, grads = toy_model(mtp_pattern="*-", activation=activation), []
     heads = freeze_base(model)
     for context, alive, calls in ((keeping_inputs(), 12, 12), (nullcontext(), 0, 24)):

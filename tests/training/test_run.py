@@ -122,7 +122,7 @@ def test_each_step_has_its_learning_rate_and_counts_the_tokens_of_all_ranks(sett
 
 @pytest.mark.parametrize(("tokens", "batches"), [(64, 1), (65, 2), (128, 2), (10**6, None)])
 def test_new_heads_are_fitted_to_as_many_tokens_as_asked_for(settings, monkeypatch, tokens, batches):
-    """In batches of two sequences of 32, of at most all the data."""
+    """Use batches of two sequences of 32 tokens, at most all the data."""
     given = []
     monkeypatch.setattr(loop, "fit_input_projection", lambda model, found: given.extend(found) or 0.5)
     config = load_config(None, [*settings, "heads.init=base", f"heads.fit_tokens={tokens}"])
@@ -325,7 +325,7 @@ def test_user_errors(settings, overrides, says):
 
 
 def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, tmp_path):
-    """What the run printed for its held-out data is found again."""
+    """`acceptance` finds the same numbers as the run printed for its held-out data."""
     output = run(settings, "data.eval_sequences=1000")
     measured = tmp_path / "acceptance.json"
     command = ["--model", output / "best", "--data", text_files[1], "--json", measured]

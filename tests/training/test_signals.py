@@ -57,7 +57,7 @@ def test_each_signal_is_answered_once(handlers, capfd):
 
 
 def test_a_signal_is_noted_where_stderr_is_gone(handlers):
-    """As of a terminal that was closed, or a pipe whose reader has ended."""
+    """Standard error is a closed terminal, or a pipe whose reader has ended."""
     stderr, (reader, writer) = os.dup(2), os.pipe()
     os.close(reader)
     os.dup2(writer, 2)

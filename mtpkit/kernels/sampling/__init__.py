@@ -2,7 +2,6 @@
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.sampling import reference
-from mtpkit.kernels.sampling.reference import philox
 
 uniform = pick(reference.uniform)
 apply_penalties = pick(reference.apply_penalties)
@@ -10,4 +9,4 @@ probabilities = pick(reference.probabilities)
 sample = pick(reference.sample)
 sample_logits = pick(reference.sample_logits)
 
-__all__ = ["apply_penalties", "philox", "probabilities", "sample", "sample_logits", "uniform"]
+__all__ = ["apply_penalties", "probabilities", "sample", "sample_logits", "uniform"]

@@ -85,7 +85,7 @@ def _chunked(t: Tensor, chunk: int, *tail: int) -> Tensor:
 
 
 def _inside_chunks(x: Tensor, B: Tensor, C: Tensor, decay: Tensor, pairs: Tensor) -> Tensor:
-    """What the tokens of a chunk give each other, [b, c, g, r, l, p]; `pairs` [.., l, l] says who reads whom."""
+    """Contributions of a chunk's tokens to each other, [b, c, g, r, l, p]; `pairs` [.., l, l] masks them."""
     log_pair = (decay[..., :, None] - decay[..., None, :]).float()  # [b, c, g, r, l, s]
     weights = torch.exp(log_pair.masked_fill(~pairs, float("-inf")))
     scores = (C @ B.transpose(-1, -2))[:, :, :, None]

@@ -1,4 +1,4 @@
-"""What a hostile file is, which command reads it, and what the command owes its user then."""
+"""Hostile files, the commands that read them, and the required outcome."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def expect(self) -> Expect:
-        """What is owed; a command that need not read the file may also succeed."""
+        """Required outcome; a command that need not read the file may also succeed."""
         if self.command in self.kind.ignores and self.mutation.expect == "refused":
             return "either"
         return self.mutation.expect
@@ -102,7 +102,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """Outcome of a command."""
 
     code: int | None
     """Exit code; None: the process died, or was stopped."""
@@ -116,7 +116,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with an outcome; nothing, where `problems` is empty."""
+    """Judgement of an outcome; it is as required if `problems` is empty."""
 
     name: str
     arguments: str

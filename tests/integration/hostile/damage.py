@@ -66,7 +66,7 @@ class Rules:
     """Key -> what errors may call it instead."""
 
     def expect(self, key: str, label: str) -> Expect:
-        """What is owed for a damage at a key."""
+        """Required outcome for damage at a key."""
         if not self.strict:
             return "either"
         if label in BROKEN:

@@ -16,7 +16,7 @@ MODEL = ("hf8", "prompts1.txt", "prompts1.jsonl")
 
 
 def data_commands(file: str, more: str = "") -> dict[str, str]:
-    """What reads data."""
+    """Commands that read data."""
     return {
         "inspect": f"data inspect --model hf8 --data {file} --sequence-length 32",
         "prepare": f"data prepare --model hf8 --data {file} --sequence-length 32 --output out",
@@ -295,7 +295,7 @@ def draft_vocab(world: Path) -> Iterator[Mutation]:
 
 
 def journal(world: Path) -> Iterator[Mutation]:
-    """What an earlier `data regenerate` left: settings, then answers."""
+    """Journal of an earlier `data regenerate`: settings, then answers."""
     file = "answers1.jsonl.partial"
     settings, first, last = (world / file).read_text().splitlines()
     answer_rules = Rules(unknown="either", doubled="either", either={"*": {"*"}, "index": ()})

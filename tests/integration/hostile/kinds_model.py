@@ -21,7 +21,7 @@ FAR = {"-1", "10^30", "inf"}
 
 
 def commands(model: str) -> dict[str, str]:
-    """What reads a model directory, the quickest first."""
+    """Commands that read a model directory, the fastest first."""
     return {
         "generate": f"generate --model {model} --prompts prompts1.jsonl --max-tokens 2",
         "acceptance": f"acceptance --model {model} --data data3/text.txt --sequence-length 32 --num-sequences 1",
@@ -387,7 +387,7 @@ def tracker(world: Path) -> Iterator[Mutation]:
 
 
 def tracker_texts(file: str, right: str, missing: Expect) -> Iterator[Mutation]:
-    """What may stand where the newest iteration is named."""
+    """Contents of the file that names the newest iteration."""
     texts = {
         "a number that is not there": "7",
         "-1": "-1",

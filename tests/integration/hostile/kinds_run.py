@@ -273,7 +273,7 @@ def best(world: Path) -> Iterator[Mutation]:
 
 
 def trainer_state(world: Path) -> Iterator[Mutation]:
-    """What a checkpoint keeps beside its tensors: the step, the place in the data, the best checkpoint."""
+    """State of a checkpoint besides its tensors: the step, the position in the data, the best checkpoint."""
     import torch
 
     folder = "run5/iter_0000002"

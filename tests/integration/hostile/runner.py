@@ -62,7 +62,7 @@ def run_cases(
 
 
 def _outcomes(reader: int, child: int, longest: float, count: int) -> Iterator[Outcome]:
-    """What a fork reports; the last outcome is its end, if that was before its time."""
+    """Yield the outcomes that a fork reports; the last is its end, if it ended early."""
     held, received = b"", 0
     while received < count:
         ready, _, _ = select.select([reader], [], [], longest + 1)
@@ -165,7 +165,7 @@ def _inside(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _captured(stderr: Path) -> Iterator[None]:
-    """What this process and the libraries in it print goes to a file, stdout to nowhere; stdin has nothing."""
+    """Redirect the output of this process and its libraries to a file, and stdout to nowhere; stdin is empty."""
     saved = os.dup(1), os.dup(2)
     streams = sys.stdin, sys.stdout, sys.stderr
     for number, path in ((1, os.devnull), (2, stderr)):
