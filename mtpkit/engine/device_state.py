@@ -96,11 +96,19 @@ class DeviceState:
         """Write what `requests` ask for, before the last chunk of their prompts is computed."""
         if not requests:
             return
-        device = self.tokens.device
-        slots = to_device([request.slot for request in requests], torch.int64, device)
-        self.seeds[slots] = to_device([request.seed for request in requests], torch.int64, device)
+        ids = [[request.slot for request in requests], [request.seed for request in requests]]
+        slots, seeds = to_device(ids, torch.int64, self.tokens.device)
+        self.seeds[slots] = seeds
+        numbers = [
+            {name: value for one in PROCESSORS for name, value in one.numbers(request.params, self.vocab_size).items()}
+            for request in requests
+        ]
+        # One copy takes them all to the device: float64 holds each as it is.
+        values = to_device([list(row.values()) for row in numbers], torch.float64, slots.device)
+        for name, column in zip(numbers[0], values.T, strict=True):
+            self.columns[name][slots] = column.to(self.columns[name].dtype)
         for processor in PROCESSORS:
-            processor.admit(self.columns, slots, requests, self.vocab_size)
+            processor.admit(self.columns, slots, requests)
 
     def step(self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor) -> None:
         """Take up what a batch gave. Of chunks, those that do not end a prompt leave no tokens.

@@ -42,9 +42,13 @@ class Processor:
         """Whether it changes anything for a request with these parameters."""
         raise NotImplementedError
 
-    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocab_size: int) -> None:
-        """Write the rows of `requests`, which have the `slots` [S]. A request that was preempted comes here again."""
+    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
+        """What the columns of one number per request hold for these parameters."""
         raise NotImplementedError
+
+    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request]) -> None:
+        """Write the other columns for `requests`, which have the `slots` [S]. A request that was preempted comes here
+        again."""
 
     def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
         """Take note of the tokens that a step adds to outputs, if it uses the processor.

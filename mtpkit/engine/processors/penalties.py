@@ -36,11 +36,12 @@ class Penalties(Processor):
         """See `Processor.used`."""
         return params.has_penalties
 
-    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocab_size: int) -> None:
+    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
+        """See `Processor.numbers`."""
+        return {name: getattr(params, f"{name}_penalty") for name in _OFF}
+
+    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request]) -> None:
         """See `Processor.admit`. A preempted request's newest token is left to `count`, as a new one's first is."""
-        for name in _OFF:
-            values = [getattr(request.params, f"{name}_penalty") for request in requests]
-            columns[name][slots] = to_device(values, torch.float32, slots.device)
         counted = [request for request in requests if request.params.has_penalties]
         if not counted:
             return

@@ -1,15 +1,12 @@
 """Temperature and the filters that cut a distribution: one number per request, which the sampling kernels take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.processors.base import Column, Columns, Processor
-from mtpkit.engine.request import Request
-from mtpkit.platform import to_device
+from mtpkit.engine.processors.base import Column, Processor
 
 
 @dataclass(frozen=True)
@@ -32,10 +29,9 @@ class Shaping(Processor):
         """See `Processor.used`."""
         return self.value(params, vocab_size) != self.off(vocab_size)
 
-    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocab_size: int) -> None:
-        """See `Processor.admit`."""
-        values = [self.value(request.params, vocab_size) for request in requests]
-        columns[self.name][slots] = to_device(values, self.dtype, slots.device)
+    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
+        """See `Processor.numbers`."""
+        return {self.name: self.value(params, vocab_size)}
 
 
 def _top_k(params: SamplingParams, vocab_size: int) -> int:
