@@ -12,10 +12,9 @@ from tqdm import tqdm
 
 from mtpkit.bench.machine import commit, describe_device
 from mtpkit.bench.speedup_report import SpeedupReport, SpeedupRow
-from mtpkit.engine import LLM, SamplingParams, require_whole
-from mtpkit.engine.checks import problems
+from mtpkit.config.checked import field_clauses, keys_of
+from mtpkit.engine import LLM, EngineOptions, SamplingParams, require_whole
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
-from mtpkit.engine.settings import LLM_RULES
 from mtpkit.errors import listed, raise_problems
 
 _logger = logging.getLogger(__name__)
@@ -58,8 +57,9 @@ class SpeedupConfig:
             (self.repeats >= 1, f"repeats is {self.repeats}, must be at least 1"),
         ]
         found = [problem for good, problem in checks if not good]
-        rules = {name: LLM_RULES[name] for name in vars(self) if name in LLM_RULES}
-        raise_problems("speedup", found + problems(rules, vars(self)))
+        shared = vars(self).keys() & keys_of(EngineOptions).keys()
+        found += field_clauses(EngineOptions, {"model": "", **{name: getattr(self, name) for name in sorted(shared)}})
+        raise_problems("speedup", found)
         object.__setattr__(self, "ks", tuple(sorted({0, *self.ks})))
         object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
 
@@ -86,6 +86,7 @@ def measure_speedup(
     """
     first = LLM(
         model,
+        num_speculative_tokens=0,
         dtype=dtype,
         tokenizer=tokenizer,
         max_num_seqs=1,

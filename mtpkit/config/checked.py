@@ -114,16 +114,27 @@ def field_clauses(cls: type, values: Mapping[str, Any]) -> list[str]:
     return _fill(object.__new__(cls), values)
 
 
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer, also one of numpy; True and False are none."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def is_list(value: Any) -> bool:
+    """Whether it is a list, tuple, range or set; texts and bytes are none."""
+    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
 def plain(value: Any) -> Any:
-    """Numbers and flags as Python's own, and lists, ranges and sets of them as tuples; everything else as it is."""
+    """Numbers and flags as Python's own, lists and ranges of them as tuples, sets as sets; all else as it is."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    is_list = isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview)
-    return tuple(map(plain, value)) if is_list else value
+    if is_list(value):
+        return (frozenset if isinstance(value, Set) else tuple)(map(plain, value))
+    return value
 
 
 def _fields(cls: Any) -> dict[str, FieldInfo]:

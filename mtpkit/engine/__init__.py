@@ -1,18 +1,38 @@
-"""Decoding with and without multi-token-prediction heads: continuous batching over paged and recurrent caches."""
+"""Decoding with and without multi-token-prediction heads: continuous batching over paged and recurrent caches.
 
-from mtpkit.engine.engine import Engine
-from mtpkit.engine.llm import LLM
-from mtpkit.engine.params import EngineConfig, SamplingParams
-from mtpkit.engine.request import CompletionOutput, EngineStats, RequestError, RequestOutput, require_whole
+What a user sets is imported with the package; the engine, and torch with it, on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mtpkit.engine.options import EngineConfig, EngineOptions
+from mtpkit.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from mtpkit.engine.engine import Engine
+    from mtpkit.engine.llm import LLM
+    from mtpkit.engine.request import CompletionOutput, EngineStats, RequestError, RequestOutput, require_whole
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "EngineOptions",
     "EngineStats",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "require_whole",
 ]
+
+_MODULES = {"Engine": "engine", "LLM": "llm"} | dict.fromkeys(
+    ("CompletionOutput", "EngineStats", "RequestError", "RequestOutput", "require_whole"), "request"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

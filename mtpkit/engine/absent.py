@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mtpkit.engine.checks import is_flag, is_list
+from mtpkit.config.checked import is_list, plain
 from mtpkit.errors import UserError, listed
 
 
@@ -23,7 +23,7 @@ class Absent(NamedTuple):
         if value is None or ((is_list(value) or isinstance(value, str | dict)) and not value):
             return True
         return isinstance(value, bool | int | float | str) and any(
-            is_flag(value) is is_flag(one) and value == one for one in self.neutral
+            isinstance(plain(value), bool) is isinstance(one, bool) and value == one for one in self.neutral
         )
 
 
@@ -132,28 +132,31 @@ LLM_METHODS = {
 """Attributes of vLLM's `LLM`, and what to do instead."""
 
 
-def answers_absent[**P, R](what: str, absent: Mapping[str, Absent]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def answers_absent[**P, R](
+    what: str, absent: Mapping[str, Absent], signature: inspect.Signature | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: arguments that a function lacks end in one `UserError` that says of each what to do.
 
     Those of `absent` whose value asks for nothing are dropped. Signature and help stay the function's own.
 
     Args:
         what: the function's name in the error.
+        signature: its arguments; by default the function's own.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
+        own = signature or inspect.signature(function)
 
         @functools.wraps(function)
         def answering(*args: P.args, **named: P.kwargs) -> R:
-            unknown = named.keys() - signature.parameters.keys()
+            unknown = named.keys() - own.parameters.keys()
             wrong = [name for name in named if name in unknown and not _is_neutral(absent, name, named[name])]
             if wrong:
-                answers = [_answer(name, absent, signature.parameters) for name in wrong]
+                answers = [_answer(name, absent, own.parameters) for name in wrong]
                 raise UserError(f"{what} has no argument {_joined(wrong, answers)}; see help({what})")
             known: dict[str, Any] = {name: value for name, value in named.items() if name not in unknown}
             try:
-                signature.bind(*args, **known)
+                own.bind(*args, **known)
             except TypeError as error:
                 raise UserError(f"{what}: {error}; see help({what})") from None
             return function(*args, **known)
@@ -167,7 +170,9 @@ def answers_absent_fields[T](absent: Mapping[str, Absent]) -> Callable[[type[T]]
     """The same for the fields of a dataclass."""
 
     def decorate(cls: type[T]) -> type[T]:
-        cls.__init__ = answers_absent(cls.__name__, absent)(cls.__init__)  # type: ignore[method-assign]
+        own, fields = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), inspect.signature(cls)
+        signature = fields.replace(parameters=[own, *fields.parameters.values()])
+        cls.__init__ = answers_absent(cls.__name__, absent, signature)(cls.__init__)  # type: ignore[method-assign]
         return cls
 
     return decorate

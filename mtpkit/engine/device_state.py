@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpkit.engine.params import EngineConfig
+from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.processors import PROCESSORS, Columns, Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import Sampling

@@ -11,15 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mtpkit.config.checked import is_whole
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.checks import is_whole
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.graphs import DecodeGraphs
-from mtpkit.engine.params import EngineConfig, SamplingParams
+from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.processors import GREEDY, processors_of
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.scheduler import Scheduler

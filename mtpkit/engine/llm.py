@@ -6,127 +6,84 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
-from mtpkit.engine.checks import plain
-from mtpkit.engine.drafting import adaptive_depths, check_depths, make_drafter
+from mtpkit.engine.drafting import make_drafter
 from mtpkit.engine.engine import Engine
 from mtpkit.engine.loading import DTYPES, config_of, open_model
 from mtpkit.engine.memory import plan_memory
-from mtpkit.engine.params import EngineConfig, SamplingParams
+from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
+from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prompts import Prompt, encode, list_params, list_prompts
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
 from mtpkit.engine.runner import Runner
-from mtpkit.engine.settings import check_settings, draft_token_ids, execution, report_unused
+from mtpkit.engine.settings import draft_token_ids, execution, report_unused, resolve_drafts
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import stack_experts, state_specs
 from mtpkit.model.state import StateLayout, StateSizes
 
-_MAX_BATCHED = 2048
 _logger = logging.getLogger(__name__)
 
 
 class LLM:
     """A model that is ready to decode.
 
-    Args:
-        model: directory of a checkpoint of either layout, or a model from `mtpkit.model.build_model`.
-        num_speculative_tokens: K, drafts a step from the model's MTP heads; 0 decodes plainly. "auto": chosen for each
-            step, up to the depths that the heads were trained for (7 where that is unknown), from step times measured
-            at start and the acceptance seen so far. The log says so when a model has heads and 0 leaves them unused.
-        dtype: of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU.
-        seed: from which requests without a seed get theirs; None: another one each time.
-        block_size: tokens whose keys and values share a block.
-        max_model_len: longest prompt plus output; None: what the model was made for.
-        max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: most tokens of a step; longer prompts are split. None: 2048, or what decoding needs.
-        gpu_memory_utilization: share of the GPU's memory that weights and caches may take.
-        num_blocks: blocks of the cache; None: what fits.
-        state_rollback: how recurrent state is taken back after a rejection, "replay" or "snapshot".
-        state_dtype: of recurrent state, "float32" or "bfloat16".
-        draft_sampling: draw drafts from the heads' distribution instead of taking their best tokens.
-        draft_vocab: tokens that drafts are chosen among, as ids or as a file that `mtpkit data draft-vocab` wrote. The
-            output stays the base's own; None: all tokens.
-        async_scheduling: launch a step before the results of the last one are looked at. None: on a GPU.
-        enforce_eager: no CUDA graphs.
-        synthetic_acceptance: accept drafts by chance at this rate a depth; for benchmarks with random weights.
-        device: a number is a GPU's; None: the GPU, or the CPU where there is none.
-        tokenizer: a transformers tokenizer or its directory; None: the one beside the checkpoint, if there is one.
+    Its arguments are the fields of `EngineOptions`, by name or in their order; see `help(LLM.__init__)`.
 
     Raises:
         UserError: settings that cannot work, or heads that are missing or too few.
     """
 
     @answers_absent("LLM", LLM_ARGUMENTS)
-    def __init__(
-        self,
-        model: Any,
-        num_speculative_tokens: int | Literal["auto"] = 0,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        seed: int | None = 0,
-        block_size: int = 16,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        num_blocks: int | None = None,
-        state_rollback: Literal["replay", "snapshot"] = "replay",
-        state_dtype: Literal["float32", "bfloat16"] = "float32",
-        draft_sampling: bool = False,
-        draft_vocab: str | Path | Sequence[int] | None = None,
-        async_scheduling: bool | None = None,
-        enforce_eager: bool = False,
-        synthetic_acceptance: Sequence[float] | None = None,
-        device: torch.device | str | int | None = None,
-        tokenizer: Any = None,
-    ) -> None:
-        # Settings are checked before a large model is read; what the model decides is filled in after.
-        check_settings(locals())
-        adaptive = num_speculative_tokens == "auto"
-        config = EngineConfig(
-            max_model_len=1 if max_model_len is None else max_model_len,
-            num_speculative_tokens=0 if isinstance(num_speculative_tokens, str) else num_speculative_tokens,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=_MAX_BATCHED if max_num_batched_tokens is None else max_num_batched_tokens,
-            state_rollback=state_rollback,
-            draft_sampling=draft_sampling,
-            seed=seed,
+    @takes_fields(EngineOptions)
+    def __init__(self, options: EngineOptions) -> None:
+        """Read a model and lay out the memory."""
+        model_config = config_of(options.model)
+        adaptive = options.num_speculative_tokens == "auto"
+        depths = resolve_drafts(model_config, options.num_speculative_tokens)
+        options = replace(options, num_speculative_tokens=depths)  # refused, where it is, before weights are read
+        draft_ids = draft_token_ids(options.draft_vocab, model_config.vocab_size)
+        self.model, self.tokenizer, eos_token_ids = open_model(
+            options.model, options.dtype, options.device, options.tokenizer
         )
-        model_config = config_of(model)
-        check_depths(model_config, plain(num_speculative_tokens))
-        depths = adaptive_depths(model_config) if adaptive else config.num_speculative_tokens
-        draft_ids = draft_token_ids(draft_vocab, model_config.vocab_size)
-        self.model, self.tokenizer, eos_token_ids = open_model(model, dtype, device, tokenizer)
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
+        ahead, graphs = execution(weight, stacked, options.async_scheduling, options.enforce_eager)
+        config = EngineConfig(
+            max_model_len=options.max_model_len or model_config.max_position_embeddings,
+            num_speculative_tokens=depths,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens
+            or max(DEFAULT_BUDGET, options.max_num_seqs * (1 + depths)),
+            state_rollback=options.state_rollback,
+            draft_sampling=options.draft_sampling,
+            async_scheduling=ahead,
+            graphs=graphs,
+            seed=options.seed,
+        )
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
         drafter = make_drafter(self.model, depths, config.block_size, config.draft_sampling, draft_ids)
-        report_unused(depths, model_config, draft_vocab=draft_vocab, synthetic_acceptance=synthetic_acceptance)
-        ahead, graphs = execution(weight, stacked, async_scheduling, enforce_eager)
-        config = replace(
-            config,
-            max_model_len=max_model_len or model_config.max_position_embeddings,
-            num_speculative_tokens=depths,
-            max_num_batched_tokens=max_num_batched_tokens or max(_MAX_BATCHED, config.max_num_seqs * (1 + depths)),
-            async_scheduling=ahead,
-            graphs=graphs,
-        )
+        acceptance = options.synthetic_acceptance
+        report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
         widths = (config.block_size, config.decode_width)
-        sizes = StateSizes(*widths, config.state_rollback, weight.dtype, DTYPES[state_dtype])
+        sizes = StateSizes(*widths, config.state_rollback, weight.dtype, DTYPES[options.state_dtype])
         layout = StateLayout(state_specs(self.model), sizes)
         self.memory_plan = plan_memory(
-            model_config, layout, config, weight.device, gpu_memory_utilization, plain(num_blocks), drafter.earlier
+            model_config,
+            layout,
+            config,
+            weight.device,
+            options.gpu_memory_utilization,
+            options.num_blocks,
+            drafter.earlier,
         )
         _logger.info("%s", self.memory_plan)
-        verifier = None
-        if synthetic_acceptance is not None:
-            verifier = SyntheticAcceptance(synthetic_acceptance, depths, weight.device)
+        verifier = None if acceptance is None else SyntheticAcceptance(acceptance, depths, weight.device)
         self.engine = Engine(
             config,
             layout,

@@ -7,7 +7,7 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.params import EngineConfig
+from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.model.state import StateLayout
 

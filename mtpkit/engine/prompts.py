@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mtpkit.engine.checks import is_list, is_whole
+from mtpkit.config.checked import is_list, is_whole
 from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, listed, shown
 

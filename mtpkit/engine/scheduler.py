@@ -4,7 +4,7 @@ from bisect import insort
 from collections.abc import Sequence
 
 from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.params import EngineConfig
+from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
 from mtpkit.engine.step import Plan, Row, StepResult
 from mtpkit.errors import MtpkitError, UserError

@@ -14,7 +14,7 @@ from mtpkit.bench.roofline import (
     expected_length,
 )
 from mtpkit.bench.shapes import NEMOTRON_H_8B
-from mtpkit.engine.params import EngineConfig
+from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity
 from mtpkit.model import build_model

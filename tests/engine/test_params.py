@@ -1,12 +1,9 @@
 """Settings out of range are refused, all at once."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from mtpkit.engine import EngineConfig, SamplingParams
-from mtpkit.engine.params import ENGINE_RULES, SAMPLING_RULES
+from mtpkit.engine import EngineConfig, EngineOptions, SamplingParams
 from mtpkit.errors import UserError
 
 INFINITE = [float("inf"), float("-inf"), float("nan"), 1e39, 10**400]
@@ -35,9 +32,14 @@ def test_sampling_parameters(setting, message):
         SamplingParams(**setting)
 
 
-@pytest.mark.parametrize("rules, made", [(SAMPLING_RULES, SamplingParams), (ENGINE_RULES, EngineConfig)])
-def test_every_field_has_a_rule(rules, made):
-    assert list(rules) == [field.name for field in dataclasses.fields(made)]
+@pytest.mark.parametrize("made", [SamplingParams, EngineOptions, EngineConfig])
+def test_every_field_has_a_type_that_is_checked_and_a_docstring(made):
+    for name, info in made.__pydantic_fields__.items():
+        shared = made is EngineConfig and name in EngineOptions.__pydantic_fields__
+        assert info.description or shared, name
+        given = {"model": "x", "max_model_len": 1} | {name: {"neither": "of them"}}
+        with pytest.raises(UserError, match=rf": {name} is {{'neither'.*, must be "):
+            made(**{key: value for key, value in given.items() if key in made.__pydantic_fields__})
 
 
 @pytest.mark.parametrize(

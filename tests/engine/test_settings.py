@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from mtpkit import LLM, SamplingParams
-from mtpkit.engine.settings import LLM_RULES
+from mtpkit.engine import EngineOptions
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.tiny import greedy, headless_model, make_llm, tiny_model
 
 
-def test_every_argument_has_a_rule():
-    assert ["self", *LLM_RULES] == list(inspect.signature(LLM.__init__).parameters)
+def test_arguments_are_the_fields_of_the_options():
+    parameters = inspect.signature(LLM.__init__).parameters
+    assert list(parameters) == ["self", *EngineOptions.__pydantic_fields__]
+    for name, info in EngineOptions.__pydantic_fields__.items():
+        assert parameters[name].default == (inspect.Parameter.empty if name == "model" else info.default)
+        assert f"{name}: {info.description}" in LLM.__init__.__doc__
 
 
 @pytest.mark.parametrize(
@@ -24,9 +28,9 @@ def test_every_argument_has_a_rule():
         ("model", None, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
         ("model", 5, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
         ("model", torch.nn.Linear(2, 2), "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
-        ("num_speculative_tokens", True, "a whole number or 'auto'"),
-        ("num_speculative_tokens", 1.0, "a whole number or 'auto'"),
-        ("num_speculative_tokens", "most", "a whole number or 'auto'"),
+        ("num_speculative_tokens", True, "a whole number or 'auto' or None"),
+        ("num_speculative_tokens", 1.0, "a whole number or 'auto' or None"),
+        ("num_speculative_tokens", "most", "a whole number or 'auto' or None"),
         ("dtype", torch.bfloat16, "'auto', 'float32' or 'bfloat16'"),
         ("seed", "a", "a whole number or None"),
         ("block_size", "16", "a whole number"),
@@ -39,8 +43,8 @@ def test_every_argument_has_a_rule():
         ("max_num_batched_tokens", 64.0, "a whole number or None"),
         ("gpu_memory_utilization", "x", "a finite number"),
         ("gpu_memory_utilization", float("nan"), "a finite number"),
-        ("gpu_memory_utilization", 1.5, r"in (0, 1]"),
-        ("gpu_memory_utilization", -1, r"in (0, 1]"),
+        ("gpu_memory_utilization", 1.5, "above 0 and at most 1"),
+        ("gpu_memory_utilization", -1, "above 0 and at most 1"),
         ("num_blocks", 5.5, "a whole number or None"),
         ("state_rollback", 3, "'replay' or 'snapshot'"),
         ("state_dtype", "auto", "'float32' or 'bfloat16'"),
@@ -50,9 +54,9 @@ def test_every_argument_has_a_rule():
         ("async_scheduling", "no", "True or False or None"),
         ("enforce_eager", "no", "True or False"),
         ("enforce_eager", 1, "True or False"),
-        ("synthetic_acceptance", 0.5, "a list of rates, one a draft, or None"),
-        ("synthetic_acceptance", ["0.5"], "a list of rates, one a draft, or None"),
-        ("synthetic_acceptance", {0.5, 0.4}, "a list of rates, one a draft, or None"),
+        ("synthetic_acceptance", 0.5, "a list of rates, one per draft, or None"),
+        ("synthetic_acceptance", ["0.5"], "a list of rates, one per draft, or None"),
+        ("synthetic_acceptance", {0.5, 0.4}, "a list of rates, one per draft, or None"),
         ("device", 1.5, "'cuda', 'cpu' or a GPU's number, or None"),
         ("tokenizer", 5, "a directory, something with encode and decode, or None"),
         ("tokenizer", {"a": 1}, "a directory, something with encode and decode, or None"),
@@ -78,7 +82,7 @@ def test_all_problems_are_named_at_once():
         ({"draft_vocab": []}, "draft_vocab is empty"),
         ({"draft_vocab": [True, 2]}, "draft_vocab: True must be integers"),
         ({"device": "meta"}, "device is meta, where nothing can be decoded: use 'cuda' or 'cpu'"),
-        ({"draft_sampling": True, "num_speculative_tokens": "auto"}, "draft_sampling must be False"),
+        ({"draft_sampling": True, "num_speculative_tokens": "auto"}, "draft_sampling is True, must be False"),
     ],
 )
 def test_values_that_do_not_fit(settings, message):

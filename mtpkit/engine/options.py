@@ -1,0 +1,180 @@
+"""What a user sets of an engine, each setting declared once: arguments of `LLM` and options of commands come from here.
+
+An engine runs on an `EngineConfig`, made once from resolved values.
+"""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, Literal, cast
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
+from mtpkit.config.checked import checked
+from mtpkit.engine.params import Seed
+
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+Drafts = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
+Rollback = Literal["replay", "snapshot"]
+
+DEFAULT_BUDGET = 2048
+"""Most tokens of a step, unless decoding needs more."""
+
+
+def _check_width(budget: int | None, info: ValidationInfo) -> int | None:
+    """Refuse a step that does not hold the tokens of one decoding request."""
+    k = info.data.get("num_speculative_tokens")
+    if isinstance(budget, int) and isinstance(k, int) and budget < 1 + k:
+        raise ValueError(f"must be at least {1 + k}, the 1 + num_speculative_tokens of one request")
+    return budget
+
+
+@checked("engine")
+class EngineOptions:
+    """The arguments of `LLM`."""
+
+    model: Any
+    """Directory of a checkpoint, in the Hugging Face or the Megatron layout, or a model from
+    `mtpkit.model.build_model`."""
+    num_speculative_tokens: Drafts | Literal["auto"] | None = None
+    """K, drafts per step from the model's MTP heads. None: what the heads were trained for, 0 without heads. 0: decode
+    plainly. "auto": chosen for each step from measured step times and the acceptance so far, up to what the heads were
+    trained for (7 where that is unknown)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
+    seed: Seed | None = 0
+    """Requests without a seed get theirs from it; None: another one each time."""
+    block_size: Count = 16
+    """Tokens whose keys and values share a block."""
+    max_model_len: Count | None = None
+    """Longest prompt plus output; by default what the model was made for."""
+    max_num_seqs: Count = 64
+    """Most requests that run at once; each holds a slot of recurrent state."""
+    max_num_batched_tokens: Count | None = None
+    """Most tokens of a step; longer prompts are split. By default 2048, or what decoding needs."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the GPU's memory that weights and caches may take."""
+    num_blocks: Count | None = None
+    """Blocks of the cache; by default what fits."""
+    state_rollback: Rollback = "replay"
+    """How recurrent state is taken back after a rejection."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of recurrent state."""
+    draft_sampling: bool = False
+    """Draw drafts from the heads' distribution instead of taking their best tokens."""
+    draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = Field(
+        default=None, title="a list of token ids, a file of mtpkit data draft-vocab, or None"
+    )
+    """Tokens that drafts are chosen among: a file of `mtpkit data draft-vocab`, or ids. The output stays the base's
+    own. By default all tokens."""
+    async_scheduling: bool | None = None
+    """Launch a step before the results of the last one are looked at; by default on a GPU."""
+    enforce_eager: bool = False
+    """Decode without CUDA graphs."""
+    synthetic_acceptance: Sequence[float] | None = Field(default=None, title="a list of rates, one per draft, or None")
+    """Accept drafts by chance at this rate per depth; for benchmarks with random weights."""
+    device: Any = None
+    """"cuda", "cpu", a `torch.device`, or a GPU's number. By default the GPU, or the CPU where there is none."""
+    tokenizer: Any = None
+    """A transformers tokenizer or its directory. By default the one beside the checkpoint, if there is one."""
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, model: Any) -> Any:
+        if not isinstance(model, str | Path) and not hasattr(model, "mtpkit_config"):
+            raise ValueError("must be the directory of a checkpoint, or a model from mtpkit.model.build_model")
+        return model
+
+    @field_validator("draft_sampling")
+    @classmethod
+    def _check_draft_sampling(cls, draw: bool, info: ValidationInfo) -> bool:
+        if draw and info.data.get("num_speculative_tokens") == "auto":
+            raise ValueError("must be False: num_speculative_tokens 'auto' needs the heads' best tokens")
+        return draw
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: Any) -> Any:
+        if device is not None and type(device) not in (str, int) and type(device).__name__ != "device":
+            raise ValueError("must be 'cuda', 'cpu' or a GPU's number, or None")
+        return device
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _check_tokenizer(cls, tokenizer: Any) -> Any:
+        works = all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode"))
+        if tokenizer is not None and not isinstance(tokenizer, str | Path) and not works:
+            raise ValueError("must be a directory, something with encode and decode, or None")
+        return tokenizer
+
+    _check_budget = field_validator("max_num_batched_tokens")(_check_width)
+
+
+@checked("engine")
+class EngineConfig:
+    """How an engine runs, all values resolved."""
+
+    max_model_len: Count
+    """Longest prompt plus output of a request."""
+    num_speculative_tokens: Drafts = 0
+    """K, the most drafts per step; 0 decodes plainly."""
+    block_size: Count = EngineOptions.block_size
+    max_num_seqs: Count = EngineOptions.max_num_seqs
+    max_num_batched_tokens: Count = DEFAULT_BUDGET
+    """Most tokens of a step; longer prompts are split over steps."""
+    state_rollback: Rollback = EngineOptions.state_rollback
+    draft_sampling: bool = EngineOptions.draft_sampling
+    async_scheduling: bool = False
+    """Launch a step before the results of the last one are looked at."""
+    graphs: bool = False
+    """Replay decode steps as CUDA graphs."""
+    seed: Seed | None = EngineOptions.seed
+
+    _check_budget = field_validator("max_num_batched_tokens")(_check_width)
+
+    @property
+    def decode_width(self) -> int:
+        """Tokens that a decoding request feeds in a step: its newest one and the drafts."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def lookahead(self) -> int:
+        """Cache positions beyond the committed ones that a decode step may write.
+
+        1 + K tokens are verified; when all are accepted, K - 1 draft entries follow the newest one.
+        """
+        return max(1, 2 * self.num_speculative_tokens)
+
+
+def takes_fields[**P, S, O, R](
+    options: Callable[P, O],
+) -> Callable[[Callable[[S, O], R]], Callable[Concatenate[S, P], R]]:
+    """Make a method of one checked object take the object's fields as arguments, with their defaults and docstrings."""
+
+    def decorate(method: Callable[[S, O], R]) -> Callable[Concatenate[S, P], R]:
+        fields, hints = cast(Any, options).__pydantic_fields__, typing.get_type_hints(options)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=inspect.Parameter.empty if info.is_required() else info.default,
+                annotation=hints[name],
+            )
+            for name, info in fields.items()
+        ]
+        signature = inspect.Signature([own, *parameters])
+
+        @functools.wraps(method)
+        def taking(self: S, /, *args: P.args, **named: P.kwargs) -> R:
+            return method(self, options(*args, **named))
+
+        taking.__signature__ = signature  # type: ignore[attr-defined]
+        docs = (f"    {name}: {info.description}" for name, info in fields.items())
+        taking.__doc__ = "\n".join([method.__doc__ or "", "", "Args:", *docs])
+        return taking
+
+    return decorate
