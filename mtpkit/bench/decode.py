@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -15,6 +15,7 @@ from mtpkit.bench.report import Result
 from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.bench.trace import can_trace
 from mtpkit.errors import raise_problems
+from mtpkit.model.hybrid import HybridModel
 
 _NAME_WIDTH = 80
 
@@ -62,7 +63,7 @@ COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
 
 
 def measure_decode(
-    model: Any,
+    model: HybridModel,
     config: DecodeConfig,
     prompts: Sequence[Sequence[int]] | None = None,
     name: str = "model",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
+from mtpkit.model.hybrid import HybridModel
 
 _TOLERANCE = 0.03
 """Of a synthetic acceptance length, unless four standard errors of what was drawn are more."""
@@ -82,7 +83,7 @@ class Contender:
 
     def __init__(
         self,
-        model: Any,
+        model: HybridModel,
         config: DecodeConfig,
         batch_size: int,
         k: int | Literal["auto"],

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -257,7 +257,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-30))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
     """The tensors of a tensor, None, or a tuple of anything."""
     if isinstance(value, Tensor):
         return [value]

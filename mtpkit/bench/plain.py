@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.layers.moe import MoELayer
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
@@ -25,7 +25,7 @@ _EXPERTS_APART = {torch.bfloat16: 0.03, torch.float32: 1e-3}
 
 @torch.inference_mode()
 def check_greedy(
-    model: Any,
+    model: HybridModel,
     prompt: Sequence[int],
     tokens: Sequence[int],
     places: Sequence[int],
@@ -75,7 +75,7 @@ def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _compared_experts(model: Any, precision: torch.dtype) -> Iterator[None]:
+def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[None]:
     """Refuse mixtures whose output is not that of megatron-core's own pass through the experts."""
 
     def compare(layer: MoELayer, args: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> None:
@@ -94,10 +94,10 @@ def _compared_experts(model: Any, precision: torch.dtype) -> Iterator[None]:
             hook.remove()
 
 
-def _check_experts(model: Any, known: Tensor, hidden: Tensor, gaps: Tensor) -> None:
+def _check_experts(model: HybridModel, known: Tensor, hidden: Tensor, gaps: Tensor) -> None:
     """Refuse gaps that rounding does not explain; `hidden` [s, h] are the states of `known` [1, s]."""
 
-    def move(module: Any, args: Any, embedded: Tensor) -> Tensor:
+    def move(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
         generator = torch.Generator(embedded.device).manual_seed(0)
         signs = torch.rand(embedded.shape, generator=generator, device=embedded.device) - 0.5
         return embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)

@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from tqdm import tqdm
 
@@ -16,6 +15,7 @@ from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.errors import raise_problems
+from mtpkit.model.hybrid import HybridModel
 
 _CHECKED = 2
 """Prompts whose first token is compared with that of a plain forward pass."""
@@ -82,7 +82,7 @@ COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
 }
 
 
-def measure_prefill(model: Any, config: PrefillConfig, name: str = "model") -> Result[PrefillRow]:
+def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "model") -> Result[PrefillRow]:
     """Compute random prompts, other ones in each repeat, after a run that compiles kernels and is checked.
 
     Args:
@@ -141,7 +141,7 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
     return seconds, [output.outputs[0].token_ids[0] for output in outputs]
 
 
-def _check(model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
+def _check(model: HybridModel, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
     """Compare the first tokens of the last prompts, whose chunks follow those of others, with a plain forward pass."""
     for prompt, token in list(zip(prompts, tokens, strict=True))[-_CHECKED:]:
         check_greedy(model, prompt, [token], [0], next(model.parameters()).dtype, _NEAR_TIE)

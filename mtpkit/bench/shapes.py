@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.mamba import MambaMixer
 
@@ -109,7 +109,9 @@ def get_config(model: str, pattern: str | None = None) -> ModelConfig:
     return load_config(directory)
 
 
-def open_model(model: str, device: torch.device, dtype: torch.dtype | None = None, pattern: str | None = None) -> Any:
+def open_model(
+    model: str, device: torch.device, dtype: torch.dtype | None = None, pattern: str | None = None
+) -> HybridModel:
     """A shape with random weights drawn on the device, or the model of a directory.
 
     Args:
@@ -129,7 +131,7 @@ def open_model(model: str, device: torch.device, dtype: torch.dtype | None = Non
 
 
 @torch.no_grad()
-def _depend_on_context(model: Any) -> None:
+def _depend_on_context(model: HybridModel) -> None:
     """Make what random layers give depend on all of the tokens before, so that a wrong cache shows in the tokens.
 
     As models are initialised, Mamba forgets within some ten tokens and passes its input by the state, and attention

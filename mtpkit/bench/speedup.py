@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -16,6 +16,10 @@ from mtpkit.config.checked import field_clauses, keys_of
 from mtpkit.engine import LLM, EngineOptions, SamplingParams, require_whole
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import listed, raise_problems
+from mtpkit.model.hybrid import HybridModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 8
@@ -65,11 +69,11 @@ class SpeedupConfig:
 
 
 def measure_speedup(
-    model: Any,
+    model: str | Path | HybridModel,
     prompts: Sequence[Prompt],
     config: SpeedupConfig,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-    tokenizer: Any = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> SpeedupReport:
     """Decode all prompts at every batch size and K.
 

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -48,9 +47,11 @@ class Stopwatch:
         return event
 
 
-def _seconds(span: tuple[Any, Any]) -> float:
+def _seconds(span: tuple[_Mark, _Mark]) -> float:
     start, end = span
-    if isinstance(end, float):
+    if isinstance(start, float):
+        assert isinstance(end, float)
         return end - start
+    assert not isinstance(end, float)
     end.synchronize()
     return start.elapsed_time(end) / 1e3

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -74,20 +73,20 @@ class Evaluation:
             text += f"; AL by source: {', '.join(each)}"
         return text
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The `summary` of all, and under `sources` that of each."""
         each = {name: summary(sums, self.depth_weights) for name, sums in self.sources.items()}
         return {**summary(self.overall, self.depth_weights), "sources": each}
 
 
-def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, Any]:
+def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, object]:
     """What is reported of some tokens.
 
     `loss` is the depths' `depth_losses` by their weights. `acceptance_length` and `conditional_acceptance`, one rate a
     depth, are of greedy decoding; the same names after `sampling_` and `draft_sampling_` are the expected ones at
     temperature 1, see `Decoding`. `positions` are the places where a step could start.
     """
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "loss": sum(weight * loss for weight, loss in zip(depth_weights, sums.losses(), strict=True)),
         "depth_losses": sums.losses(),
         "positions": int(sums.values[2, 0]),
@@ -130,7 +129,7 @@ def evaluate_directory(
     dtype: str = "auto",
     backend: str = "local",
     parallel: ParallelConfig | None = None,
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
 
     Args:

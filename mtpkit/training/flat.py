@@ -57,8 +57,8 @@ class Region:
 
     def keep(self, name: str) -> Tensor:
         """A new one of `tensors`, all zero."""
-        where: dict[str, Any] = dict(device="cpu", pin_memory=True) if self.offload else dict(device=self.grad.device)
-        self.tensors[name] = torch.zeros(len(self.grad), dtype=torch.float32, **where)
+        device = torch.device("cpu") if self.offload else self.grad.device
+        self.tensors[name] = torch.zeros(len(self.grad), dtype=torch.float32, device=device, pin_memory=self.offload)
         return self.tensors[name]
 
     @property

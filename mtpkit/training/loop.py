@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,7 +145,7 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.steps
 
-    def _log_step(self, values: dict[str, Any], throughput: Throughput) -> None:
+    def _log_step(self, values: dict[str, object], throughput: Throughput) -> None:
         rate = values["tokens_per_s"] = throughput.rate()
         used = utilization(rate, self.flops, dist.get_world_size(), self.peak)
         shown = f"loss {values['loss']:.4f}, AL {values['acceptance_length']:.2f}, {rate:,.0f} tokens/s"

@@ -33,7 +33,7 @@ class AdamW:
     def __init__(self, config: OptimizerConfig, host: HostState | None = None):
         self.steps = 0
         self._host = host
-        self._settings: dict[str, Any] = dict(betas=config.betas, eps=config.eps)
+        self._betas, self._eps = config.betas, config.eps
         self._parts: list[tuple[Region, float]] = []
 
     def add(self, region: Region, weight_decay: float) -> None:
@@ -45,10 +45,10 @@ class AdamW:
     def step(self, lr: float) -> None:
         """Update the regions by the gradients in their buffers, which become the new weights."""
         self.steps += 1
-        settings = self._settings | dict(step=self.steps, lr=lr)
+        update = partial(adamw_, step=self.steps, lr=lr, betas=self._betas, eps=self._eps)
         parts = [
             Part(
-                partial(adamw_, weight_decay=weight_decay, **settings),
+                partial(update, weight_decay=weight_decay),
                 region.grad,
                 [region.tensors[name] for name in ("fp32_param", "exp_avg", "exp_avg_sq")],
             )

@@ -8,7 +8,6 @@ experts among themselves. All are megatron-core's, and products of them are allo
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,11 +94,14 @@ def _filled(batch: PackedBatch, rows: int) -> PackedBatch:
     if not short:
         return batch
     repeat = torch.arange(rows, device=batch.token_ids.device) % len(batch.token_ids)
-    changes: dict[str, Any] = {name: getattr(batch, name)[repeat] for name in ("token_ids", "documents", "positions")}
-    if (cached := batch.hidden) is not None:
-        changes["hidden"] = lambda: cached().map(lambda states: states[repeat.cpu()])
-    mask = F.pad(batch.loss_mask, (0, 0, 0, short))
-    return dataclasses.replace(batch, **changes, loss_mask=mask, document_lens=None)
+    cached = batch.hidden
+    return PackedBatch(
+        token_ids=batch.token_ids[repeat],
+        loss_mask=F.pad(batch.loss_mask, (0, 0, 0, short)),
+        documents=batch.documents[repeat],
+        positions=batch.positions[repeat],
+        hidden=cached and (lambda: cached().map(lambda states: states[repeat.cpu()])),
+    )
 
 
 def own_rows(weight: Tensor, local: Tensor, model: HybridModel) -> Tensor:

@@ -4,7 +4,6 @@ Shape legend: N = R * T tokens of a step, E experts, k experts a token, h their 
 """
 
 import math
-from typing import Any
 
 from torch import Tensor
 
@@ -63,5 +62,5 @@ def expert_mlp(shapes: Shapes, tokens: int) -> Case:
     )
 
 
-def _matrices(shapes: Shapes, *sizes: int) -> Any:
+def _matrices(shapes: Shapes, *sizes: int) -> Tensor:
     return shapes.normal(*sizes, std=1 / math.sqrt(sizes[-1]))

@@ -9,7 +9,8 @@ Shape legend: R rows (requests), T = 1 + K tokens a row, N = R * T tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,7 +90,8 @@ def linears(shapes: Shapes) -> Iterator[Case]:
 def _linear(shapes: Shapes, of: Call) -> Case:
     config, count = shapes.config, _count(shapes)
     group_size = of.width // config.mamba2.num_groups if of.gated else None
-    settings: dict[str, Any] = dict(eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
+    own = partial(linear, eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
+    twin = partial(reference.linear, eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
 
     def make() -> Args:
         return (
@@ -100,14 +102,13 @@ def _linear(shapes: Shapes, of: Call) -> Case:
             shapes.normal(count, of.outputs) if of.residual else None,
         )
 
-    def call(*args: Any) -> Tensor:
-        x, weight, norm_weight, gate, residual = args
-        return linear(x, weight, norm_weight=norm_weight, gate=gate, residual=residual, **settings)
+    def call(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
+        norm_weight, gate, residual = rest
+        return own(x, weight, norm_weight=norm_weight, gate=gate, residual=residual)
 
-    def in_float(*args: Any) -> Tensor:
-        floats: list[Any] = [None if arg is None else arg.float() for arg in args]
-        x, weight, norm_weight, gate, residual = floats
-        y = reference.linear(x, weight, norm_weight=norm_weight, gate=gate, residual=residual, **settings)
+    def in_float(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
+        norm_weight, gate, residual = (None if arg is None else arg.float() for arg in rest)
+        y = twin(x.float(), weight.float(), norm_weight=norm_weight, gate=gate, residual=residual)
         return y.to(shapes.dtype)
 
     return Case(
