@@ -180,7 +180,9 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]) 
     return np.array(encoded["input_ids"], dtype=np.int32), mask
 
 
-def _encode_in_parts(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+def _encode_in_parts(
+    tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]
+) -> tuple[np.ndarray, np.ndarray]:
     """Do as `_encode` for tokenizers without character offsets."""
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -192,7 +194,9 @@ def _encode_in_parts(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.n
     return np.array(token_ids, dtype=np.int32), np.array(mask, dtype=bool)
 
 
-def _encode_by_markers(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> tuple[np.ndarray, np.ndarray]:
+def _encode_by_markers(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None
+) -> tuple[np.ndarray, np.ndarray]:
     try:
         encoded = tokenizer.apply_chat_template(
             messages,
@@ -206,7 +210,9 @@ def _encode_by_markers(tokenizer: Any, messages: Messages, tools: list[dict] | N
     return np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
 
 
-def _render(tokenizer: Any, messages: Messages, tools: list[dict] | None, add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None, add_generation_prompt: bool
+) -> str:
     try:
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt

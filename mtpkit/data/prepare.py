@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from mtpkit.errors import MtpkitError, UserError, listed
 
 if TYPE_CHECKING:
     import pyarrow
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 LEFT_OUT = "left_out.txt"
@@ -153,7 +154,7 @@ def _tokenize_source(
     sequence_length: int,
     columns: Columns | None,
     vocab_size: int | None,
-) -> tuple[Any, int, list[tuple[str, str]]]:
+) -> tuple["Dataset", int, list[tuple[str, str]]]:
     """Documents of at most `sequence_length` tokens, the number of samples, and name and reason of those left out."""
     import pyarrow.compute as pc
     from datasets import Dataset, Features, List, Value
@@ -198,7 +199,7 @@ def _tokenize_source(
     return documents, len(samples), left_out
 
 
-def _pack_source(stage: _Stage, documents: Any, sequence_length: int) -> Any:
+def _pack_source(stage: _Stage, documents: "Dataset", sequence_length: int) -> "Dataset":
     """Pack the documents into a data set of sequences."""
     import pyarrow as pa
     from datasets import Dataset
@@ -255,7 +256,7 @@ def _tokenize(
     return rows
 
 
-def _join(batch: "pyarrow.Table", documents: Any) -> "pyarrow.Table":
+def _join(batch: "pyarrow.Table", documents: "Dataset") -> "pyarrow.Table":
     """Build sequences from the indices of their documents."""
     members = batch["members"].combine_chunks()
     rows = documents[members.flatten().to_numpy()]
@@ -268,7 +269,7 @@ def _join(batch: "pyarrow.Table", documents: Any) -> "pyarrow.Table":
     )
 
 
-def _lengths(documents: Any) -> np.ndarray:
+def _lengths(documents: "Dataset") -> np.ndarray:
     """Number of tokens of each document, without reading the tokens."""
     import pyarrow.compute as pc
 

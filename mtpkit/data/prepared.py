@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpkit.data.dataset import PackedSource, SourceCounts
 from mtpkit.data.sources import MANIFEST
@@ -21,6 +21,7 @@ from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import read_json, read_record
 
 if TYPE_CHECKING:
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
@@ -135,7 +136,7 @@ def open_prepared(
     return sources
 
 
-def _map_table(directory: Path, manifest: Manifest) -> Any:
+def _map_table(directory: Path, manifest: Manifest) -> "pyarrow.Table":
     """Memory-map all sequences.
 
     Raises:
@@ -168,7 +169,7 @@ def _map_table(directory: Path, manifest: Manifest) -> Any:
     return table
 
 
-def _columns(table: Any) -> dict[str, str]:
+def _columns(table: "pyarrow.Table") -> dict[str, str]:
     """The type in the lists of each list column; columns with nulls are left out."""
     import pyarrow as pa
 

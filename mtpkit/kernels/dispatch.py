@@ -33,6 +33,6 @@ def on_kernels(tensor: Any) -> bool:
     return tensor.is_cuda and os.environ.get(CHOICE) != "reference"
 
 
-def no_grad(*values: Any) -> bool:
+def no_grad(*values: object) -> bool:
     """Whether no gradient is needed for any of `values`."""
     return not torch.is_grad_enabled() or not any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)

@@ -10,13 +10,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
 from mtpkit.files import is_there, parse_json, read_text
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
 """File of a run with a line for each training step that is logged, and for each evaluation."""
@@ -42,7 +45,7 @@ class MetricsLog:
         steps: int,
         enabled: bool,
         wandb: str = "",
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ):
         """Open the logs of a run that goes on after `first_step`; lines of later steps are forgotten.
 
@@ -77,7 +80,7 @@ class MetricsLog:
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 
-    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         """Append one line `{"kind": .., "step": .., **values}`.
 
         Boards get a scalar an entry: `train/depth_losses_2`, `eval/sources/code/acceptance_length`.
@@ -181,7 +184,7 @@ def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def _tensorboard(directory: Path, first_step: int) -> Any:
+def _tensorboard(directory: Path, first_step: int) -> "SummaryWriter | None":
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -190,7 +193,7 @@ def _tensorboard(directory: Path, first_step: int) -> Any:
     return SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
 
 
-def _start_wandb(project: str, output: Path, settings: Mapping[str, Any] | None) -> Any:
+def _start_wandb(project: str, output: Path, settings: Mapping[str, object] | None) -> Any:
     """A W&B run that goes on where `output` goes on: its id is kept there."""
     import wandb
 

@@ -258,7 +258,7 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
         return record
 
     called, timed = set(), set()
-    for module in ("layers.linear", "layers.norm", "mtp"):
+    for module in ("layers.linear", "mtp"):
         monkeypatch.setattr(f"mtpkit.model.{module}.linear", recorder(called))
     monkeypatch.setattr(linears, "linear", recorder(timed))
     llm = LLM(open_model("nemotron-h-tiny", torch.device("cpu")), num_speculative_tokens=2, max_model_len=32)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Device functions that the kernels of training attention share: loads and stores of rows of a strided tensor."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from torch import Tensor
 class Rows(NamedTuple):
     """A tensor [b, s, heads, d] with contiguous channels in the form that kernels take: pointer and strides."""
 
-    data: Any
+    data: Tensor
     batch: int
     token: int
     head: int
