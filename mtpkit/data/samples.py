@@ -108,7 +108,7 @@ def read_text_column(row: Row, column: str, name: str) -> str:
 
 
 def lacking(row: Row, column: str) -> str:
-    """What a row without a column has instead; readers give null for what a row lacks and others have."""
+    """Say which columns a row without `column` has; readers give None where a row lacks a column of others."""
     others = listed(key for key, value in row.items() if value is not None)
     return f"no column {column!r}; it has: {others}" if others else "empty row"
 
