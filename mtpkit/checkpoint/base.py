@@ -1,18 +1,19 @@
 """The frozen base in the checkpoints of a run.
 
-Its tensors are streamed once from the model directory that they are in, in the dtypes that they have there, into files
-of their own beside those that the ranks save: `base_0.distcp`, ... The next checkpoints of the run hold hard links to
-these files, so that every one is whole and the base takes its room once. The base need not be in memory.
+The base's tensors are copied once from its model directory, in their dtypes there and one at a time, into files of
+their own beside those that the ranks save: `base_0.distcp`, ... Later checkpoints of the run hold hard links to these
+files: every checkpoint is complete, and the base is on the disk once. The base need not be in memory.
 """
 
 import dataclasses
 import os
 import pickle
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.megatron import split_slice
@@ -21,16 +22,16 @@ from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
 from mtpkit.checkpoint.tensors import TensorSource
 
 PREFIX = "base_"
-"""Of the files that hold the base alone."""
+"""Prefix of the files that hold the base alone."""
 
 
 def add_base(directory: Path, source: Path, previous: Path | None = None) -> None:
-    """Add what a `torch_dist` checkpoint lacks of the base, in the dtypes in which the base is stored.
+    """Add the tensors of the base that a `torch_dist` checkpoint lacks, in the dtypes in which the base is stored.
 
     Args:
-        directory: of the checkpoint, which all ranks have saved.
+        directory: the checkpoint, which all ranks have saved.
         source: model directory of the base, in either layout; its heads are not taken.
-        previous: an earlier checkpoint of the same base, whose files are linked if it has any of the base alone.
+        previous: an earlier checkpoint of the same run; its files of the base, if it has any, are linked.
 
     Raises:
         UserError: the base cannot be read.
@@ -98,8 +99,8 @@ def _link(directory: Path, previous: Path | None) -> Metadata | None:
     return _part(before, {index: place for index, place in places if place.relative_path.startswith(PREFIX)})
 
 
-def _part(metadata: Metadata, storage: dict) -> Metadata:
-    """The metadata of what is stored in these places."""
+def _part(metadata: Metadata, storage: Mapping[MetadataIndex, object]) -> Metadata:
+    """The part of an index that describes what is stored in these places."""
     names = {index.fqn for index in storage}
     entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if name in names}
     return Metadata(entries, storage_data=storage)

@@ -1,4 +1,4 @@
-"""Find out what a model directory holds, and read its config and its weights whichever layout it has.
+"""Model directories of either layout: which one it is, its config, its weights, the files beside them.
 
 A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_checkpointed_iteration.txt` and
 `iter_0000123/` or `release/`, or a folder with `checkpoint/` in it. Config and tokenizer lie in or beside it.
@@ -107,7 +107,7 @@ def find_companions(directory: Path | str) -> Path:
 
 
 def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
-    """What the generation settings in a directory call the end of a sequence; none where there are no settings.
+    """Tokens that end a sequence according to the `generation_config.json` of a directory; none without that file.
 
     Raises:
         UserError: the settings cannot be read, or have something else there than ids of a vocabulary of that size.

@@ -16,9 +16,9 @@ Files = dict[str, list[int]]
 """Size and time of change (ns) of each file that weights lie in."""
 
 _WITHOUT_EFFECT = ("max_position_embeddings", "init_std")
-"""On a base's hidden states."""
+"""Settings that the base's hidden states do not depend on."""
 _READERS = 4
-"""Tensors that are read and hashed at once."""
+"""How many tensors are read and hashed at once."""
 
 
 def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = None) -> tuple[str, Files]:
@@ -41,7 +41,7 @@ def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = No
 
 
 def fingerprint_config(config: ModelConfig) -> str:
-    """32 hexadecimal digits of what a config says of the base's arithmetic: neither heads nor tokens nor lengths."""
+    """32 hexadecimal digits, equal for configs whose bases compute the same: heads and token ids do not count."""
     told = {
         key: value
         for key, value in config.to_dict().items()

@@ -51,19 +51,18 @@ from mtpkit.errors import UserError, listed
 from mtpkit.files import require_file
 from mtpkit.platform import on_first_rank
 
-# torch announces to itself what it will not save in this manner any longer.
+# torch warns of a class that megatron-core, not mtpkit, chose.
 warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
 # Every save would advise an asynchronous writer; saves here are synchronous.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
-# Its writers are threads of one process. A queue between processes would start one more, which lives on where this one
-# is killed.
+# Its writers are threads of this process. Its queue would start a helper process, which survives if this one is killed.
 filesystem_async._results_queue = queue.Queue()
 
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable of torch."""
 
 DIVERGED = "the training diverged: lower the learning rate, and go on from an earlier checkpoint"
-"""What helps where weights that are to be saved are not finite."""
+"""Advice where weights to be saved are not finite."""
 
 
 def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:
@@ -120,7 +119,7 @@ def save_checkpoint(
 
 
 def _add_base(staging: Path, target: Path, base: Path) -> None:
-    """What fails here is to be raised on all ranks, to which torch's own exceptions cannot be sent."""
+    """Raises errors that can be sent to all ranks, which torch's own cannot."""
     with storage_errors(target):
         add_base(staging, base, _latest(target.parent))
 
@@ -140,7 +139,7 @@ def _prepare(staging: Path) -> None:
 def _publish(
     staging: Path, target: Path, iteration: int | None, config: ModelConfig, companions: Path | str | None
 ) -> None:
-    """Everything but the tracker file first: until it is replaced, the previous iteration is the latest."""
+    """Put the checkpoint in place. The tracker file comes last: until then the previous iteration is the latest."""
     if companions is not None:
         write_companions(target.parent, find_companions(companions))
     write_file(target.parent / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
@@ -165,7 +164,7 @@ def load_checkpoint(
 
     Args:
         sharded_state_dict: what to load, as given to `save_checkpoint`; its tensors are overwritten.
-        partial: leave tensors that are not asked for.
+        partial: ignore tensors in the checkpoint that `sharded_state_dict` lacks.
 
     Returns:
         The same nesting with plain tensors, and the common state beside it.

@@ -21,7 +21,7 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Shape and dtype, known before a tensor is read."""
 
     shape: Shape
     dtype: torch.dtype
@@ -93,7 +93,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 ANOTHER_COPY = "download the files again, or take those of an earlier step"
-"""What helps where weights that were read are not finite."""
+"""Advice where weights that were read are not finite."""
 
 
 def refuse_not_finite(where: Path | str, names: Sequence[str], advice: str = ANOTHER_COPY) -> None:

@@ -4,36 +4,18 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mtpkit.checkpoint.values import Values
-from mtpkit.config import ModelConfig, config_of_file
+from mtpkit.config import SECTIONS, ModelConfig, config_of_file
+from mtpkit.config.checked import keys_of
 from mtpkit.config.mamba2 import Mamba2Config
 from mtpkit.errors import UserError, shown
 
-FIELDS: dict[str, tuple[str, ...]] = {
+OTHER_NAMES = {
     "vocab_size": ("padded_vocab_size", "vocab_size"),
-    "hidden_size": ("hidden_size",),
-    "max_position_embeddings": ("max_position_embeddings",),
-    "num_attention_heads": ("num_attention_heads",),
-    "position_embedding_type": ("position_embedding_type",),
-    "rotary_base": ("rotary_base",),
-    "rotary_percent": ("rotary_percent",),
-    "qk_layernorm": ("qk_layernorm",),
-    "ffn_hidden_size": ("ffn_hidden_size",),
-    "mamba_num_heads": ("mamba_num_heads",),
-    "mamba_head_dim": ("mamba_head_dim",),
-    "mamba_state_dim": ("mamba_state_dim",),
-    "mamba_num_groups": ("mamba_num_groups",),
     "num_moe_experts": ("num_moe_experts", "num_experts"),
-    "moe_router_topk": ("moe_router_topk",),
-    "moe_ffn_hidden_size": ("moe_ffn_hidden_size",),
-    "moe_shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size",),
-    "moe_latent_size": ("moe_latent_size",),
-    "moe_router_topk_scaling_factor": ("moe_router_topk_scaling_factor",),
-    "moe_router_num_groups": ("moe_router_num_groups",),
-    "moe_router_group_topk": ("moe_router_group_topk",),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "init_std": ("init_method_std",),
 }
-"""ModelConfig field -> Megatron's names for it; the first that is set wins."""
+"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All others have the same name."""
 
 FIXED = {
     "add_bias_linear": False,
@@ -78,10 +60,12 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     pattern, mtp_pattern, depths = _patterns(file)
     for key, value in (FIXED | (MOE_FIXED if "E" in pattern + mtp_pattern else {})).items():
         file.require(key, value)
-    keys = {field: file.first(*names) for field, names in FIELDS.items()}
+    same = [key for section in SECTIONS.values() for key in keys_of(section).values()]
+    names = {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES
+    keys = {field: file.first(*names[field]) for field in names}
     for field in ("vocab_size", "hidden_size"):
         if keys[field] is None:
-            file.problems.append(f"{' or '.join(FIELDS[field])} is missing")
+            file.problems.append(f"{' or '.join(names[field])} is missing")
     hidden, heads = file.whole("hidden_size"), file.whole("num_attention_heads") or 1
     groups = file.whole("num_query_groups") if file.flag("group_query_attention", True) else 0
     fields: dict[str, object] = {}
@@ -101,8 +85,9 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
         tie_word_embeddings=not file.flag("untie_embeddings_and_output_weights", True),
     )
     file.raise_problems()
-    names = {field: key or FIELDS[field][0] for field, key in keys.items()}
-    return config_of_file(where, names | dict(pattern="hybrid_layer_pattern", mtp_num_depths="mtp_num_layers"), fields)
+    shown_as = {field: key or names[field][0] for field, key in keys.items()}
+    shown_as |= dict(pattern="hybrid_layer_pattern", mtp_num_depths="mtp_num_layers")
+    return config_of_file(where, shown_as, fields)
 
 
 def _patterns(file: Values) -> tuple[str, str, int]:
