@@ -95,9 +95,7 @@ def build_model(
         layer.layer_name = name
     if init != "none":
         init_weights(model, config, seed, init=init)
-    if device is not None:
-        model = model.to(device)
-    return model.eval()
+    return (model if device is None else model.to(device)).eval()
 
 
 def caching_layers(model: HybridModel) -> dict[str, Any]:
