@@ -11,7 +11,12 @@ import mtpkit
 
 ROOT = Path(mtpkit.__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml", "transformer_engine": "transformer-engine"}
+DISTRIBUTIONS = {
+    "megatron": "megatron-core",
+    "yaml": "pyyaml",
+    "transformer_engine": "transformer-engine",
+    "pydantic_core": "pydantic",  # which pins it
+}
 """Packages that are called otherwise than what is imported."""
 NOT_IMPORTED = {"tensorboard": "torch.utils.tensorboard writes with it"}
 """Runtime dependencies that no module imports by name, and what they are for."""
@@ -36,7 +41,7 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         for root in {module.split(".")[0] for module in modules}:
-            if root not in sys.stdlib_module_names | {"mtpkit"}:
+            if root not in sys.stdlib_module_names | {"mtpkit", "_typeshed"}:
                 yield DISTRIBUTIONS.get(root, root), id(node) not in inside
 
 

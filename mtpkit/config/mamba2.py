@@ -13,8 +13,8 @@ _Limits = tuple[Number, int | Annotated[float, Field(allow_inf_nan=True)]]
 
 def _check_range(limit: _Limits) -> _Limits:
     low, high = limit
-    if not 0 <= low < high or low > 1e6:
-        raise ValueError("must be 0 <= low < high, with low at most 1e6")
+    if not 0 <= low < high or low > 1e6 or 2**53 < high < math.inf:
+        raise ValueError("must be 0 <= low < high, with low at most 1e6 and high at most 2^53 or infinite")
     return limit
 
 

@@ -170,10 +170,10 @@ def test_evaluation_reads_what_decoding_does():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["loss.hidden_mix=1.5"], r"loss\.hidden_mix must be at most 1, not 1\.5"),
+        (["loss.hidden_mix=1.5"], r"loss\.hidden_mix is 1\.5, must be from 0 to 1"),
         (["loss.hidden_mix=0.5", "heads.num_depths=1"], r"loss\.hidden_mix has no effect on one depth"),
         (["loss.top_k=5", "loss.kind=ce"], r"loss\.top_k has no effect on loss\.kind=ce"),
-        (["loss.top_k=-1"], r"loss\.top_k must be at least 0"),
+        (["loss.top_k=-1"], r"loss\.top_k is -1, must be from 0 to"),
         (["loss.hidden_mix_kind=often"], r"hidden_mix_kind"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtpkit.model import mtp
-from mtpkit.model.layers import attention, mlp, norm
+from mtpkit.model.layers import attention, linear, mlp
 from mtpkit.model.layers.recompute import keeping_inputs, linear_of
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.depths import run_depths
@@ -91,7 +91,7 @@ def made(monkeypatch):
 
         return linear_of(linear, noted, *inputs)
 
-    for module in (mlp, norm, mtp):
+    for module in (linear, mlp, mtp):
         monkeypatch.setattr(module, "linear_of", watched)
     return found
 

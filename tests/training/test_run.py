@@ -395,7 +395,7 @@ REFUSED = {
     "wandb": "log.wandb=heads",
     "no fit": "cannot be fitted",
     "loss.top_k=301": r"loss\.top_k 301 exceeds the vocabulary of .*, 300 tokens; set loss\.top_k=0",
-    "seed=10000000000000000000000": "seed must be at most 9,223,372,036,854,775,807, not 10000000000000000000000",
+    "seed=10000000000000000000000": "seed is 10000000000000000000000, must be from 0 to 9223372036854775807",
     "data.sequence_length=100000": "sequence",
     "heads.init=checkpoint": "heads.init=fresh",
 }

@@ -38,7 +38,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "files.py": (),  # for the others
     "training/cache.py": ("manifest of hidden states", "hidden states"),
     "training/cache_write.py": (),  # opens its lock
-    "training/config.py": ("settings", "overrides", "settings of a run"),
+    "training/config/reading.py": ("settings", "overrides", "settings of a run"),
     "training/metrics.py": ("metrics.jsonl",),
     "training/run.py": ("tracker of a run", "settings of a run"),
     "training/report.py": ("best.json",),
