@@ -226,10 +226,7 @@ def attend_backward(
         delta,
         rows_of(grad_q),
         *numbers,
-        M=tiles.m,
-        N=tiles.n,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.launch(),
         **common,
     )
     tiles = for_keys or key_tiles(width, q.dtype)
@@ -241,10 +238,7 @@ def attend_backward(
         delta,
         *map(rows_of, (grad_k, grad_v)),
         *numbers,
-        M=tiles.m,
-        N=tiles.n,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.launch(),
         **common,
     )
     if later_k:

@@ -154,10 +154,7 @@ def attend_forward(
         length,
         REP=heads // k.shape[2],
         WIDTH=width,
-        M=tiles.m,
-        N=tiles.n,
         D=padded(width),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.launch(),
     )
     return out, lse

@@ -30,6 +30,10 @@ class Tiles:
     num_warps: int
     num_stages: int
 
+    def launch(self) -> dict[str, int]:
+        """Keyword arguments of a kernel's launch."""
+        return dict(M=self.m, N=self.n, num_warps=self.num_warps, num_stages=self.num_stages)
+
 
 def grouped(q: Tensor, dims: int, key_cache: Tensor, value_cache: Tensor) -> Tensor:
     """q as [..., kv_heads, heads / kv_heads, d] with `dims` dimensions."""
@@ -56,11 +60,8 @@ def sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
         REP=rep,
         WIDTH=width,
         BLOCK_SIZE=key_cache.shape[1],
-        M=tiles.m,
-        N=tiles.n,
         D=padded(width),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.launch(),
     )
 
 
