@@ -8,6 +8,7 @@ import typer
 from mtpkit.cli import options
 from mtpkit.cli.command import ListCommand, new_app
 from mtpkit.config import MOST_DRAFTS
+from mtpkit.engine import EngineOptions
 from mtpkit.errors import listed
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ Acceptance = Annotated[
     ),
 ]
 Dtype = Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, keys and values.")]
-StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of recurrent state.")]
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens of a prefill step.")]
 DraftVocabSize = Annotated[int | None, typer.Option(min=1, help="Draft among the first so many tokens.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random prompts.")]
@@ -72,11 +72,11 @@ def decode(
     draft_vocab: Annotated[Path | None, typer.Option(help="File of the tokens to draft among.")] = None,
     repeats: Annotated[int, typer.Option(help="Measurements, added up.")] = 3,
     dtype: options.Dtype = "auto",
-    state_dtype: StateDtype = "float32",
-    state_rollback: options.StateRollback = "replay",
-    block_size: options.BlockSize = 16,
+    state_dtype: options.StateDtype = EngineOptions.state_dtype,
+    state_rollback: options.StateRollback = EngineOptions.state_rollback,
+    block_size: options.BlockSize = EngineOptions.block_size,
     max_num_batched_tokens: MaxNumBatchedTokens = 8192,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs.")] = False,
+    enforce_eager: options.EnforceEager = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")] = False,
     trace: Annotated[
         bool, typer.Option(help="On a GPU, trace kernels when all is timed; without it there are no host gaps.")
@@ -251,7 +251,7 @@ def kernels(
         typer.Option(min=1, help="Tokens that each request has behind it; of prompts; training sequences have 8 x."),
     ] = 512,
     ops: Annotated[list[str] | None, typer.Option(help="Only these.")] = None,
-    state_dtype: StateDtype = "float32",
+    state_dtype: options.StateDtype = EngineOptions.state_dtype,
     draft_vocab_size: DraftVocabSize = None,
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option(help="On a CPU the reference twins run, to try the command.")
@@ -300,8 +300,8 @@ def roofline(
     acceptance: Acceptance = None,
     context_length: Annotated[float, typer.Option(min=0, help="Mean tokens that a request attends to.")] = 512,
     dtype: Dtype = "bfloat16",
-    state_dtype: StateDtype = "float32",
-    state_rollback: options.StateRollback = "replay",
+    state_dtype: options.StateDtype = EngineOptions.state_dtype,
+    state_rollback: options.StateRollback = EngineOptions.state_rollback,
     ring_entries: Annotated[
         int | None,
         typer.Option(min=1, help="Committed entries that a replay ring holds; by default as the engine's for K."),

@@ -49,12 +49,13 @@ def inspect(
     prompt_column: PromptColumn = "prompt",
     response_column: ResponseColumn = "response",
     messages_column: MessagesColumn = "messages",
+    chat_template: ChatTemplate = None,
 ) -> None:
     """Print the counts of a data set, tokenised and packed now, or of prepared data."""
     from mtpkit.data import Columns, build_dataset
 
     columns = Columns(text_column, prompt_column, response_column, messages_column)
-    _show(build_dataset(data, _tokenizer(model), sequence_length, columns, _vocab_size(model)))
+    _show(build_dataset(data, _tokenizer(model, chat_template), sequence_length, columns, _vocab_size(model)))
 
 
 @app.command(cls=ListCommand)

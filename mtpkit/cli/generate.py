@@ -10,6 +10,7 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
+from mtpkit.engine import EngineOptions
 from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
@@ -30,23 +31,26 @@ def generate(
         typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
     ] = None,
     num_speculative_tokens: options.Drafts = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    temperature: options.Temperature = 0.0,
+    max_tokens: options.MaxTokens = options.MAX_TOKENS,
+    temperature: options.Temperature = options.TEMPERATURE,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given again.")] = None,
     ignore_eos: options.IgnoreEos = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, in the prompts' order.")] = False,
     dtype: options.Dtype = "auto",
-    block_size: options.BlockSize = 16,
+    block_size: options.BlockSize = EngineOptions.block_size,
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 64,
+    max_num_seqs: options.MaxNumSeqs = EngineOptions.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
-    state_rollback: options.StateRollback = "replay",
-    state_dtype: options.StateDtype = "float32",
+    gpu_memory_utilization: options.GpuMemoryUtilization = EngineOptions.gpu_memory_utilization,
+    state_rollback: options.StateRollback = EngineOptions.state_rollback,
+    state_dtype: options.StateDtype = EngineOptions.state_dtype,
     draft_sampling: options.DraftSampling = False,
     draft_vocab: options.DraftVocab = None,
     enforce_eager: options.EnforceEager = False,
@@ -67,6 +71,9 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,

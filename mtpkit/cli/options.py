@@ -2,45 +2,44 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from mtpkit.config import MOST_DRAFTS
+from mtpkit.engine import EngineOptions, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.config import ModelConfig
 
 _DRAFTS_OPTION = "--num-speculative-tokens"
 
+TEMPERATURE, MAX_TOKENS = 0.0, 128
+"""What `generate` and `speedup` take by default: greedy, so that outputs can be compared. Python's `SamplingParams` has
+vLLM's defaults."""
+
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16"], typer.Option(help="Of weights; auto: bfloat16 on a GPU, float32 on a CPU.")
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens whose keys and values share a block.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Longest prompt plus output; by default what the model was made for.")
-]
-StateRollback = Annotated[
-    Literal["replay", "snapshot"], typer.Option(help="How recurrent state is taken back after a rejection.")
-]
-StateDtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of recurrent state.")]
-DraftVocab = Annotated[
-    Path | None, typer.Option(help="File of `mtpkit data draft-vocab`: the tokens that drafts are chosen among.")
-]
-DraftSampling = Annotated[
-    bool,
-    typer.Option("--draft-sampling", help="Draw drafts from the heads' distribution; by default their best tokens."),
-]
-MaxNumSeqs = Annotated[int, typer.Option(help="Most requests that run at once.")]
-MaxNumBatchedTokens = Annotated[
-    int | None,
-    typer.Option(help="Most tokens of a step; longer prompts are split. By default 2048, or what decoding needs."),
-]
-GpuMemoryUtilization = Annotated[
-    float, typer.Option(help="Share of the GPU's memory that weights and caches may take.")
-]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
+
+
+def field(settings: type, name: str, **more: Any) -> Any:
+    """The option of a field of checked settings: its docstring is the help, and the class checks its range."""
+    info = cast(Any, settings).__pydantic_fields__[name]
+    return typer.Option(
+        *([f"--{name.replace('_', '-')}"] if info.annotation is bool else []), help=info.description, **more
+    )
+
+
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], field(EngineOptions, "dtype")]
+BlockSize = Annotated[int, field(EngineOptions, "block_size")]
+MaxModelLen = Annotated[int | None, field(EngineOptions, "max_model_len")]
+StateRollback = Annotated[Literal["replay", "snapshot"], field(EngineOptions, "state_rollback")]
+StateDtype = Annotated[Literal["float32", "bfloat16"], field(EngineOptions, "state_dtype")]
+DraftVocab = Annotated[Path | None, field(EngineOptions, "draft_vocab")]
+DraftSampling = Annotated[bool, field(EngineOptions, "draft_sampling")]
+MaxNumSeqs = Annotated[int, field(EngineOptions, "max_num_seqs")]
+MaxNumBatchedTokens = Annotated[int | None, field(EngineOptions, "max_num_batched_tokens")]
+GpuMemoryUtilization = Annotated[float, field(EngineOptions, "gpu_memory_utilization")]
+EnforceEager = Annotated[bool, field(EngineOptions, "enforce_eager")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks that split matrices, under torchrun.")]
 PipelineParallel = Annotated[int, typer.Option(min=1, help="Stages of the base, under torchrun.")]
 ExpertParallel = Annotated[int, typer.Option(min=1, help="Ranks that split experts, under torchrun.")]
@@ -50,11 +49,15 @@ Drafts = Annotated[
         metavar="INTEGER|auto", help="Drafts a step; auto: by measurement; by default what the heads were trained for."
     ),
 ]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")]
-Temperature = Annotated[float, typer.Option(help="0: the most likely token.")]
-TopP = Annotated[float, typer.Option(help="Smallest set of tokens with this much probability; 1: all.")]
-TopK = Annotated[int, typer.Option(help="So many most likely tokens; 0: all.")]
-MinP = Annotated[float, typer.Option(help="Tokens at least this share as likely as the most likely one.")]
+MaxTokens = Annotated[int, field(SamplingParams, "max_tokens")]
+IgnoreEos = Annotated[bool, field(SamplingParams, "ignore_eos")]
+Temperature = Annotated[float, field(SamplingParams, "temperature")]
+TopP = Annotated[float, field(SamplingParams, "top_p")]
+TopK = Annotated[int, field(SamplingParams, "top_k")]
+MinP = Annotated[float, field(SamplingParams, "min_p")]
+PresencePenalty = Annotated[float, field(SamplingParams, "presence_penalty")]
+FrequencyPenalty = Annotated[float, field(SamplingParams, "frequency_penalty")]
+RepetitionPenalty = Annotated[float, field(SamplingParams, "repetition_penalty")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
 
 

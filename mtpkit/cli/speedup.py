@@ -9,6 +9,7 @@ import typer
 from mtpkit.cli import options
 from mtpkit.cli.command import ListCommand, new_app
 from mtpkit.config import MOST_DRAFTS
+from mtpkit.engine import EngineOptions
 
 app = new_app()
 
@@ -28,7 +29,7 @@ def speedup(
         ),
     ] = None,
     batch_size: Annotated[list[int], typer.Option(help="Requests at once, at most the prompts.")] = [1, 8],  # noqa: B006
-    max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
+    max_tokens: options.MaxTokens = options.MAX_TOKENS,
     output: Annotated[
         Path,
         typer.Option(callback=options.writable_directory, help="Directory for report.json, report.md, report.png."),
@@ -36,17 +37,20 @@ def speedup(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread over the file.")] = None,
     repeats: Annotated[int, typer.Option(help="Times that everything is measured; the median counts.")] = 3,
     dtype: options.Dtype = "auto",
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = options.TEMPERATURE,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to max-tokens.")] = False,
-    block_size: options.BlockSize = 16,
+    ignore_eos: options.IgnoreEos = False,
+    block_size: options.BlockSize = EngineOptions.block_size,
     max_model_len: options.MaxModelLen = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
-    state_rollback: options.StateRollback = "replay",
-    state_dtype: options.StateDtype = "float32",
+    gpu_memory_utilization: options.GpuMemoryUtilization = EngineOptions.gpu_memory_utilization,
+    state_rollback: options.StateRollback = EngineOptions.state_rollback,
+    state_dtype: options.StateDtype = EngineOptions.state_dtype,
     draft_sampling: options.DraftSampling = False,
     draft_vocab: options.DraftVocab = None,
     enforce_eager: options.EnforceEager = False,
@@ -66,6 +70,9 @@ def speedup(
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         ignore_eos=ignore_eos,
     )

@@ -47,7 +47,7 @@ class SamplingParams:
     """Tokens generated for each prompt."""
     temperature: Annotated[Number, Field(ge=0)] = 1.0
     """0 (or below 1e-5): greedy, the most likely token."""
-    top_k: Annotated[int, Field(ge=-1, le=LARGEST_COUNT)] = 0
+    top_k: int = 0
     """Draw among this many most likely tokens; 0 or -1: among all."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Draw among the smallest set of tokens with this much probability; 1: all."""
@@ -75,6 +75,13 @@ class SamplingParams:
         if n != 1:
             raise ValueError("must be 1: repeat the prompt instead")
         return n
+
+    @field_validator("top_k")
+    @classmethod
+    def _check_top_k(cls, top_k: int) -> int:
+        if not -1 <= top_k <= LARGEST_COUNT:
+            raise ValueError(f"must be from 1 to {LARGEST_COUNT}, or 0 or -1 to turn it off")
+        return top_k
 
     @field_validator("stop")
     @classmethod

@@ -97,10 +97,10 @@ def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
     [
         (["", "--k", 0], "the prompt is empty: give a text, --prompts, or text on stdin"),
         ([PROMPT, "--prompts", "x"], "a prompt and --prompts were both given: leave one out"),
-        ([PROMPT, "--temperature", -1], "temperature is -1.0, must be 0 (greedy) or more"),
-        ([PROMPT, "--top-p", 0], "top_p is 0.0, must be in (0, 1]"),
+        ([PROMPT, "--temperature", -1], "temperature is -1.0, must be at least 0"),
+        ([PROMPT, "--top-p", 0], "top_p is 0.0, must be above 0 and at most 1"),
         ([PROMPT, "--top-k", -3], "top_k is -3, must be from 1 to 2147483647, or 0 or -1 to turn it off"),
-        ([PROMPT, "--min-p", 2], "min_p is 2.0, must be in [0, 1]"),
+        ([PROMPT, "--min-p", 2], "min_p is 2.0, must be from 0 to 1"),
         ([PROMPT, "--dtype", "int8"], "Invalid value for '--dtype'"),
         ([PROMPT, "--max-model-len", 5], "max_tokens 128 exceed max_model_len 5"),
     ],

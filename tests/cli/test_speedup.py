@@ -83,7 +83,14 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(
-    ("option", "says"), [("--top-k", "top_k is -3, must be"), ("--min-p", "min_p is -3.0, must be")]
+    ("option", "says"),
+    [
+        ("--top-k", "top_k is -3, must be"),
+        ("--min-p", "min_p is -3.0, must be"),
+        ("--presence-penalty", "presence_penalty is -3.0, must be"),
+        ("--frequency-penalty", "frequency_penalty is -3.0, must be"),
+        ("--repetition-penalty", "repetition_penalty is -3.0, must be"),
+    ],
 )
 def test_sampling_options_reach_the_requests(model_dir, prompts, call, capsys, option, says):
     assert call(app, "--model", model_dir, "--prompts", prompts, option, -3) == 2
