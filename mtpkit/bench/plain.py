@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.layers.moe import MoELayer
+from mtpkit.model.kinds import layers_of
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 """How far a token's logit may lie below the best one, in standard deviations of the logits there, by the precision that
@@ -56,7 +56,7 @@ def check_greedy(
     index = torch.tensor(list(places), device=known.device)
     before = len(prompt) + index - 1
     gaps = _gaps(compute_logits(model, hidden[before]), known[0, before + 1])
-    if precision == torch.bfloat16 and "E" in model.mtpkit_config.pattern:
+    if precision == torch.bfloat16 and _mixtures(model):
         _check_experts(model, known, hidden, gaps)
         return
     wrong = int((gaps > min(near_tie, _NEAR_TIE[precision])).sum())
@@ -74,19 +74,23 @@ def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:
     return (logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.std(-1)
 
 
+def _mixtures(model: HybridModel) -> list[Any]:
+    """The base's mixtures of experts."""
+    layers = layers_of(model, heads=False)
+    return [layer.mlp for _, layer, kind in layers if kind.experts(model.mtpkit_config).count]
+
+
 @contextmanager
 def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[None]:
     """Refuse mixtures whose output is not that of megatron-core's own pass through the experts."""
 
-    def compare(layer: MoELayer, args: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> None:
+    def compare(layer: Any, args: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> None:
         want = layer.one_by_one(args[0]).float()
         error = float((output[0].float() - want).norm() / want.norm())
         if not error <= _EXPERTS_APART[precision]:
             raise MtpkitError(f"a mixture of experts differs from megatron-core's own by {error:.1e}")
 
-    hooks = [
-        module.register_forward_hook(compare) for module in model.decoder.modules() if isinstance(module, MoELayer)
-    ]
+    hooks = [mixture.register_forward_hook(compare) for mixture in _mixtures(model)]
     try:
         yield
     finally:

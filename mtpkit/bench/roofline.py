@@ -19,12 +19,13 @@ from typing import Literal
 
 import torch
 
-from mtpkit.config import ModelConfig, caching_length
+from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model.flops import FORWARD
-from mtpkit.model.matrices import eh_proj_matrix, layer_matrices, moe_matrices
+from mtpkit.model.kinds import KINDS, caching_length
+from mtpkit.model.matrices import eh_proj_matrix
 
 StateRollback = Literal["replay", "snapshot"]
 
@@ -214,41 +215,27 @@ class Roofline:
             states: times that a request's state is moved.
             passes: times that the weights are read.
         """
-        config = self.config
-        mamba, attention = pattern.count("M"), pattern.count("*")
-        queries = config.attention.num_attention_heads * config.attention.kv_channels
+        kept = [KINDS[letter].memory(self.config) for letter in pattern]
         works = [self._layer(letter, fed, passes) for letter in pattern]
-        if mamba:
-            # The state takes up x B^T and is read out by C.
-            update = 4 * config.mamba2.inner * config.mamba2.state_dim
-            works.append(Work("state", states * self.state_bytes(pattern), fed * mamba * update))
-        if attention:
-            scores = 4 * queries * context_len  # q k^T and its product with v
-            works.append(Work("attention", cached * self.kv_bytes(pattern), fed * attention * scores))
+        if update := sum(layer.state_flops for layer in kept):
+            works.append(Work("state", states * self.state_bytes(pattern), fed * update))
+        if scores := sum(layer.score_flops for layer in kept):
+            works.append(Work("attention", cached * self.kv_bytes(pattern), fed * scores * context_len))
         return tuple(works)
 
     def state_bytes(self, pattern: str) -> int:
         """Recurrent state of one request over the layers of a pattern."""
-        sizes = self.config.mamba2
-        one = sizes.inner * sizes.state_dim * self.state_dtype.itemsize
-        return pattern.count("M") * one
+        return sum(KINDS[letter].memory(self.config).state for letter in pattern) * self.state_dtype.itemsize
 
     def kv_bytes(self, pattern: str) -> int:
         """Keys and values of one token over the layers of a pattern."""
-        sizes = self.config.attention
-        return pattern.count("*") * 2 * sizes.num_query_groups * sizes.kv_channels * self.dtype.itemsize
+        return sum(KINDS[letter].memory(self.config).kv for letter in pattern) * self.dtype.itemsize
 
     def _layer(self, letter: str, fed: float, passes: int) -> Work:
         """The matrices of one layer over `fed` tokens."""
-        if letter != "E":
-            return self._matrices(layer_matrices(self.config, letter), fed, passes)
-        config = self.config
-        always, expert = moe_matrices(config)
-        # With every token in a pass drawing its experts at random, so many of them are read.
-        missed = (1 - config.moe.router_topk / config.moe.num_experts) ** (fed / passes)
-        read = always + expert * config.moe.num_experts * (1 - missed)
-        used = always + expert * config.moe.router_topk
-        return Work("matrices", passes * read * self.dtype.itemsize, FORWARD * used * fed)
+        matrices = KINDS[letter].matrices(self.config)
+        read = passes * matrices.read(fed / passes) * self.dtype.itemsize
+        return Work("matrices", read, FORWARD * matrices.used * fed)
 
     def _matrices(self, count: float, fed: float, passes: int = 1) -> Work:
         return Work("matrices", passes * count * self.dtype.itemsize, FORWARD * count * fed)

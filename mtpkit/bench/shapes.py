@@ -1,6 +1,5 @@
 """What benchmarks run: published shapes with random weights and random prompts, or a checkpoint and real ones."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -12,14 +11,7 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.layers.attention import SelfAttention
-from mtpkit.model.layers.mamba import MambaMixer
-
-_DECAYS = (0.02, 0.2)
-"""-A of random weights: a step size of 0.01 forgets in some thousands of tokens."""
-_SCORES, _OUTPUT = 3.5, 8.0
-"""Standard deviation of attention's scores with random weights, which leaves each query a few keys; and how much more
-than other layers its output projection gives, as there are few such layers."""
+from mtpkit.model.kinds import Draw, layers_of
 
 NEMOTRON_H_8B = ModelConfig.of(
     family="",
@@ -132,23 +124,11 @@ def open_model(
 
 @torch.no_grad()
 def _depend_on_context(model: HybridModel) -> None:
-    """Make what random layers give depend on all of the tokens before, so that a wrong cache shows in the tokens.
-
-    As models are initialised, Mamba forgets within some ten tokens and passes its input by the state, and attention
-    averages so many values that hardly anything is left: without state or attention the best tokens are the same.
-    """
-    config, generator = model.mtpkit_config, torch.Generator().manual_seed(0)
-    projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
-    for module in model.decoder.modules():
-        if isinstance(module, MambaMixer):
-            module.D.zero_()
-            module.A_log.copy_(torch.empty(module.A_log.shape).uniform_(*_DECAYS, generator=generator).log())
-        elif isinstance(module, SelfAttention):
-            groups = module.num_query_groups_per_partition
-            by_group = module.linear_qkv.weight.unflatten(0, (groups, -1, module.hidden_size_per_attention_head))
-            by_group[:, :-1] *= math.sqrt(_SCORES) / projected
-            by_group[:, -1] /= projected
-            module.linear_proj.weight *= _OUTPUT
+    """Make what random layers give depend on all of the tokens before, so that a wrong cache shows in the tokens: as
+    models are initialised, the best tokens are the same without state or attention."""
+    draw = Draw(torch.Generator().manual_seed(0))
+    for _, layer, kind in layers_of(model, heads=False):
+        kind.depend_on_context(layer, model.mtpkit_config, draw)
 
 
 def read_token_ids(path: Path, model: str) -> list[list[int]]:

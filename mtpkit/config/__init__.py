@@ -2,7 +2,7 @@
 
 from mtpkit.config.model import ModelConfig, config_of_file
 from mtpkit.config.mtp import MtpConfig
-from mtpkit.config.sections import SECTIONS, Section, caching_length, known_letters, register_section
+from mtpkit.config.sections import SECTIONS, Section, known_letters, register_section
 
 LARGEST_COUNT = 2**31 - 1
 """The largest value of a setting that counts something."""
@@ -17,7 +17,6 @@ __all__ = [
     "ModelConfig",
     "MtpConfig",
     "Section",
-    "caching_length",
     "config_of_file",
     "known_letters",
     "register_section",

@@ -12,7 +12,7 @@ from mtpkit.config.sections import Count, Number, Section
 class AttentionConfig(Section):
     """Grouped-query attention."""
 
-    letter, title, keeps_past, in_every_file = "*", "attention", True, True
+    letter, title, in_every_file = "*", "attention", True
     positive = ("num_attention_heads", "num_query_groups", "kv_channels")
     multiples = (("num_attention_heads", "num_query_groups"),)
 

@@ -22,7 +22,7 @@ def _check_range(limit: _Limits) -> _Limits:
 class Mamba2Config(Section):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
 
-    letter, title, keeps_past, in_every_file = "M", "Mamba2", True, True
+    letter, title, in_every_file = "M", "Mamba2", True
     positive = ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size")
     multiples = (("num_heads", "num_groups"),)
 

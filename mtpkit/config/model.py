@@ -79,6 +79,10 @@ class ModelConfig:
         """The sizes and switches of a layer kind."""
         return next((section for section in self.sections if isinstance(section, kind)), kind.default())
 
+    def has(self, kind: type[Section]) -> bool:
+        """Whether some layer, of the base or the heads, is of a kind."""
+        return kind.letter in self.letters
+
     @property
     def attention(self) -> AttentionConfig:
         """Of attention layers."""

@@ -50,8 +50,6 @@ class Section(Part):
     """The layer kind's letter in patterns."""
     title: ClassVar[str]
     """What people call the kind."""
-    keeps_past: ClassVar[bool] = False
-    """Whether layers keep something of earlier tokens: a state, or keys and values."""
     in_every_file: ClassVar[bool] = False
     """Whether files of models without such layers have its keys too, as they had when there were four kinds."""
     positive: ClassVar[tuple[str, ...]] = ()
@@ -84,11 +82,6 @@ def register_section(section: type[Section]) -> None:
     """Make the letter of a layer kind known, for patterns and for files."""
     assert section.letter not in SECTIONS, f"{section.letter} stands for {SECTIONS[section.letter].title}"
     SECTIONS[section.letter] = section
-
-
-def caching_length(pattern: str) -> int:
-    """How many layers of a pattern there are up to the last one that keeps something of earlier tokens."""
-    return 1 + max((place for place, letter in enumerate(pattern) if SECTIONS[letter].keeps_past), default=-1)
 
 
 def known_letters() -> str:

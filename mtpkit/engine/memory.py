@@ -9,6 +9,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
+from mtpkit.model.kinds import kinds_in
 from mtpkit.model.state import StateLayout
 
 _CPU_CACHE_BYTES = 4 << 30
@@ -140,11 +141,6 @@ def plan_memory(
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int) -> int:
     """An estimate: the widest layer's activations a few times over, and logits in the model's dtype and in fp32."""
-    widest = max(
-        2 * (model.mlp.ffn_hidden_size or 0),
-        3 * model.mamba2.inner + 4 * model.mamba2.bc_width,
-        model.moe.router_topk * (model.moe.ffn_hidden_size + model.hidden_size) if model.moe.num_experts else 0,
-        2 * model.attention.num_attention_heads * model.attention.kv_channels,
-    )
+    widest = max(kind.activations(model) for kind in kinds_in(model.letters))
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize
     return tokens * hidden + logit_rows * model.vocab_size * (dtype.itemsize + 4)

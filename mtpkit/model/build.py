@@ -14,11 +14,10 @@ from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import get_backend
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.layers.attention import SelfAttention
-from mtpkit.model.layers.mamba import MambaMixer
-from mtpkit.model.specs import stack_spec, transformer_config
+from mtpkit.model.kinds import KINDS, Draw, LayerKind, kinds_in
+from mtpkit.model.specs import megatron_pattern, stack_spec, transformer_config
 from mtpkit.model.stages import Balance, first_layer, stage_patterns
-from mtpkit.model.state import StateSpec
+from mtpkit.model.state import KeepsState, StateSpec
 from mtpkit.platform import cpu_redirect, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
@@ -64,7 +63,7 @@ def build_model(
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stage, stages = groups.pp.rank(), groups.pp.size()
     if sequence_parallel is None:
-        sequence_parallel = tensor_parallel > 1 and config.moe.num_experts > 0
+        sequence_parallel = tensor_parallel > 1 and any(kind.experts(config).count for kind in kinds_in(config.letters))
     sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
     patterns = stage_patterns(config, stages, balance)
     pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
@@ -79,7 +78,7 @@ def build_model(
             hybrid_stack_spec=stack_spec(modules, config),
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_position_embeddings,
-            hybrid_layer_pattern=pattern,
+            hybrid_layer_pattern=megatron_pattern(pattern),
             pre_process=stage == 0,
             post_process=stage == stages - 1,
             parallel_output=True,
@@ -102,7 +101,7 @@ def caching_layers(model: HybridModel) -> dict[str, Any]:
     """Mixers that keep keys and values or a state, by name, such as `decoder.layers.3` and `mtp.layers.0.layers.0`."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, SelfAttention | MambaMixer):
+        if isinstance(module, KeepsState):
             found[name.rpartition(".")[0].replace(".mtp_model_layer", "")] = module
     return found
 
@@ -119,44 +118,40 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
     So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Of
     what is split over ranks each draws the whole and takes its part: the model is the same however it is split.
     Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are
-    one; Mamba2's A, dt and convolution as in its paper's code.
+    one; a layer kind has others for some of its own.
     """
-
-    def normal(shape: torch.Size, std: float) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device) * std
-
-    def uniform(shape: torch.Size, low: float, high: float) -> torch.Tensor:
-        return torch.rand(shape, generator=generator, device=generator.device) * (high - low) + low
-
     residual_std = config.init_std / math.sqrt(2 * len(config.pattern))
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix):
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
         generator.manual_seed((seed + zlib.crc32(_global_name(name, model).encode())) % 2**32)
-        kind, shape = name.rpartition(".")[2], _whole_shape(parameter)
-        if kind == "A_log":
-            value = uniform(shape, 1, 16).log()
-        elif kind == "D" or "norm" in name.rpartition(".")[0].rpartition(".")[2] or kind == "layer_norm_weight":
+        kind, shape, draw = _kind_of(name, model), _whole_shape(parameter), Draw(generator)
+        value = kind.initial(name, shape, config, draw) if kind else None
+        module, _, leaf = name.rpartition(".")
+        if value is None and ("norm" in module.rpartition(".")[2] or leaf == "layer_norm_weight"):
             value = torch.ones(shape)
-        elif kind == "dt_bias":
-            dt = uniform(shape, math.log(1e-3), math.log(1e-1)).exp()
-            value = dt + torch.log(-torch.expm1(-dt))  # inverse of softplus
-        elif kind in ("conv1d_weight", "conv1d_bias"):
-            bound = 1 / math.sqrt(config.mamba2.conv_kernel)
-            value = uniform(shape, -bound, bound)
-        elif parameter.dim() == 1:
+        elif value is None and parameter.dim() == 1:
             value = torch.zeros(shape)
-        else:
-            writes_residual = any(part in name for part in ("out_proj", "linear_proj", "linear_fc2"))
-            value = normal(shape, residual_std if writes_residual else config.init_std)
-        gated = config.mlp.activation == "swiglu" and "linear_fc1" in name
-        parameter.copy_(_own_part(value, parameter, 2 if gated and kind == "weight" else 1))
+        elif value is None:
+            last = kind is not None and any(part in name for part in kind.writes_residual)
+            value = draw.normal(shape, residual_std if last else config.init_std)
+        parameter.copy_(_own_part(value, parameter, kind.blocks(name, config) if kind else 1))
+
+
+def _kind_of(name: str, model: HybridModel) -> LayerKind | None:
+    """The kind of the layer that a parameter belongs to; None: it is outside of all layers."""
+    found = re.match(r"(decoder|mtp\.layers\.\d+\.mtp_model_layer)\.layers\.(\d+)\.", name)
+    if found is None:
+        return None
+    stage = model.stage_patterns[model.pg_collection.pp.rank()]
+    return KINDS[(stage if found[1] == "decoder" else model.mtpkit_config.mtp.pattern)[int(found[2])]]
 
 
 def _global_name(name: str, model: HybridModel) -> str:
     """The name in an undivided model: experts are numbered over all ranks, and base layers over all stages."""
-    experts = model.mtpkit_config.moe.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    kind, ranks = _kind_of(name, model), parallel_state.get_expert_model_parallel_world_size()
+    experts = kind.experts(model.mtpkit_config).count // ranks if kind else 0
     firsts = {
         "local_experts.": experts * parallel_state.get_expert_model_parallel_rank(),
         "decoder.layers.": first_layer(model),

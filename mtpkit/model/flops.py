@@ -5,7 +5,8 @@ attention scores and recurrent states are left out.
 """
 
 from mtpkit.config import ModelConfig
-from mtpkit.model.matrices import head_matrices, layer_vectors, used_matrices
+from mtpkit.model.kinds import KINDS
+from mtpkit.model.matrices import head_matrices
 
 FORWARD = 2
 """FLOPs per weight and token of a forward pass: a multiplication and an addition."""
@@ -24,8 +25,9 @@ def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -
         base_layers: False: the base's hidden states are cached, and it does not run.
     """
     hidden = config.hidden_size
-    layers = sum(used_matrices(config, letter) + layer_vectors(config, letter) for letter in config.pattern)
-    norms = 3 * hidden + sum(layer_vectors(config, letter) for letter in config.mtp.pattern)
+    kinds = [KINDS[letter] for letter in config.pattern]
+    layers = sum(kind.matrices(config).used + kind.vectors(config) for kind in kinds)
+    norms = 3 * hidden + sum(KINDS[letter].vectors(config) for letter in config.mtp.pattern)
     head = head_matrices(config) + norms if config.mtp.num_depths else 0
     applied = num_depths if config.mtp.repeated else config.mtp.num_depths
     base = layers + hidden if base_layers else 0

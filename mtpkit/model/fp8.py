@@ -5,6 +5,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.errors import UserError
 from mtpkit.kernels.fp8_linear import FP8, quantize_rows
+from mtpkit.model.kinds import kinds_in
 from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 _MULTIPLE = 16
@@ -28,6 +29,10 @@ def use_fp8_base(model: HybridModel) -> None:
         from mtpkit.model.layers.te import check_fp8, fp8_forward
 
         check_fp8(model)
+        if not all(kind.fp8_products for kind in kinds_in(model.mtpkit_config.pattern)):
+            raise UserError(
+                "fp8 needs a multiple of 8 tokens in each product, which experts do not get; set base_fp8=false"
+            )
         model.base_context = fp8_forward
         return
     device = next(model.parameters()).device

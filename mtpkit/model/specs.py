@@ -1,20 +1,12 @@
 """megatron-core's configuration and layer specs of a model."""
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack as MegatronHybridStack
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.transformer import TransformerConfig, TransformerLayerSubmodules
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -26,11 +18,23 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mtpkit.config import ModelConfig
 from mtpkit.kernels.activation import relu2
 from mtpkit.model.backends import Backend
-from mtpkit.model.layers.attention import SelfAttention
-from mtpkit.model.layers.mamba import MambaMixer
-from mtpkit.model.layers.mlp import MLP
-from mtpkit.model.layers.moe import moe_spec
-from mtpkit.model.layers.residual import AttentionLayer, MambaLayer, MixtureLayer, MLPLayer
+from mtpkit.model.kinds import KINDS, kinds_in
+
+_SLOTS = {
+    "M": "mamba_layer",
+    "G": "gdn_layer",
+    "*": "attention_layer",
+    "D": "dsa_layer",
+    "+": "mla_layer",
+    "-": "mlp_layer",
+    "E": "moe_layer",
+}
+"""Letters of megatron-core's patterns, and what its stack calls the layers that they stand for."""
+
+
+def megatron_pattern(pattern: str) -> str:
+    """The pattern for megatron-core, whose own letters stand for the layers that `stack_spec` puts in their place."""
+    return "".join(KINDS[letter].slot if letter in KINDS else letter for letter in pattern)
 
 
 def transformer_config(
@@ -74,30 +78,8 @@ def transformer_config(
         expert_model_parallel_size=expert_parallel,
         sequence_parallel=sequence_parallel,
     )
-    if "M" in config.letters:
-        settings |= dict(
-            mamba_num_heads=config.mamba2.num_heads,
-            mamba_head_dim=config.mamba2.head_dim,
-            mamba_state_dim=config.mamba2.state_dim,
-            mamba_num_groups=config.mamba2.num_groups,
-        )
-    if config.moe.num_experts:
-        settings |= dict(
-            num_moe_experts=config.moe.num_experts,
-            moe_router_topk=config.moe.router_topk,
-            moe_ffn_hidden_size=config.moe.ffn_hidden_size,
-            moe_shared_expert_intermediate_size=config.moe.shared_expert_intermediate_size or None,
-            moe_latent_size=config.moe.latent_size or None,
-            moe_router_score_function="sigmoid",
-            moe_router_enable_expert_bias=True,
-            moe_router_bias_update_rate=0.0,
-            moe_router_load_balancing_type="none",
-            moe_router_dtype="fp32",
-            moe_router_topk_scaling_factor=config.moe.router_topk_scaling_factor,
-            moe_router_num_groups=config.moe.router_num_groups if config.moe.router_num_groups > 1 else None,
-            moe_router_group_topk=config.moe.router_group_topk if config.moe.router_num_groups > 1 else None,
-            moe_token_dispatcher_type="allgather",
-        )
+    for kind in kinds_in(config.letters):
+        settings |= kind.settings(config)
     result = TransformerConfig(**settings)
     result.mtpkit = config
     return result
@@ -114,59 +96,15 @@ class HybridStack(MegatronHybridStack):
 
 
 def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
-    """Spec of the decoder stack and, within it, of every layer kind and of the MTP block."""
-    mlp = MLPSubmodules(linear_fc1=backend.norm_column_linear, linear_fc2=backend.row_linear)
-    qk_norm = dict(q_layernorm=backend.norm, k_layernorm=backend.norm) if config.attention.qk_layernorm else {}
+    """Spec of the decoder stack and, within it, of the model's layer kinds and of the MTP block."""
     submodules = HybridStackSubmodules(
-        mamba_layer=ModuleSpec(
-            module=MambaLayer,
-            submodules=MambaLayerSubmodules(
-                mixer=ModuleSpec(
-                    module=MambaMixer,
-                    submodules=MambaMixerSubmodules(in_proj=backend.norm_column_linear, out_proj=backend.row_linear),
-                ),
-                mamba_bda=get_bias_dropout_add,
-            ),
-        ),
-        attention_layer=ModuleSpec(
-            module=AttentionLayer,
-            submodules=TransformerLayerSubmodules(
-                self_attention=ModuleSpec(
-                    module=SelfAttention,
-                    params={"attn_mask_type": AttnMaskType.causal},
-                    submodules=SelfAttentionSubmodules(
-                        linear_qkv=backend.norm_column_linear,
-                        core_attention=backend.core_attention,
-                        linear_proj=backend.row_linear,
-                        **qk_norm,
-                    ),
-                ),
-                self_attn_bda=get_bias_dropout_add,
-            ),
-        ),
-        mlp_layer=ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                mlp=partial(MLP.as_mlp_submodule, submodules=mlp), mlp_bda=get_bias_dropout_add
-            ),
-        ),
-        moe_layer=_moe_layer(backend, config),
+        **{_SLOTS[kind.slot]: kind.spec(backend, config) for kind in kinds_in(config.letters)},
         mtp_block_spec=ModuleSpec(
             module=MultiTokenPredictionBlock,
             submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[_mtp_layer(backend)]),
         ),
     )
     return ModuleSpec(module=HybridStack, submodules=submodules, params={"norm": backend.norm})
-
-
-def _moe_layer(backend: Backend, config: ModelConfig) -> ModuleSpec:
-    experts = get_moe_module_spec_for_backend(backend.moe_provider, num_experts=config.moe.num_experts or 1)
-    return ModuleSpec(
-        module=MixtureLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=backend.norm, mlp=moe_spec(experts), mlp_bda=get_bias_dropout_add
-        ),
-    )
 
 
 def _mtp_layer(backend: Backend) -> ModuleSpec:

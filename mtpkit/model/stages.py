@@ -14,7 +14,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.flops import FORWARD, FROZEN, TRAINED
-from mtpkit.model.matrices import head_matrices, used_matrices
+from mtpkit.model.kinds import KINDS
+from mtpkit.model.matrices import head_matrices
 
 Balance = Literal["memory", "time"]
 """What stages have equally much of: bytes of weights, gradients and moments, or FLOPs of a training step."""
@@ -44,14 +45,14 @@ def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory"
     if balance not in get_args(Balance):
         raise UserError(f"balance is {balance!r}, must be one of {listed(get_args(Balance))}")
     embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
+    layers = [KINDS[letter].matrices(config) for letter in pattern]
     if balance == "time":
-        costs = [FORWARD * used_matrices(config, letter) for letter in pattern]
+        costs = [FORWARD * layer.used for layer in layers]
         first, last = 0, (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
     else:
-        experts = config.moe.num_experts
-        costs = [2 * used_matrices(config, letter, experts) for letter in pattern]
+        costs = [2 * layer.held for layer in layers]
         outside = 1 if config.tie_word_embeddings or not depths else 2  # lm_head, and an embedding for the heads
-        trained = _TRAINED_BYTES * head_matrices(config, experts) * config.mtp.num_layers
+        trained = _TRAINED_BYTES * head_matrices(config, all_experts=True) * config.mtp.num_layers
         first, last = 2 * embedding, 2 * embedding * outside + trained
     sums = list(itertools.accumulate(costs, initial=0))
 

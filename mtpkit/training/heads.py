@@ -23,6 +23,7 @@ from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
 from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
+from mtpkit.model.kinds import kinds_in
 from mtpkit.training.config import HeadAttention, TrainConfig
 from mtpkit.training.freeze import HEAD_PREFIX
 from mtpkit.training.parallel import own_rows
@@ -86,8 +87,9 @@ def default_pattern(base: ModelConfig) -> str:
     Both are of a kind that the base has, attention rather than Mamba2 and MLPs rather than experts. Example: `*-` for
     `M*-`, `*E` for `ME*E`, `M-` for `M-`, `*` for `M*`.
     """
-    kinds = (next((letter for letter in pair if letter in base.pattern), "") for pair in ("*M", "-E"))
-    return base.mtp.pattern or "".join(kinds)
+    kinds = kinds_in(base.pattern)
+    pairs = ([kind.letter for kind in kinds if kind.keeps_past is mixes][:1] for mixes in (True, False))
+    return base.mtp.pattern or "".join(itertools.chain(*pairs))
 
 
 def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None:

@@ -16,19 +16,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mtpkit.config import ModelConfig
+from mtpkit.config.checked import keys_of
 from mtpkit.data import PackedBatch
 from mtpkit.errors import raise_problems
 from mtpkit.model.hybrid import HybridModel
+from mtpkit.model.kinds import kinds_in
 from mtpkit.training.config import ParallelConfig
-
-SPLIT_BY_TENSOR = {
-    "": ("hidden_size", "vocab_size"),
-    "M": ("mamba_num_heads", "mamba_num_groups"),
-    "*": ("num_attention_heads",),
-    "-": ("ffn_hidden_size",),
-    "E": ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-}
-"""What tensor-parallel ranks divide among themselves, by the layer that has it."""
 
 
 def has_results() -> bool:
@@ -49,32 +42,39 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
 
 
 def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    letters, sizes = model.letters, model.values()
-    for letter, fields in SPLIT_BY_TENSOR.items():
-        for field in fields if letter in letters else ():
-            if sizes[field] % parallel.tensor:
-                yield (
-                    f"the model's {field} {sizes[field]} cannot be split over tensor={parallel.tensor} ranks; "
-                    "set parallel.tensor to a divisor of it"
-                )
-    groups = model.attention.num_query_groups
-    if "*" in letters and groups % parallel.tensor and parallel.tensor % groups:
-        yield (
-            f"the model's num_query_groups {groups} and tensor={parallel.tensor} do not divide each other; set "
-            "parallel.tensor to a divisor or a multiple of it"
-        )
+    kinds = kinds_in(model.letters)
+    divided = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    shared: dict[str, int] = {}
+    for kind in kinds:
+        section, keys = model.section(kind.section), keys_of(kind.section)
+        divided |= {keys[name]: getattr(section, name) for name in kind.divided}
+        shared |= {keys[name]: getattr(section, name) for name in kind.divided_or_shared}
+    for key, size in divided.items():
+        if size % parallel.tensor:
+            yield (
+                f"the model's {key} {size} cannot be split over tensor={parallel.tensor} ranks; "
+                "set parallel.tensor to a divisor of it"
+            )
+    for key, size in shared.items():
+        if size % parallel.tensor and parallel.tensor % size:
+            yield (
+                f"the model's {key} {size} and tensor={parallel.tensor} do not divide each other; set "
+                "parallel.tensor to a divisor or a multiple of it"
+            )
     if parallel.pipeline > len(model.pattern):
         yield (
             f"the base has {len(model.pattern)} layers, too few for pipeline={parallel.pipeline} stages; set "
             f"parallel.pipeline to at most {len(model.pattern)}"
         )
-    if parallel.expert > 1 and "E" not in letters:
+    experts = [count for kind in kinds if (count := kind.experts(model).count)]
+    if parallel.expert > 1 and not experts:
         yield f"the model has no experts to split over expert={parallel.expert} ranks; set parallel.expert=1"
-    elif parallel.expert > 1 and model.moe.num_experts % parallel.expert:
-        yield (
-            f"the model's {model.moe.num_experts} experts cannot be split over expert={parallel.expert} ranks; set "
-            "parallel.expert to a divisor of it"
-        )
+    for count in experts:
+        if count % parallel.expert:
+            yield (
+                f"the model's {count} experts cannot be split over expert={parallel.expert} ranks; set "
+                "parallel.expert to a divisor of it"
+            )
 
 
 def even_share(batches: Iterable[PackedBatch], group: dist.ProcessGroup) -> Iterator[PackedBatch]:

@@ -10,7 +10,7 @@ from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.bench.stopwatch import Stopwatch
 from mtpkit.bench.train import TrainBenchConfig, measure_training
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.model.matrices import layer_matrices
+from mtpkit.model.kinds import KINDS
 
 CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm_up=1)
 
@@ -22,8 +22,8 @@ def measure(**changes):
 
 def flops(config, pattern, k, base=True) -> float:
     """From the shapes of matrices alone."""
-    matrices = sum(layer_matrices(config, letter) for letter in config.pattern) if base else 0
-    head = sum(layer_matrices(config, letter) for letter in pattern) + 2 * config.hidden_size**2
+    matrices = sum(KINDS[letter].matrices(config).used for letter in config.pattern) if base else 0
+    head = sum(KINDS[letter].matrices(config).used for letter in pattern) + 2 * config.hidden_size**2
     return 2 * matrices + 6 * k * head + 4 * k * config.vocab_size * config.hidden_size
 
 

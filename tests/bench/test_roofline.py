@@ -18,7 +18,7 @@ from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity
 from mtpkit.model import build_model
-from mtpkit.model.matrices import layer_matrices, moe_matrices
+from mtpkit.model.kinds import KINDS
 from mtpkit.model.state import ReplaySpec
 from tests.engine.fakes import state_sizes
 from tests.toy_config import toy_config
@@ -81,7 +81,8 @@ def test_experts_are_those_of_the_model_that_is_built(latent):
     )
     parameters = build_model(config).named_parameters()
     built = sum(p.numel() for name, p in parameters if p.dim() > 1 and ".mlp." in name)
-    always, expert = moe_matrices(config)
+    matrices = KINDS["E"].matrices(config)
+    always, expert = matrices.always, matrices.expert
     assert built == always + 4 * expert
     # One token reads what it uses; many read everything.
     one, many = (works(Roofline(config).decode(size), "verify")["matrices"] for size in (1, 1000))
@@ -149,7 +150,7 @@ def test_acceptance_becomes_a_length():
 def test_prefill_counts_each_token_once_and_the_weights_once_a_step():
     config = toy_config(pattern="M*-", mtp_pattern="*")
     roofline = Roofline(config)
-    layers = sum(layer_matrices(config, letter) for letter in config.pattern)
+    layers = sum(KINDS[letter].matrices(config).used for letter in config.pattern)
     output = config.vocab_size * config.hidden_size
     one, two = (roofline.prefill(4, 8, max_num_batched_tokens=size) for size in (None, 16))
     assert one.tokens == 32
@@ -160,7 +161,7 @@ def test_prefill_counts_each_token_once_and_the_weights_once_a_step():
     assert works(one, "base")["attention"].flops == 32 * 4 * 4 * 8 * 4
     drafted = roofline.prefill(4, 8, k=3)
     assert [phase.name for phase in drafted.phases] == ["base", "draft 1", "draft 2", "draft 3"]
-    head = 2 * config.hidden_size**2 + layer_matrices(config, "*")
+    head = 2 * config.hidden_size**2 + KINDS["*"].matrices(config).used
     assert works(drafted, "draft 1")["matrices"].flops == 2 * (32 * head + 4 * output)
     assert works(drafted, "draft 2")["matrices"].flops == 2 * (4 * head + 4 * output)
 
@@ -168,7 +169,7 @@ def test_prefill_counts_each_token_once_and_the_weights_once_a_step():
 def test_a_prefill_pass_that_ends_no_prompt_reads_no_output_layer():
     config = toy_config(pattern="-", mtp_pattern="-")
     output = config.vocab_size * config.hidden_size
-    layer, eh_proj = layer_matrices(config, "-"), 2 * config.hidden_size**2
+    layer, eh_proj = KINDS["-"].matrices(config).used, 2 * config.hidden_size**2
     cost = Roofline(config, draft_vocab_size=8).prefill(2, 64, k=1, max_num_batched_tokens=16)
     assert works(cost, "base")["matrices"].bytes == 2 * (8 * layer + 2 * output)
     draft = works(cost, "draft 1")["matrices"].bytes
@@ -183,7 +184,7 @@ def test_after_the_last_cache_of_a_repeated_head_go_the_rows_that_draft(repeated
         cost = line.prefill(3, 50, k=2) if phase == "prefill" else line.decode(3, [1.0, 1.0])
         return works(cost, "draft 1")["matrices"].flops
 
-    mlp = 2 * layer_matrices(toy_config(mtp_pattern="*-"), "-")
+    mlp = 2 * KINDS["-"].matrices(toy_config(mtp_pattern="*-")).used
     for phase, fed in (("prefill", 150), ("decode", 9)):
         assert flops("*-", phase) - flops("*", phase) == mlp * (3 if repeated else fed)
         assert flops("-*", phase) - flops("*", phase) == mlp * fed

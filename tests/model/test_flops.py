@@ -4,7 +4,7 @@ import pytest
 
 from mtpkit.bench.shapes import NEMOTRON_H_8B
 from mtpkit.model.flops import step_flops
-from mtpkit.model.matrices import layer_matrices
+from mtpkit.model.kinds import KINDS
 from tests.training.toy import CONFIG, toy_model
 
 MOE = dict(num_moe_experts=4, moe_ffn_hidden_size=64, moe_router_topk=1, hidden_size=64)
@@ -52,8 +52,8 @@ def test_every_weight_counts_as_often_as_a_token_uses_it(changes, base_layers):
 def test_the_8b_shape_takes_25_gflop_per_token():
     """Counted by matrices; norms and convolutions add a thousandth."""
     config = NEMOTRON_H_8B.replace(mtp_pattern="*-")
-    base = sum(layer_matrices(config, letter) for letter in config.pattern)
-    head = sum(layer_matrices(config, letter) for letter in "*-") + 2 * config.hidden_size**2
+    base = sum(KINDS[letter].matrices(config).used for letter in config.pattern)
+    head = sum(KINDS[letter].matrices(config).used for letter in "*-") + 2 * config.hidden_size**2
     total = 2 * base + 6 * 3 * head + 4 * 3 * config.vocab_size * config.hidden_size
     assert total == pytest.approx(25.0e9, rel=2e-3)
     assert total < step_flops(config, 3) < 1.001 * total

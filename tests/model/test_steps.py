@@ -7,8 +7,8 @@ from itertools import chain
 import pytest
 import torch
 
-from mtpkit.config import SECTIONS, caching_length
 from mtpkit.model import SequenceInput, StepInput, base_forward, mtp_forward, state_specs
+from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.state import Committed, RecurrentSpec, Replay, ReplaySpec, Ring, StateLayout, States, StateSizes
 from tests.kernels.recurrence import relative
 from tests.model.toy import VOCAB, toy_model
@@ -221,10 +221,10 @@ def test_each_layer_has_a_ring_of_its_own_length():
     assert places == set(lengths) and simulate(model, "replay", rings=lengths) < TOLERANCE
 
 
-@pytest.mark.parametrize("letter", SECTIONS)
+@pytest.mark.parametrize("letter", KINDS)
 def test_layers_that_cache_are_known_by_their_letters(letter):
     """Tokens that are not kept must reach all of them."""
-    assert bool(state_specs(toy_model(pattern=letter, mtp_pattern="", mtp_num_depths=0))) == SECTIONS[letter].keeps_past
+    assert bool(state_specs(toy_model(pattern=letter, mtp_pattern="", mtp_num_depths=0))) == KINDS[letter].keeps_past
     assert [caching_length(pattern) for pattern in ("*", "*-", "-*", "M*-E", "-", "")] == [1, 1, 2, 2, 0, 0]
 
 

@@ -12,6 +12,10 @@ from typing import get_args
 
 from mtpkit.bench.kernel_cases import attention, experts, linears, mamba, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
+from mtpkit.config.attention import AttentionConfig
+from mtpkit.config.mamba2 import Mamba2Config
+from mtpkit.config.mlp import MlpConfig
+from mtpkit.config.moe import MoeConfig
 from mtpkit.kernels.head_loss import LossKind
 
 _PREFILL_ROWS = 16
@@ -21,16 +25,16 @@ _TRAINING_LENGTH = 8
 
 def decode_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of a step of `rows` decoding requests."""
-    pattern = shapes.config.letters
-    if "M" in pattern:
+    has = shapes.config.has
+    if has(Mamba2Config):
         yield from (mamba.ssm_replay(shapes), mamba.ssm_snapshot(shapes), mamba.conv_update(shapes))
         yield linears.gated_norm(shapes)
-    if "*" in pattern:
+    if has(AttentionConfig):
         yield from (attention.paged_attention(shapes), attention.store_kv(shapes))
     yield linears.rms_norm(shapes)
-    if "-" in pattern:
+    if has(MlpConfig):
         yield from linears.activation(shapes)
-    if "E" in pattern:
+    if has(MoeConfig):
         count = shapes.rows * shapes.tokens
         yield from (experts.route(shapes, count), experts.expert_mlp(shapes, count))
     if shapes.config.mtp.num_depths:
@@ -44,14 +48,14 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
 
 def prefill_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of a step of prompts, 16 of `context_len` tokens; whatever `rows` is. Such steps are not captured."""
-    pattern = shapes.config.letters
+    has = shapes.config.has
     lens = (shapes.context_len,) * _PREFILL_ROWS
-    if "*" in pattern:
+    if has(AttentionConfig):
         yield replace(attention.prefill_attention(shapes, lens), capture=False)
-    if "M" in pattern:
+    if has(Mamba2Config):
         cases = mamba.conv_varlen(shapes, lens), mamba.ssd_varlen(shapes, lens)
         yield from (replace(case, capture=False) for case in cases)
-    if "E" in pattern:
+    if has(MoeConfig):
         for case in (experts.route(shapes, sum(lens)), experts.expert_mlp(shapes, sum(lens))):
             yield replace(case, capture=False, name=f"{case.op}, prefill")
 
@@ -59,12 +63,12 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
 def training_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens; whatever `rows` is."""
     length = _TRAINING_LENGTH * shapes.context_len
-    if "*" in shapes.config.pattern:
+    if AttentionConfig.letter in shapes.config.pattern:
         yield training.sequence_attention(shapes, length)
     if shapes.k:
-        if "*" in shapes.config.mtp.pattern and shapes.k > 1:
+        if AttentionConfig.letter in shapes.config.mtp.pattern and shapes.k > 1:
             yield training.depth_attention(shapes, length)
-        if "-" in shapes.config.letters:
+        if shapes.config.has(MlpConfig):
             yield training.activation(shapes, length)
         yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))
         yield training.update(shapes)

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.config.attention import AttentionConfig
+from mtpkit.config.mamba2 import Mamba2Config
+from mtpkit.config.mlp import MlpConfig
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm
 from mtpkit.kernels.linear import linear, reference
-from mtpkit.model.matrices import layer_matrices
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,18 @@ def calls(shapes: Shapes) -> list[Call]:
     """Those of each layer kind that the model has; see `mtpkit.model.layers`."""
     config = shapes.config
     hidden, inner = config.hidden_size, config.mamba2.inner
-    queries, width = config.attention.num_attention_heads * config.attention.kv_channels, config.mlp.ffn_hidden_size
-    pattern = config.letters
+    sizes, width = config.attention, config.mlp.ffn_hidden_size
+    queries, keys = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
     found = []
-    if "M" in pattern:
-        found.append(Call("in_proj", layer_matrices(config, "M") // hidden - inner, hidden, norm=True))
+    if config.has(Mamba2Config):
+        found.append(Call("in_proj", config.mamba2.projected, hidden, norm=True))
         found.append(Call("out_proj", hidden, inner, gated=True, residual=True))
-    if "*" in pattern:
-        found.append(Call("linear_qkv", layer_matrices(config, "*") // hidden - queries, hidden, norm=True))
+    if config.has(AttentionConfig):
+        found.append(Call("linear_qkv", queries + 2 * keys, hidden, norm=True))
         found.append(Call("linear_proj", hidden, queries, residual=True))
-    if "-" in pattern:
+    if config.has(MlpConfig):
         relu2: Literal["relu2"] | None = "relu2" if config.mlp.activation == "relu2" else None
-        rows = layer_matrices(config, "-") // hidden - width
+        rows = (2 if config.mlp.gated else 1) * width
         found.append(Call("linear_fc1", rows, hidden, norm=True, activation=relu2))
         found.append(Call("linear_fc2", hidden, width, residual=True))
     if config.mtp.num_depths:

@@ -9,6 +9,7 @@ from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig, config_of_file
 from mtpkit.errors import UserError, listed
+from mtpkit.model.kinds import KINDS, kinds_in
 
 Layer = Callable[[ModelConfig], Iterable[Entry]]
 
@@ -95,7 +96,7 @@ class Family:
 
     def _entries(self, config: ModelConfig) -> Iterator[Entry]:
         yield self.outside[0]
-        layers = {letter: list(self.layers[megatron.KINDS[letter]](config)) for letter in set(config.letters)}
+        layers = {letter: list(self.layers[KINDS[letter].name](config)) for letter in set(config.letters)}
         for number, letter in enumerate(config.pattern):
             hf, own = self.base_layer(number), megatron.base_layer(number)
             yield from (entry.under(hf, own) for entry in layers[letter])
@@ -110,4 +111,4 @@ class Family:
 
 
 def _kinds(letters: str) -> list[str]:
-    return [kind for letter, kind in megatron.KINDS.items() if letter in letters]
+    return [kind.name for kind in kinds_in(letters)]

@@ -13,6 +13,7 @@ from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
+from mtpkit.model.kinds import mamba2
 
 LETTERS = "M*-E"
 BLOCK_TYPES = {
@@ -216,11 +217,11 @@ def _mamba2(c: ModelConfig) -> Iterator[Entry]:
     yield one("norm.weight", "mixer.in_proj.layer_norm_weight")
     yield Entry(
         ("mixer.in_proj.weight",),
-        tuple(f"mixer.in_proj.weight.{part}" for part in megatron.MAMBA_ROWS),
+        tuple(f"mixer.in_proj.weight.{part}" for part in mamba2.ROWS),
         Split((inner, inner, bc, bc, c.mamba2.num_heads)),
     )
     for name in ("mixer.conv1d.weight", "mixer.conv1d.bias"):
-        yield Entry((name,), tuple(f"{name}.{part}" for part in megatron.MAMBA_CHANNELS), channels)
+        yield Entry((name,), tuple(f"{name}.{part}" for part in mamba2.CHANNELS), channels)
     for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight"):
         yield one(f"mixer.{name}", f"mixer.{name}")
 

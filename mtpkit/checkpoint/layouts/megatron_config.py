@@ -7,6 +7,7 @@ from mtpkit.checkpoint.values import Values
 from mtpkit.config import SECTIONS, ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
 from mtpkit.config.mamba2 import Mamba2Config
+from mtpkit.config.moe import MoeConfig
 from mtpkit.errors import UserError, shown
 
 OTHER_NAMES = {
@@ -58,7 +59,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
         raise UserError(f"{where}: {shown(values)} is not an object of Megatron's settings")
     file = Values(values, where)
     pattern, mtp_pattern, depths = _patterns(file)
-    for key, value in (FIXED | (MOE_FIXED if "E" in pattern + mtp_pattern else {})).items():
+    for key, value in (FIXED | (MOE_FIXED if MoeConfig.letter in pattern + mtp_pattern else {})).items():
         file.require(key, value)
     same = [key for section in SECTIONS.values() for key in keys_of(section).values()]
     names = {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES
@@ -69,7 +70,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     hidden, heads = file.whole("hidden_size"), file.whole("num_attention_heads") or 1
     groups = file.whole("num_query_groups") if file.flag("group_query_attention", True) else 0
     fields: dict[str, object] = {}
-    if "M" in pattern + mtp_pattern:  # as Megatron-LM derives it
+    if Mamba2Config.letter in pattern + mtp_pattern:  # as Megatron-LM derives it
         width = max(1, file.whole("mamba_head_dim", Mamba2Config.head_dim))
         fields["mamba_num_heads"] = MAMBA_EXPAND * hidden // width
     fields |= {field: file.get(key) for field, key in keys.items() if key is not None}

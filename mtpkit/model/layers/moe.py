@@ -1,7 +1,6 @@
 """Mixture of experts with latent projections that need no Transformer Engine."""
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -194,8 +193,3 @@ def stack_experts(model: nn.Module) -> bool:
         if stacked[-1] and not before and torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the single experts lay in is of no size that others need
     return all(stacked)
-
-
-def moe_spec(megatron_spec: functools.partial) -> functools.partial:
-    """megatron-core's MoE spec with this module's layer in it."""
-    return functools.partial(MoELayer, *megatron_spec.args, **megatron_spec.keywords)

@@ -3,7 +3,18 @@
 The engine asks these for bytes, allocation, rollback and copies; a layer finds its own in `StepInput.states`.
 """
 
-from mtpkit.model.state.base import Committed, Counter, Part, Rollback, Saved, State, StateSizes, StateSpec, Unit
+from mtpkit.model.state.base import (
+    Committed,
+    Counter,
+    KeepsState,
+    Part,
+    Rollback,
+    Saved,
+    State,
+    StateSizes,
+    StateSpec,
+    Unit,
+)
 from mtpkit.model.state.conv_window import ConvWindow, ConvWindowSpec
 from mtpkit.model.state.layout import SavedRequest, StateLayout, States
 from mtpkit.model.state.paged_kv import PagedKV, PagedKVSpec
@@ -16,6 +27,7 @@ __all__ = [
     "ConvWindow",
     "ConvWindowSpec",
     "Counter",
+    "KeepsState",
     "PagedKV",
     "PagedKVSpec",
     "Part",

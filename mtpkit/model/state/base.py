@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -166,3 +166,13 @@ class StateSpec(ABC):
             for name, part in self.parts(sizes).items()
         }
         return self.make(tensors, sizes)
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A module that keeps something of earlier tokens. Its attribute `layer_name`, the key of its states in
+    `StepInput.states`, is set when the model is built."""
+
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """What it keeps of a request or of a token."""
+        ...

@@ -1,0 +1,64 @@
+"""Layer kinds, one file each: what a letter of a pattern stands for. The rest of the house asks them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mtpkit.config import SECTIONS, ModelConfig, register_section
+from mtpkit.model.kinds.attention import Attention
+from mtpkit.model.kinds.base import Draw, LayerKind, Matrices, Memory, Shape
+from mtpkit.model.kinds.mamba2 import Mamba2
+from mtpkit.model.kinds.mlp import Mlp
+from mtpkit.model.kinds.moe import Moe
+
+__all__ = [
+    "KINDS",
+    "Draw",
+    "LayerKind",
+    "Matrices",
+    "Memory",
+    "Shape",
+    "caching_length",
+    "kinds_in",
+    "layers_of",
+    "register",
+]
+
+KINDS: dict[str, LayerKind] = {}
+"""Letter -> layer kind."""
+
+
+def register(kind: LayerKind) -> None:
+    """Make a layer kind known, so that models can have it. A kind from elsewhere takes part once this was called."""
+    if SECTIONS.get(kind.letter) is not kind.section:
+        register_section(kind.section)
+    KINDS[kind.letter] = kind
+
+
+for _kind in (Attention(), Mlp(), Mamba2(), Moe()):
+    register(_kind)
+
+
+def kinds_in(pattern: str) -> list[LayerKind]:
+    """The kinds of a pattern's layers, each once."""
+    return [kind for letter, kind in KINDS.items() if letter in pattern]
+
+
+def caching_length(pattern: str) -> int:
+    """How many layers of a pattern there are up to the last one that keeps something of earlier tokens."""
+    return 1 + max((place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past), default=-1)
+
+
+def layers_of(model: Any, heads: bool = True) -> Iterator[tuple[str, Any, LayerKind]]:
+    """Yield (name, module, kind) of each layer that a pipeline stage of a `HybridModel` has.
+
+    Args:
+        heads: with the layers of the heads.
+    """
+    config: ModelConfig = model.mtpkit_config
+    stage = model.stage_patterns[model.pg_collection.pp.rank()]
+    for number, layer in enumerate(model.decoder.layers):  # none, where heads are built without them
+        yield f"decoder.layers.{number}", layer, KINDS[stage[number]]
+    for depth, head in enumerate(model.mtp.layers if heads and model.mtp_process else ()):
+        for number, layer in enumerate(head.mtp_model_layer.layers):
+            name = f"mtp.layers.{depth}.mtp_model_layer.layers.{number}"
+            yield name, layer, KINDS[config.mtp.pattern[number]]

@@ -1,0 +1,76 @@
+"""Attention layers."""
+
+import math
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import nn
+
+from mtpkit.config import ModelConfig
+from mtpkit.config.attention import AttentionConfig
+from mtpkit.model.backends import Backend
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.layers.attention import SelfAttention
+from mtpkit.model.layers.residual import AttentionLayer
+
+_SCORES, _OUTPUT = 3.5, 8.0
+"""Of weights that remember: the standard deviation of scores, which leaves each query a few keys; and how much more
+than other layers the output projection gives, as there are few such layers."""
+
+
+class Attention(LayerKind):
+    """Grouped-query attention."""
+
+    name, section, slot, keeps_past = "attention", AttentionConfig, "*", True
+    writes_residual = ("linear_proj",)
+    divided = ("num_attention_heads",)
+    divided_or_shared = ("num_query_groups",)
+
+    def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
+        """See `LayerKind`."""
+        qk_norm = dict(q_layernorm=backend.norm, k_layernorm=backend.norm) if config.attention.qk_layernorm else {}
+        modules = SelfAttentionSubmodules(
+            linear_qkv=backend.norm_column_linear,
+            core_attention=backend.core_attention,
+            linear_proj=backend.row_linear,
+            **qk_norm,
+        )
+        attention = ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
+        parts = TransformerLayerSubmodules(self_attention=attention, self_attn_bda=get_bias_dropout_add)
+        return ModuleSpec(module=AttentionLayer, submodules=parts)
+
+    def tensors(self, config: ModelConfig) -> dict[str, Shape]:
+        """See `LayerKind`."""
+        sizes, hidden = config.attention, config.hidden_size
+        queries, keys = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
+        norms = ("q_layernorm", "k_layernorm") if sizes.qk_layernorm else ()
+        return {
+            "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+            "self_attention.linear_qkv.weight": (queries + 2 * keys, hidden),
+            **{f"self_attention.{norm}.weight": (sizes.kv_channels,) for norm in norms},
+            "self_attention.linear_proj.weight": (hidden, queries),
+        }
+
+    def activations(self, config: ModelConfig) -> int:
+        """See `LayerKind`."""
+        return 2 * config.attention.num_attention_heads * config.attention.kv_channels
+
+    def memory(self, config: ModelConfig) -> Memory:
+        """Scores are q k^T, and their product with v."""
+        sizes = config.attention
+        scores = 4 * sizes.num_attention_heads * sizes.kv_channels
+        return Memory(kv=2 * sizes.num_query_groups * sizes.kv_channels, score_flops=scores)
+
+    def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
+        """As models are initialised, attention averages so many values that hardly anything is left."""
+        module: Any = layer.self_attention
+        projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
+        groups = module.num_query_groups_per_partition
+        by_group = module.linear_qkv.weight.unflatten(0, (groups, -1, module.hidden_size_per_attention_head))
+        by_group[:, :-1] *= math.sqrt(_SCORES) / projected
+        by_group[:, -1] /= projected
+        module.linear_proj.weight *= _OUTPUT

@@ -1,0 +1,87 @@
+"""Mamba2 layers."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from mtpkit.config import ModelConfig
+from mtpkit.config.mamba2 import Mamba2Config
+from mtpkit.model.backends import Backend
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.layers.mamba import MambaMixer
+from mtpkit.model.layers.residual import MambaLayer
+
+ROWS, CHANNELS = ("z", "x", "B", "C", "dt"), ("x", "B", "C")
+"""Parts of `in_proj` and of the convolution, each a tensor of its own in checkpoints."""
+
+_DECAYS = (0.02, 0.2)
+"""-A of weights that remember: a step size of 0.01 forgets in some thousands of tokens."""
+
+
+class Mamba2(LayerKind):
+    """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
+
+    name, section, slot, keeps_past = "mamba2", Mamba2Config, "M", True
+    writes_residual = ("out_proj",)
+    divided = ("num_heads", "num_groups")
+
+    def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
+        """See `LayerKind`."""
+        linears = MambaMixerSubmodules(in_proj=backend.norm_column_linear, out_proj=backend.row_linear)
+        mixer = ModuleSpec(module=MambaMixer, submodules=linears)
+        return ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add))
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        """See `LayerKind`."""
+        names = ("num_heads", "head_dim", "state_dim", "num_groups")
+        return {f"mamba_{name}": getattr(config.mamba2, name) for name in names}
+
+    def tensors(self, config: ModelConfig) -> dict[str, Shape]:
+        """See `LayerKind`."""
+        sizes, hidden = config.mamba2, config.hidden_size
+        rows = {"z": sizes.inner, "x": sizes.inner, "B": sizes.bc_width, "C": sizes.bc_width, "dt": sizes.num_heads}
+        return {
+            "mixer.in_proj.layer_norm_weight": (hidden,),
+            **{f"mixer.in_proj.weight.{part}": (rows[part], hidden) for part in ROWS},
+            **{f"mixer.conv1d.weight.{part}": (rows[part], 1, sizes.conv_kernel) for part in CHANNELS},
+            **{f"mixer.conv1d.bias.{part}": (rows[part],) for part in CHANNELS},
+            **{f"mixer.{name}": (sizes.num_heads,) for name in ("A_log", "D", "dt_bias")},
+            "mixer.norm.weight": (sizes.inner,),
+            "mixer.out_proj.weight": (hidden, sizes.inner),
+        }
+
+    def activations(self, config: ModelConfig) -> int:
+        """See `LayerKind`."""
+        return 3 * config.mamba2.inner + 4 * config.mamba2.bc_width
+
+    def memory(self, config: ModelConfig) -> Memory:
+        """The state takes up x B^T and is read out by C."""
+        state = config.mamba2.inner * config.mamba2.state_dim
+        return Memory(state=state, state_flops=4 * state)
+
+    def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
+        """A, dt and the convolution as in the code of Mamba2's paper."""
+        match name.rpartition(".")[2]:
+            case "A_log":
+                return draw.uniform(shape, 1, 16).log()
+            case "D":
+                return torch.ones(shape)
+            case "dt_bias":
+                dt = draw.uniform(shape, math.log(1e-3), math.log(1e-1)).exp()
+                return dt + torch.log(-torch.expm1(-dt))  # inverse of softplus
+            case "conv1d_weight" | "conv1d_bias":
+                bound = 1 / math.sqrt(config.mamba2.conv_kernel)
+                return draw.uniform(shape, -bound, bound)
+        return None
+
+    def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
+        """As models are initialised, Mamba2 forgets within some ten tokens and passes its input by the state."""
+        mixer: Any = layer.mixer
+        mixer.D.zero_()
+        mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())

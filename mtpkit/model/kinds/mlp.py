@@ -1,0 +1,54 @@
+"""Feed-forward layers."""
+
+from functools import partial
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import TransformerLayerSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from mtpkit.config import ModelConfig
+from mtpkit.config.mlp import MlpConfig
+from mtpkit.model.backends import Backend
+from mtpkit.model.kinds.base import LayerKind, Shape
+from mtpkit.model.layers.mlp import MLP
+from mtpkit.model.layers.residual import MLPLayer
+
+
+def network(config: ModelConfig, name: str, outer: int, inner: int) -> dict[str, Shape]:
+    """Both matrices of a feed-forward network, `name` with their numbers in it; a gated one has the rows of its gate
+    before those of its values."""
+    return {name.format(1): ((2 if config.mlp.gated else 1) * inner, outer), name.format(2): (outer, inner)}
+
+
+def gated_blocks(name: str, config: ModelConfig) -> int:
+    """Parts of a parameter of a feed-forward network, see `LayerKind.blocks`: gates and values."""
+    return 2 if config.mlp.gated and name.endswith("linear_fc1.weight") else 1
+
+
+class Mlp(LayerKind):
+    """A feed-forward network."""
+
+    name, section, slot = "mlp", MlpConfig, "-"
+    writes_residual = ("linear_fc2",)
+    divided = ("ffn_hidden_size",)
+
+    def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
+        """See `LayerKind`."""
+        linears = MLPSubmodules(linear_fc1=backend.norm_column_linear, linear_fc2=backend.row_linear)
+        mlp = partial(MLP.as_mlp_submodule, submodules=linears)
+        return ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add))
+
+    def tensors(self, config: ModelConfig) -> dict[str, Shape]:
+        """See `LayerKind`."""
+        hidden = config.hidden_size
+        matrices = network(config, "mlp.linear_fc{}.weight", hidden, config.mlp.ffn_hidden_size)
+        return {"mlp.linear_fc1.layer_norm_weight": (hidden,), **matrices}
+
+    def activations(self, config: ModelConfig) -> int:
+        """See `LayerKind`."""
+        return 2 * config.mlp.ffn_hidden_size
+
+    def blocks(self, name: str, config: ModelConfig) -> int:
+        """See `LayerKind`."""
+        return gated_blocks(name, config)

@@ -1,0 +1,82 @@
+"""Mixtures of experts."""
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer import TransformerLayerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from mtpkit.config import ModelConfig
+from mtpkit.config.moe import MoeConfig
+from mtpkit.model.backends import Backend
+from mtpkit.model.kinds.base import Experts, LayerKind, Shape
+from mtpkit.model.kinds.mlp import gated_blocks, network
+from mtpkit.model.layers.moe import MoELayer
+from mtpkit.model.layers.residual import MixtureLayer
+
+
+class Moe(LayerKind):
+    """Routed experts, with or without a shared one."""
+
+    name, section, slot = "moe", MoeConfig, "E"
+    fp8_products = False
+    writes_residual = ("linear_fc2",)
+    divided = ("ffn_hidden_size", "shared_expert_intermediate_size")
+
+    def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
+        """See `LayerKind`."""
+        theirs = get_moe_module_spec_for_backend(backend.moe_provider, num_experts=config.moe.num_experts)
+        mlp = partial(MoELayer, *theirs.args, **theirs.keywords)
+        parts = TransformerLayerSubmodules(pre_mlp_layernorm=backend.norm, mlp=mlp, mlp_bda=get_bias_dropout_add)
+        return ModuleSpec(module=MixtureLayer, submodules=parts)
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        """See `LayerKind`."""
+        sizes = config.moe
+        grouped = sizes.router_num_groups > 1
+        return dict(
+            num_moe_experts=sizes.num_experts,
+            moe_router_topk=sizes.router_topk,
+            moe_ffn_hidden_size=sizes.ffn_hidden_size,
+            moe_shared_expert_intermediate_size=sizes.shared_expert_intermediate_size or None,
+            moe_latent_size=sizes.latent_size or None,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.0,
+            moe_router_load_balancing_type="none",
+            moe_router_dtype="fp32",
+            moe_router_topk_scaling_factor=sizes.router_topk_scaling_factor,
+            moe_router_num_groups=sizes.router_num_groups if grouped else None,
+            moe_router_group_topk=sizes.router_group_topk if grouped else None,
+            moe_token_dispatcher_type="allgather",
+        )
+
+    def tensors(self, config: ModelConfig) -> dict[str, Shape]:
+        """See `LayerKind`."""
+        hidden, sizes = config.hidden_size, config.moe
+        shapes: dict[str, Shape] = {
+            "pre_mlp_layernorm.weight": (hidden,),
+            "mlp.router.weight": (sizes.num_experts, hidden),
+            "mlp.router.expert_bias": (sizes.num_experts,),
+        }
+        if latent := sizes.latent_size:
+            shapes |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
+        if width := sizes.shared_expert_intermediate_size:
+            shapes |= network(config, "mlp.shared_experts.linear_fc{}.weight", hidden, width)
+        return shapes
+
+    def experts(self, config: ModelConfig) -> Experts:
+        """See `LayerKind`."""
+        sizes, name = config.moe, "mlp.experts.experts.linear_fc{}.weight"
+        matrices = network(config, name, sizes.latent_size or config.hidden_size, sizes.ffn_hidden_size)
+        return Experts(sizes.num_experts, sizes.router_topk, matrices)
+
+    def activations(self, config: ModelConfig) -> int:
+        """See `LayerKind`."""
+        return config.moe.router_topk * (config.moe.ffn_hidden_size + config.hidden_size)
+
+    def blocks(self, name: str, config: ModelConfig) -> int:
+        """See `LayerKind`."""
+        return gated_blocks(name, config)
