@@ -64,10 +64,12 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def _layer(prefix: str, letter: str, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     kind = KINDS[letter]
-    yield from ((prefix + name, shape) for name, shape in kind.tensors(config).items())
-    experts = kind.experts(config)
-    for name, shape in experts.tensors.items():
-        yield from ((f"{prefix}{name}[{expert}]", shape) for expert in range(experts.count))
+    stacked = kind.experts(config).names
+    for name, shape in kind.tensors(config).items():
+        if name not in stacked:
+            yield prefix + name, shape
+        else:
+            yield from ((f"{prefix}{name}[{expert}]", shape[1:]) for expert in range(shape[0]))
 
 
 def hybrid_name(stored: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,8 +37,8 @@ class Experts:
     count: int = 0
     chosen: int = 0
     """Experts that a token is sent to."""
-    tensors: dict[str, Shape] = field(default_factory=dict)
-    """Shapes of the matrices of each, by their Megatron names, which all experts share."""
+    names: tuple[str, ...] = ()
+    """Those of `LayerKind.tensors` that hold their matrices, one expert after the other."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LayerKind(ABC):
 
     @abstractmethod
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        """Names and shapes of a layer's tensors in Megatron's checkpoints, without those of routed experts."""
+        """Names and shapes of a layer's tensors in Megatron's checkpoints."""
 
     @abstractmethod
     def activations(self, config: ModelConfig) -> int:
@@ -147,10 +147,12 @@ class LayerKind(ABC):
 
     def matrices(self, config: ModelConfig) -> Matrices:
         """Elements of a layer's matrices."""
-        experts = self.experts(config)
-        always = sum(math.prod(shape) for shape in self.tensors(config).values() if len(shape) == 2)
-        return Matrices(always, sum(map(math.prod, experts.tensors.values())), experts)
+        experts, tensors = self.experts(config), self.tensors(config)
+        always = sum(math.prod(shape) for shape in tensors.values() if len(shape) == 2)
+        return Matrices(always, sum(math.prod(tensors[name][1:]) for name in experts.names), experts)
 
     def vectors(self, config: ModelConfig) -> int:
         """Elements of a layer's other parameters: norms, biases, convolutions, rates of heads."""
-        return sum(math.prod(shape) for shape in self.tensors(config).values() if len(shape) != 2)
+        names = self.experts(config).names
+        shapes = [shape for name, shape in self.tensors(config).items() if name not in names]
+        return sum(math.prod(shape) for shape in shapes if len(shape) != 2)

@@ -17,6 +17,9 @@ from mtpkit.model.layers.moe import MoELayer
 from mtpkit.model.layers.residual import MixtureLayer
 
 
+_EXPERTS = "mlp.experts.experts.linear_fc{}.weight"
+
+
 class Moe(LayerKind):
     """Routed experts, with or without a shared one."""
 
@@ -61,6 +64,8 @@ class Moe(LayerKind):
             "mlp.router.weight": (sizes.num_experts, hidden),
             "mlp.router.expert_bias": (sizes.num_experts,),
         }
+        experts = network(config, _EXPERTS, sizes.latent_size or hidden, sizes.ffn_hidden_size)
+        shapes |= {name: (sizes.num_experts, *shape) for name, shape in experts.items()}
         if latent := sizes.latent_size:
             shapes |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
         if width := sizes.shared_expert_intermediate_size:
@@ -69,9 +74,7 @@ class Moe(LayerKind):
 
     def experts(self, config: ModelConfig) -> Experts:
         """See `LayerKind`."""
-        sizes, name = config.moe, "mlp.experts.experts.linear_fc{}.weight"
-        matrices = network(config, name, sizes.latent_size or config.hidden_size, sizes.ffn_hidden_size)
-        return Experts(sizes.num_experts, sizes.router_topk, matrices)
+        return Experts(config.moe.num_experts, config.moe.router_topk, (_EXPERTS.format(1), _EXPERTS.format(2)))
 
     def activations(self, config: ModelConfig) -> int:
         """See `LayerKind`."""
