@@ -16,7 +16,6 @@ from mtpkit.model.kinds.mlp import gated_blocks, network
 from mtpkit.model.layers.moe import MoELayer
 from mtpkit.model.layers.residual import MixtureLayer
 
-
 _EXPERTS = "mlp.experts.experts.linear_fc{}.weight"
 
 
