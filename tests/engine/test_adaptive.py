@@ -240,5 +240,5 @@ def test_auto_needs_heads():
 
 
 def test_auto_and_sampled_drafts_exclude_each_other():
-    with pytest.raises(UserError, match="draft_sampling must be False"):
+    with pytest.raises(UserError, match=r"draft_sampling is True, must be False: num_speculative_tokens .auto."):
         make_llm(tiny_model(), "auto", draft_sampling=True)
