@@ -8,7 +8,7 @@ import torch
 from mtpkit.bench.roofline import Roofline
 from mtpkit.checkpoint import load_config, load_model, save_model
 from mtpkit.config import ModelConfig
-from mtpkit.engine import LLM
+from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from tests import toy_kind
@@ -69,6 +69,38 @@ def test_heads_are_trained_and_megatrons_layout_keeps_them(name, tmp_path):
     assert load_config(tmp_path / "megatron") == model.mtpkit_config
     want, got = dict(model.named_parameters()), dict(loaded.named_parameters())
     assert want.keys() == got.keys() and all(torch.equal(want[key], got[key]) for key in want)
+
+
+@pytest.mark.parametrize("rollback", ["snapshot", "replay"])
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_change_no_token_under_either_rollback(name, rollback):
+    model = toy_model(*MODELS[name], init_std=0.3)
+    prompts = [tokens(length, seed=length)[0].tolist() for length in (1, 4, 9, 21)]
+    said = []
+    for k in range(4):
+        llm = LLM(
+            model,
+            num_speculative_tokens=k,
+            state_rollback=rollback,
+            max_model_len=96,
+            max_num_batched_tokens=16,
+            block_size=8,
+            max_num_seqs=3,
+            device="cpu",
+        )
+        given, greedy = (
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=40),
+        )
+        outputs = llm.generate(given, greedy)
+        said.append([output.outputs[0].token_ids for output in outputs])
+    with torch.inference_mode():
+        plain = [list(prompt) for prompt in prompts]
+        for known in plain:
+            for _ in range(40):
+                hidden = base_forward(model, torch.tensor([known]), SequenceInput())
+                known.append(int(compute_logits(model, hidden[-1, 0]).argmax()))
+    assert said == [[known[len(prompt) :] for known, prompt in zip(plain, prompts, strict=True)]] * 4
 
 
 def test_the_memory_plan_and_the_roofline_count_it():
