@@ -189,6 +189,53 @@ def joined_in_errors(source: str) -> list[int]:
     ]
 
 
+LETTERS = "M*-E"
+MIXERS = {"MambaMixer", "SelfAttention", "MLP", "MoELayer", "MambaLayer", "AttentionLayer", "MLPLayer", "MixtureLayer"}
+KIND_ROOMS = ("config/", "model/kinds/", "model/layers/")
+"""Where letters of patterns and classes of mixers may be named."""
+
+
+def kinds_named(source: str) -> Iterator[str]:
+    """Yield `line: what` where a source tests or counts a letter of a pattern, or names the class of a mixer."""
+    for node in ast.walk(ast.parse(source)):
+        tested: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            tested = [node.left, *node.comparators]
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("count", "find")
+        ):
+            tested = [node.func.value, *node.args]
+        letters = [side for side in tested if isinstance(side, ast.Constant) and side.value in tuple(LETTERS)]
+        about_layers = any(word in ast.unparse(node) for word in ("pattern", "letter", "layer"))
+        if letters and about_layers:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[-1] in MIXERS:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "'M' in config.mtp.pattern",
+        "letter == '*'",
+        "n = pattern.count('E')",
+        "isinstance(layer, MambaMixer)",
+        "mamba.MLP",
+    ],
+)
+def test_a_kind_that_is_named_is_seen(source: str) -> None:
+    assert list(kinds_named(source))
+
+
+def test_layer_kinds_are_named_in_their_rooms_alone() -> None:
+    found = {}
+    for path in package_modules():
+        name = str(path.relative_to(ROOT / "mtpkit"))
+        if not name.startswith(KIND_ROOMS) and (places := list(kinds_named(path.read_text()))):
+            found[name] = places
+    assert not found
+
+
 def test_errors_list_things_by_listed() -> None:
     """Which cuts what would not fit a line."""
     assert joined_in_errors("raise UserError(f\"{', '.join(names)} are missing\")") == [1]

@@ -10,6 +10,7 @@ from mtpkit.engine.drafting.distinct import DistinctDrafter
 from mtpkit.engine.drafting.protocol import Drafter, NoDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.errors import UserError
+from mtpkit.model.kinds import kinds_in
 
 _logger = logging.getLogger(__name__)
 
@@ -87,5 +88,6 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str =
 
 
 def _draft_one(config: ModelConfig) -> bool:
-    """Whether heads draft one token alone: the Mamba states of distinct ones are not taken back."""
-    return bool(config.mtp.num_depths) and not config.mtp.repeated and "M" in config.mtp.pattern
+    """Whether heads draft one token alone: the recurrent states of distinct ones are not taken back."""
+    recurrent = any(kind.memory(config).state for kind in kinds_in(config.mtp.pattern))
+    return bool(config.mtp.num_depths) and not config.mtp.repeated and recurrent
