@@ -69,8 +69,8 @@ NUMBERS = [
 ]
 PATHS = [one for one in ALL if one.kind is Path]
 TEXTS = [one for one in ALL if one.kind is str and one.flag and one not in NUMBERS]
-TURNED_OFF = {"top_k": -1}
-"""The negative value that an option takes."""
+TURNED_OFF = {"top_k": -1, "presence_penalty": -2, "frequency_penalty": -2}
+"""The least value of options that take negative ones."""
 PLACES = {
     "data prepare --output": "out",
     "data regenerate --output": "out.jsonl",

@@ -304,7 +304,7 @@ def test_penalties_follow_their_definitions(twin):
 @pytest.mark.parametrize("rows, depths", [(0, 0), (0, 3), (5, 0), (3, 2), (2, 7)])
 def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype, rows, depths):
     """Decode rows with drafts, then chunks; slots in any order, the last one for two null rows."""
-    slots = torch.tensor([3, 0, 4, -1, -1][:rows]).repeat_interleave(1 + depths)
+    slots = torch.tensor([3, 0, 4, -1, -1])[:rows].repeat_interleave(1 + depths)
     slots = torch.cat([slots, torch.tensor([1, 2])])
     x, prompt = logits(len(slots), vocab_size).bfloat16(), torch.rand(6, vocab_size) < 0.3
     counts = torch.randint(0, 3, (6, vocab_size)).to(counts_dtype)
