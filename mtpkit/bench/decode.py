@@ -94,11 +94,11 @@ def measure_decode(
     machine = measure_machine(weight.device)
     synthetic = config.acceptance is not None
     how = f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}" if synthetic else "real acceptance"
-    pattern = model.mtpkit_config.mtp.pattern
-    head = f", head {pattern}" if pattern else ""
+    pattern, repeated = model.mtpkit_config.mtp.pattern, model.mtpkit_config.mtp.repeated
+    head = f", {'' if repeated else 'distinct '}head{'' if repeated else 's'} {pattern}" if pattern else ""
     title = f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
-    settings |= {"model": name, "mtp_pattern": pattern, "synthetic": synthetic}
+    settings |= {"model": name, "mtp_pattern": pattern, "mtp_use_repeated_layer": repeated, "synthetic": synthetic}
     result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings, details=("kernels",))
     pairs = [(size, k) for size in config.batch_sizes for k in sorted(config.ks, key=lambda k: k != 0)]  # 0 first
     plain: dict[int, list[list[int]]] = {}

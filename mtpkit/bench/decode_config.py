@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpkit.bench.roofline import depth_rates
+from mtpkit.engine import SamplingParams
 from mtpkit.errors import raise_problems
 
 NAME = "decode benchmark"
@@ -39,6 +40,10 @@ class DecodeConfig:
     max_num_batched_tokens: int | None = None
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
+    presence_penalty: float = SamplingParams.presence_penalty
+    frequency_penalty: float = SamplingParams.frequency_penalty
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    """Of all requests."""
     trace: bool = True
     """On a GPU, decode once more after everything is timed, and trace kernels."""
     seed: int = 0
@@ -56,6 +61,15 @@ class DecodeConfig:
             (not isinstance(vocab, int) or vocab >= 1, f"draft vocabulary of {vocab} tokens, must be at least 1"),
         ]
         raise_problems(NAME, [problem for good, problem in checks if not good])
+        assert self.sampling  # refuses penalties out of range
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How all requests are sampled: greedily."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        chosen = dict(zip(names, penalties, strict=True))
+        return SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=True, **chosen)
 
     def rates(self, k: int) -> list[float] | None:
         """Synthetic acceptance of K depths."""

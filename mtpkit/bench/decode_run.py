@@ -18,7 +18,7 @@ from mtpkit.bench.roofline import Roofline, expected_length
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.trace import Trace, trace_kernels
 from mtpkit.data.draft_vocab import load_draft_vocab
-from mtpkit.engine import LLM, SamplingParams, require_whole
+from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.drafting import adaptive_depths
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
@@ -197,12 +197,11 @@ class Contender:
 
     def _start(self) -> None:
         """Add the requests of a run and step until all of them decode."""
-        params = SamplingParams(temperature=0, max_tokens=self.config.max_tokens, ignore_eos=True)
         first = self.runs * self.batch_size
         self.runs += 1
         engine = self.llm.engine
         chosen = [self.prompts[(first + row) % len(self.prompts)] for row in range(self.batch_size)]
-        self.outputs = {engine.add_request(prompt, params): [] for prompt in chosen}
+        self.outputs = {engine.add_request(prompt, self.config.sampling): [] for prompt in chosen}
         self.lengths = {name: [] for name in self.outputs}
         while engine.has_unfinished and not all(self.outputs.values()):
             self._step()
@@ -251,7 +250,7 @@ class Contender:
         dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
         precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         try:
-            check_greedy(model, prompt, self.outputs[name], places, precision)
+            check_greedy(model, prompt, self.outputs[name], places, precision, self.config.sampling)
         except MtpkitError as error:
             raise MtpkitError(f"batch {self.batch_size}, K = {self.k}: {error}") from error
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtpkit.engine import SamplingParams
 from mtpkit.errors import MtpkitError
+from mtpkit.kernels.sampling import apply_penalties
 from mtpkit.model import SequenceInput, base_forward, compute_logits
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of
@@ -31,6 +33,7 @@ def check_greedy(
     tokens: Sequence[int],
     places: Sequence[int],
     precision: torch.dtype,
+    params: SamplingParams | None = None,
     near_tie: float = 1.0,
 ) -> None:
     """Refuse tokens that the base would not choose.
@@ -44,6 +47,7 @@ def check_greedy(
         tokens: what follows `prompt`, decoded with temperature 0.
         places: indices of `tokens` that are the base's own choice; the others may be any.
         precision: the coarsest of weights, keys, values and state.
+        params: what the request was sampled with; its penalties count.
         near_tie: a bound below the precision's own, in standard deviations.
 
     Raises:
@@ -56,7 +60,10 @@ def check_greedy(
         hidden = base_forward(model, known, SequenceInput())[:, 0]
     index = torch.tensor(list(places), device=known.device)
     before = len(prompt) + index - 1
-    gaps = _gaps(compute_logits(model, hidden[before]), known[0, before + 1])
+    logits = compute_logits(model, hidden[before])
+    if params is not None and params.has_penalties:
+        logits = _penalised(logits, known[0], len(prompt), index, params)
+    gaps = _gaps(logits, known[0, before + 1])
     if precision == torch.bfloat16 and _mixtures(model):
         _check_experts(model, known, hidden, gaps)
         return
@@ -67,6 +74,24 @@ def check_greedy(
             f"{wrong} of {len(index)} tokens are not those of a plain forward pass: "
             f"number {int(index[worst])} of the output lies {float(gaps[worst]):.2f} standard deviations below the best"
         )
+
+
+def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, params: SamplingParams) -> Tensor:
+    """Logits [n, V] as a request's penalties make them, each before the output's token of index `places` [n].
+
+    Args:
+        known: [s] prompt and output.
+    """
+    seen = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    for row, place in enumerate(places.tolist()):
+        output = known[prompt_len : prompt_len + place]
+        seen[row].index_put_((output,), seen.new_ones(len(output)), accumulate=True)
+    in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    in_prompt[:, known[:prompt_len]] = True
+    sizes = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    columns = [torch.full((len(places),), size, device=logits.device) for size in sizes]
+    rows = torch.arange(len(places), device=logits.device)
+    return apply_penalties(logits.float(), in_prompt, seen, *columns, rows, rows[:, None][:, :0])
 
 
 def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:

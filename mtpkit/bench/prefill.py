@@ -144,4 +144,4 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
 def _check(model: HybridModel, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
     """Compare the first tokens of the last prompts, whose chunks follow those of others, with a plain forward pass."""
     for prompt, token in list(zip(prompts, tokens, strict=True))[-_CHECKED:]:
-        check_greedy(model, prompt, [token], [0], next(model.parameters()).dtype, _NEAR_TIE)
+        check_greedy(model, prompt, [token], [0], next(model.parameters()).dtype, near_tie=_NEAR_TIE)

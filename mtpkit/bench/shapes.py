@@ -84,36 +84,46 @@ SHAPES = {
 """By the name that commands take in place of a model directory."""
 
 
-def get_config(model: str, pattern: str | None = None) -> ModelConfig:
+def get_config(model: str, pattern: str | None = None, distinct: bool = False) -> ModelConfig:
     """The config of a shape or of a model directory.
 
     Args:
         pattern: layers of a shape's head; None: its own.
+        distinct: give a shape a head for each depth.
 
     Raises:
-        UserError: neither a known shape nor a model directory, or a pattern of unknown layers or for a directory.
+        UserError: neither a known shape nor a model directory, or a pattern of unknown layers, or heads of one's
+            choice for a directory.
     """
     if model in SHAPES:
-        return SHAPES[model].replace(mtp_pattern=pattern) if pattern is not None else SHAPES[model]
+        changes: dict[str, str | bool] = {} if pattern is None else {"mtp_pattern": pattern}
+        changes |= {"mtp_use_repeated_layer": False} if distinct else {}
+        return SHAPES[model].replace(**changes) if changes else SHAPES[model]
     directory = _directory(model)
+    if distinct:
+        raise UserError(f"distinct heads are for a shape ({listed(SHAPES)}), not for a model directory as {model}")
     if pattern is not None:
         raise UserError(f"pattern {pattern!r} is for a shape ({listed(SHAPES)}), not for a model directory as {model}")
     return load_config(directory)
 
 
 def open_model(
-    model: str, device: torch.device, dtype: torch.dtype | None = None, pattern: str | None = None
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    pattern: str | None = None,
+    distinct: bool = False,
 ) -> HybridModel:
     """A shape with random weights drawn on the device, or the model of a directory.
 
     Args:
         dtype: None: bfloat16 on a GPU, float32 on a CPU.
-        pattern: layers of a shape's head; None: its own.
+        pattern, distinct: see `get_config`.
 
     Raises:
         UserError: neither a known shape nor a model directory, or one that cannot be built; see `get_config`.
     """
-    config = get_config(model, pattern)
+    config = get_config(model, pattern, distinct)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if model in SHAPES:
         built = build_model(config, dtype, device, init="device").requires_grad_(False)

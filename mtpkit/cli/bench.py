@@ -8,7 +8,7 @@ import typer
 from mtpkit.cli import options
 from mtpkit.cli.command import ListCommand, new_app
 from mtpkit.config import MOST_DRAFTS
-from mtpkit.engine import EngineOptions
+from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.errors import listed
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ _DRAFTS = (0, 1, 3)
 def decode(
     model: Model = NVIDIA_8B,
     pattern: Pattern = None,
+    distinct: Annotated[bool, typer.Option("--distinct", help="Give a shape a head for each depth.")] = False,
     batch_size: BatchSizes = [1, 4, 16, 32, 64, 128],  # noqa: B006
     num_speculative_tokens: Annotated[
         list[str] | None,
@@ -70,6 +71,9 @@ def decode(
     acceptance: Acceptance = None,
     draft_vocab_size: DraftVocabSize = None,
     draft_vocab: Annotated[Path | None, typer.Option(help="File of the tokens to draft among.")] = None,
+    presence_penalty: options.PresencePenalty = SamplingParams.presence_penalty,
+    frequency_penalty: options.FrequencyPenalty = SamplingParams.frequency_penalty,
+    repetition_penalty: options.RepetitionPenalty = SamplingParams.repetition_penalty,
     repeats: Annotated[int, typer.Option(help="Measurements, added up.")] = 3,
     dtype: options.Dtype = "auto",
     state_dtype: options.StateDtype = EngineOptions.state_dtype,
@@ -106,7 +110,7 @@ def decode(
         drafts = [options.parse_drafts(one) for one in num_speculative_tokens]
     config = DecodeConfig(
         batch_sizes=tuple(batch_size),
-        ks=options.several_drafts(get_config(model, pattern), drafts, _DRAFTS),
+        ks=options.several_drafts(get_config(model, pattern, distinct), drafts, _DRAFTS),
         prompt_len=prompt_length,
         max_tokens=max_tokens,
         acceptance=_synthetic(acceptance) if acceptance or prompts is None else None,
@@ -117,6 +121,9 @@ def decode(
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         enforce_eager=enforce_eager,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
         trace=trace,
         seed=seed,
     )
@@ -127,7 +134,7 @@ def decode(
             result.save(output)
             kernel_shares(result).save(output)
 
-    result = measure_decode(_open(model, dtype, pattern), config, token_ids, model, keep)
+    result = measure_decode(_open(model, dtype, pattern, distinct), config, token_ids, model, keep)
     if kernels:
         kernel_shares(result).show_tables()
     result.show()
@@ -347,7 +354,7 @@ def _synthetic(acceptance: list[float] | None) -> tuple[float, ...]:
     return tuple(acceptance or (0.85,))
 
 
-def _open(model: str, dtype: str, pattern: str | None = None) -> Any:
+def _open(model: str, dtype: str, pattern: str | None = None, distinct: bool = False) -> Any:
     import torch
 
     from mtpkit.bench.machine import require_gpu
@@ -356,7 +363,7 @@ def _open(model: str, dtype: str, pattern: str | None = None) -> Any:
 
     device = default_device()
     require_gpu(model, device)
-    return open_model(model, device, None if dtype == "auto" else getattr(torch, dtype), pattern)
+    return open_model(model, device, None if dtype == "auto" else getattr(torch, dtype), pattern, distinct)
 
 
 def _finish(result: "Result[Any]", out: Path | None) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtpkit.bench import decode_run
+from mtpkit.bench import decode_run, plain
 from mtpkit.bench.decode import COLUMNS, DecodeConfig, DecodeRow, kernel_shares, measure_decode
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.report import Result
@@ -51,6 +51,25 @@ def test_every_batch_size_and_k_is_measured(model, device):
     assert text["settings"]["synthetic"] and text["settings"]["model"] == "tiny"
     assert {"device", "commit", "date", "copy_bandwidth", "read_bandwidth", "matrix_rate"} <= set(text)
     assert "tiny, head *, synthetic acceptance 0.9 0.5" in result.title
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_requests_may_have_penalties(model, monkeypatch, k):
+    """What is timed has them: it passes the check with a plain pass that has them too, and no check without."""
+    penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.4}
+    config = DecodeConfig(batch_sizes=(2,), ks=(k,), prompt_len=20, max_tokens=40, repeats=1, **penalties)
+    result = measure_decode(model, config)
+    assert len(result.rows) == 1 and penalties.items() <= result.to_dict()["settings"].items()
+    monkeypatch.setattr(plain, "_penalised", lambda logits, *_: logits)
+    with pytest.raises(MtpkitError, match="tokens are not those of a plain forward pass"):
+        measure_decode(model, config)
+
+
+def test_distinct_heads_are_named(device):
+    model = open_model("nemotron-h-tiny", torch.device(device), distinct=True)
+    config = DecodeConfig(batch_sizes=(2,), ks=(3,), prompt_len=20, max_tokens=40, repeats=1)
+    result = measure_decode(model, config)
+    assert "distinct heads *" in result.title and result.settings["mtp_use_repeated_layer"] is False
 
 
 def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch):
@@ -377,3 +396,5 @@ def test_settings_that_cannot_be_measured_are_all_named():
         DecodeConfig(batch_sizes=(0,), ks=(-1,), acceptance=(2,), max_tokens=1)
     with pytest.raises(UserError, match="a batch size and a k are needed"):
         DecodeConfig(ks=())
+    with pytest.raises(UserError, match="presence_penalty is 3, must be from -2 to 2"):
+        DecodeConfig(presence_penalty=3)

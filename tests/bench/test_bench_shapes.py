@@ -43,6 +43,16 @@ def test_a_shape_may_have_another_head(tmp_path):
         open_model(str(tmp_path), torch.device("cpu"), pattern="*-")
 
 
+def test_a_shape_may_have_a_head_for_each_depth(tmp_path):
+    config = get_config("nemotron-h-tiny", distinct=True)
+    assert config == NEMOTRON_H_TINY.replace(mtp_use_repeated_layer=False) and config.mtp.num_layers == 3
+    model = open_model("nemotron-h-tiny", torch.device("cpu"), distinct=True)
+    assert len(model.mtp.layers) == 3
+    with pytest.raises(UserError, match=r"distinct heads are for a shape .*, not for a model directory as "):
+        save_hf_model(toy_model(), tmp_path)
+        open_model(str(tmp_path), torch.device("cpu"), distinct=True)
+
+
 def test_weights_drawn_on_the_device_follow_the_seed_and_the_kinds(device):
     first, again, other = (
         dict(build_model(CONFIG, torch.bfloat16, device, seed=seed, init="device").named_parameters())
