@@ -66,10 +66,14 @@ class DecodeConfig:
     @property
     def sampling(self) -> SamplingParams:
         """How all requests are sampled: greedily."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        chosen = dict(zip(names, penalties, strict=True))
-        return SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=True, **chosen)
+        return SamplingParams(
+            temperature=0,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+        )
 
     def rates(self, k: int) -> list[float] | None:
         """Synthetic acceptance of K depths."""

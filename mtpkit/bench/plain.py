@@ -88,10 +88,13 @@ def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, p
         seen[row].index_put_((output,), seen.new_ones(len(output)), accumulate=True)
     in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     in_prompt[:, known[:prompt_len]] = True
-    sizes = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    columns = [torch.full((len(places),), size, device=logits.device) for size in sizes]
+    repetition, frequency, presence = (
+        torch.full((len(places),), size, device=logits.device)
+        for size in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    )
     rows = torch.arange(len(places), device=logits.device)
-    return apply_penalties(logits.float(), in_prompt, seen, *columns, rows, rows[:, None][:, :0])
+    drafts = rows.new_empty(len(places), 0)
+    return apply_penalties(logits.float(), in_prompt, seen, repetition, frequency, presence, rows, drafts)
 
 
 def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:
