@@ -1,7 +1,6 @@
 """What a model is: its sizes, its layers and its heads."""
 
-from mtpkit.config.model import ModelConfig, config_of_file
-from mtpkit.config.mtp import MtpConfig
+from mtpkit.config.model import ModelConfig, MtpConfig, config_of_file
 from mtpkit.config.sections import SECTIONS, Section, known_letters, register_section
 
 LARGEST_COUNT = 2**31 - 1

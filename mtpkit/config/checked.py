@@ -49,12 +49,6 @@ class WrongValues(UserError):
         """One for each problem; most begin with the key of the value."""
 
 
-def raise_wrong(what: str, clauses: Sequence[str]) -> None:
-    """Raises WrongValues: there are clauses."""
-    if clauses:
-        raise WrongValues(what, clauses)
-
-
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
     """Make a class a frozen dataclass that checks its values when it is made and raises `WrongValues`.
@@ -83,7 +77,8 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
             clauses = _fill(self, values)
             if not clauses and hasattr(self, "problems"):
                 clauses += self.problems()
-            raise_wrong(what, clauses)
+            if clauses:
+                raise WrongValues(what, clauses)
 
         made.__init__ = __init__  # type: ignore[assignment, method-assign]
         return cast(C, made)

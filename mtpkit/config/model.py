@@ -3,23 +3,81 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from mtpkit.config.attention import AttentionConfig
-from mtpkit.config.checked import WrongValues, attempt, checked, field_clauses, keys_of, raise_wrong
-from mtpkit.config.mamba2 import Mamba2Config
-from mtpkit.config.mlp import MlpConfig
-from mtpkit.config.moe import MoeConfig
-from mtpkit.config.mtp import MtpConfig
-from mtpkit.config.sections import SECTIONS, Number, Part, Pattern, Section, register_section
+from mtpkit.config.checked import WrongValues, attempt, checked, field_clauses, keys_of
+from mtpkit.config.sections import (
+    SECTIONS,
+    AttentionConfig,
+    HeadPattern,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    Number,
+    Part,
+    Pattern,
+    Section,
+    up_to,
+)
 from mtpkit.errors import listed, shown
 
 _WHAT = "model config"
 
-for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig):  # in the order of files
-    register_section(_section)
+_UNKNOWN_DEPTHS_DEFAULT, _UNKNOWN_DEPTHS_MOST = 3, 7
+"""K by default, and the largest K of `auto`, for a repeated head of which nobody says how deep it was trained."""
+
+HiddenState = Literal["after_final_norm", "before_final_norm"]
+
+
+@checked("model config", prefix="mtp_")
+class MtpConfig(Part):
+    """Which layers an MTP depth has, how many depths there are, and what each reads."""
+
+    added_later = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
+
+    pattern: HeadPattern = ""
+    """Layers of one MTP depth; empty when the model has no heads."""
+    num_depths: Annotated[int, up_to(64)] = 0
+    """K, the number of depths the heads are trained for. A repeated head may be unrolled further when serving."""
+    depths_known: bool = True
+    """False: nothing says for how many depths a repeated head was trained; `num_depths` is 1 then."""
+    repeated: bool = Field(default=True, validation_alias="mtp_use_repeated_layer")
+    """One physical layer shared by all depths (Nemotron 3), rather than one per depth (DeepSeek-V3)."""
+    reads_of_base: HiddenState = "after_final_norm"
+    """Which hidden state of the base depth 1 reads. Only `after_final_norm` can be built."""
+    reads_of_depth: HiddenState = "after_final_norm"
+    """Which hidden state of a depth the next one reads. Only `after_final_norm` can be built."""
+    zero_first_embedding: bool = False
+    """Whether depths read zeros in place of the embedding at position 0. Only False can be built."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield one clause for every setting that cannot be built."""
+        if bool(self.pattern) != bool(self.num_depths):
+            yield f"mtp_pattern {shown(self.pattern)} and mtp_num_depths {self.num_depths} must be set together"
+        if not self.depths_known and not (self.num_depths == 1 and self.repeated):
+            yield "mtp_depths_known false is for one repeated head with mtp_num_depths 1"
+        for name in ("reads_of_base", "reads_of_depth"):
+            if getattr(self, name) != "after_final_norm":
+                yield f"mtp_{name} {getattr(self, name)!r} cannot be built yet, only 'after_final_norm'"
+        if self.zero_first_embedding:
+            yield "mtp_zero_first_embedding true cannot be built yet, only false"
+
+    @property
+    def num_layers(self) -> int:
+        """Number of physical MTP layers: 1 when repeated, one per depth otherwise, 0 without heads."""
+        return min(1, self.num_depths) if self.repeated else self.num_depths
+
+    @property
+    def default_drafts(self) -> int:
+        """K where nobody sets it: the depths the heads are trained for, or 3 where those are unknown."""
+        return self.num_depths if self.depths_known else _UNKNOWN_DEPTHS_DEFAULT
+
+    @property
+    def most_adaptive_drafts(self) -> int:
+        """The largest K that `auto` tries: the depths the heads are trained for, or 7 where those are unknown."""
+        return self.num_depths if self.depths_known else _UNKNOWN_DEPTHS_MOST
 
 
 @checked(_WHAT)
@@ -41,7 +99,7 @@ class ModelConfig:
     max_position_embeddings: Annotated[int, Field(ge=1, le=2**30)] = 4096
     mtp: MtpConfig = MtpConfig()
     sections: tuple[Section, ...] = ()
-    """Of the layer kinds: those that differ from their defaults, at most one of each."""
+    """Sections of layer kinds that differ from their defaults, at most one of each kind."""
     layernorm_epsilon: Annotated[Number, Field(ge=1e-20, le=1)] = 1e-5
     tie_word_embeddings: bool = False
     init_std: Annotated[Number, Field(ge=0, le=1e3)] = 0.02
@@ -85,22 +143,18 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Of attention layers."""
         return self.section(AttentionConfig)
 
     @property
     def mlp(self) -> MlpConfig:
-        """Of feed-forward layers."""
         return self.section(MlpConfig)
 
     @property
     def mamba2(self) -> Mamba2Config:
-        """Of Mamba2 layers."""
         return self.section(Mamba2Config)
 
     @property
     def moe(self) -> MoeConfig:
-        """Of mixtures of experts."""
         return self.section(MoeConfig)
 
     @property
@@ -127,7 +181,7 @@ class ModelConfig:
             own = {key: values.pop(key) for key in keys_of(part).values() if key in values}
             parts[part] = attempt(part, own, clauses)
         if clauses:
-            raise_wrong(_WHAT, clauses + field_clauses(cls, values | {"mtp": MtpConfig(), "sections": ()}))
+            raise WrongValues(_WHAT, clauses + field_clauses(cls, values | {"mtp": MtpConfig(), "sections": ()}))
         return cls(**values, mtp=parts.pop(MtpConfig), sections=tuple(parts.values()))
 
     def replace(self, **changes: Any) -> Self:

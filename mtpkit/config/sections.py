@@ -1,11 +1,12 @@
 """What the parts of a model's config have in common, and which letter of a pattern stands for which kind of layers."""
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
-from mtpkit.config.checked import keys_of
+from mtpkit.config.checked import checked, keys_of
 from mtpkit.errors import listed
 
 Number = int | float
@@ -116,3 +117,124 @@ Pattern = Annotated[str, AfterValidator(_check_letters), AfterValidator(_check_l
 """Layers of the base, a letter each."""
 HeadPattern = Annotated[str, AfterValidator(_check_letters), AfterValidator(_check_length(64))]
 """Layers of one MTP depth, a letter each."""
+
+
+@checked("model config")
+class AttentionConfig(Section):
+    """Grouped-query attention."""
+
+    letter, title, in_every_file = "*", "attention", True
+    positive = ("num_attention_heads", "num_query_groups", "kv_channels")
+    multiples = (("num_attention_heads", "num_query_groups"),)
+
+    num_attention_heads: Count = 1
+    num_query_groups: Count = 1
+    kv_channels: Count = 64
+    """Width of one attention head."""
+    position_embedding_type: Literal["none", "rope"] = "none"
+    rotary_base: Annotated[Number, Field(ge=1, le=1e15)] = 10000.0
+    rotary_percent: Annotated[Number, Field(ge=1e-6, le=1)] = 1.0
+    qk_layernorm: bool = False
+
+
+@checked("model config")
+class MlpConfig(Section):
+    """A feed-forward network."""
+
+    letter, title, in_every_file = "-", "MLP", True
+    positive = ("ffn_hidden_size",)
+
+    ffn_hidden_size: Width = 0
+    activation: Literal["relu2", "swiglu"] = "relu2"
+    """Experts have it too."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first matrix makes gates besides values."""
+        return self.activation == "swiglu"
+
+
+_Limits = tuple[Number, int | Annotated[float, Field(allow_inf_nan=True)]]
+
+
+def _check_range(limit: _Limits) -> _Limits:
+    low, high = limit
+    if not 0 <= low < high or low > 1e6 or 2**53 < high < math.inf:
+        raise ValueError("must be 0 <= low < high, with low at most 1e6 and high at most 2^53 or infinite")
+    return limit
+
+
+@checked("model config", prefix="mamba_")
+class Mamba2Config(Section):
+    """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
+
+    letter, title, in_every_file = "M", "Mamba2", True
+    positive = ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size")
+    multiples = (("num_heads", "num_groups"),)
+
+    num_heads: Count = 0
+    head_dim: Count = 64
+    state_dim: Count = 128
+    num_groups: Count = 1
+    conv_kernel: Annotated[int, up_to(2**10)] = 4
+    chunk_size: Annotated[int, up_to(2**12)] = 128
+    dt_limit: Annotated[_Limits, AfterValidator(_check_range)] = (0.0, math.inf)
+    """Clamp of dt after its softplus."""
+
+    @property
+    def inner(self) -> int:
+        """Width of the values that the recurrence takes up, all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def bc_width(self) -> int:
+        """Width of B, and of C, all groups together."""
+        return self.num_groups * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Width of the input projection: z, x, B, C and dt."""
+        return 2 * self.inner + 2 * self.bc_width + self.num_heads
+
+    @classmethod
+    def from_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """JSON has null where dt has no upper limit."""
+        match values.get("mamba_dt_limit"):
+            case [low, None]:
+                return values | {"mamba_dt_limit": (low, math.inf)}
+        return values
+
+
+MOST_IN_A_LAYER, _MOST_EXPERTS = 2**14, 2**17
+"""The most experts of one layer, and of all layers together."""
+
+
+@checked("model config", prefix="moe_")
+class MoeConfig(Section):
+    """Routed experts, with or without a shared one; their activation is `MlpConfig.activation`."""
+
+    letter, title, in_every_file = "E", "mixture of experts", True
+    positive = ("num_experts", "ffn_hidden_size", "router_topk", "router_num_groups", "router_group_topk")
+    multiples = (("num_experts", "router_num_groups"),)
+    at_most = (("router_topk", "num_experts"), ("router_group_topk", "router_num_groups"))
+
+    num_experts: int = Field(default=0, validation_alias="num_moe_experts", ge=0, le=MOST_IN_A_LAYER)
+    router_topk: Annotated[int, up_to(2**14)] = 2
+    ffn_hidden_size: Width = 0
+    shared_expert_intermediate_size: Width = 0
+    """0: no shared expert."""
+    latent_size: Annotated[int, up_to(2**20)] = 0
+    """Width the routed experts work in (Nemotron 3 Super); 0: the hidden size."""
+    router_topk_scaling_factor: Annotated[Number, Field(ge=1e-6, le=1e6)] = 1.0
+    router_num_groups: Annotated[int, up_to(2**14)] = 1
+    router_group_topk: Annotated[int, up_to(2**14)] = 1
+
+    def requirements(self, layers: int) -> Iterator[str]:
+        """See `Section`."""
+        yield from super().requirements(layers)
+        if (experts := self.num_experts * layers) > _MOST_EXPERTS:
+            yield f"num_moe_experts {self.num_experts} in all layers are {experts}, more than {_MOST_EXPERTS}"
+
+
+for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig):  # in the order of files
+    register_section(_section)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mtpkit.config import ModelConfig
-from mtpkit.config.moe import MoeConfig
+from mtpkit.config.sections import MoeConfig
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.toy_config import toy_config
 

@@ -12,10 +12,7 @@ from typing import get_args
 
 from mtpkit.bench.kernel_cases import attention, experts, linears, mamba, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
-from mtpkit.config.attention import AttentionConfig
-from mtpkit.config.mamba2 import Mamba2Config
-from mtpkit.config.mlp import MlpConfig
-from mtpkit.config.moe import MoeConfig
+from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from mtpkit.kernels.head_loss import LossKind
 
 _PREFILL_ROWS = 16

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
-from mtpkit.config.attention import AttentionConfig
-from mtpkit.config.mamba2 import Mamba2Config
-from mtpkit.config.mlp import MlpConfig
+from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlpConfig
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm
 from mtpkit.kernels.linear import linear, reference

@@ -6,8 +6,7 @@ from typing import Literal
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import SECTIONS, ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
-from mtpkit.config.mamba2 import Mamba2Config
-from mtpkit.config.moe import MoeConfig
+from mtpkit.config.sections import Mamba2Config, MoeConfig
 from mtpkit.errors import UserError, shown
 
 OTHER_NAMES = {

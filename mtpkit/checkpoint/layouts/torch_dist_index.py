@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, is_stacked
 from mtpkit.checkpoint.tensors import is_file_name
-from mtpkit.config.moe import MOST_IN_A_LAYER
+from mtpkit.config.sections import MOST_IN_A_LAYER
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import require_file
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from mtpkit.config import ModelConfig
-from mtpkit.config.attention import AttentionConfig
+from mtpkit.config.sections import AttentionConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
 from mtpkit.model.layers.attention import SelfAttention

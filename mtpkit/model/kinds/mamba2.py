@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from mtpkit.config import ModelConfig
-from mtpkit.config.mamba2 import Mamba2Config
+from mtpkit.config.sections import Mamba2Config
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
 from mtpkit.model.layers.mamba import MambaMixer

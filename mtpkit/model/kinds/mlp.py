@@ -8,7 +8,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mtpkit.config import ModelConfig
-from mtpkit.config.mlp import MlpConfig
+from mtpkit.config.sections import MlpConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import LayerKind, Shape
 from mtpkit.model.layers.mlp import MLP

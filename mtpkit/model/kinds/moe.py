@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerLayerSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mtpkit.config import ModelConfig
-from mtpkit.config.moe import MoeConfig
+from mtpkit.config.sections import MoeConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Experts, LayerKind, Shape
 from mtpkit.model.kinds.mlp import gated_blocks, network
