@@ -1,16 +1,24 @@
-"""Read small text and JSON files from users, with one-line errors that name the file."""
+"""Read text and JSON files, with errors that name the file; write files and directories whole or not at all."""
 
 import dataclasses
+import glob
 import json
 import os
+import platform
+import shutil
 import stat
+import tempfile
 import types
 import typing
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mtpkit.errors import UserError, listed, raise_problems, shown
+import psutil
+
+from mtpkit.errors import MtpkitError, StorageError, UserError, listed, raise_problems, shown
 
 
 def require_file(path: Path | str) -> Path:
@@ -122,3 +130,195 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return value
     words = {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}
     raise UserError(f"{where} is {shown(value)}, must be {words[origin or kind]}")
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn a failure of the file system, however deeply torch and megatron-core wrapped it, into a `StorageError`."""
+    try:
+        yield
+    except MtpkitError:
+        raise
+    except BaseException as error:
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from_torch = isinstance(error, CheckpointException)  # which is no Exception
+        if not from_torch and not isinstance(error, Exception):
+            raise
+        causes = list(_causes(error))
+        for cause in causes:
+            # From reading the source while writing the destination; or Ctrl-C, which torch wraps, too.
+            if isinstance(cause, MtpkitError | KeyboardInterrupt):
+                raise cause from error
+        failed: BaseException | None = next((c for c in causes if isinstance(c, OSError)), None)
+        if failed is None and from_torch:  # torch's writer hides the system's error
+            failed = next((c for c in causes if isinstance(c, RuntimeError)), None)
+        if failed is None:
+            raise
+        reason = getattr(failed, "strerror", None) or str(failed).split("\n")[0]
+        free = f"{shutil.disk_usage(_existing(path)).free / 2**20:.0f} MiB free there"
+        raise StorageError(f"{path}: cannot write: {reason} ({free}); nothing was left behind") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that it wraps, innermost ranks first."""
+    while error is not None:
+        for wrapped in getattr(error, "failures", {}).values():  # torch's CheckpointException: rank -> (error, trace)
+            yield from _causes(wrapped[0])
+        yield error
+        error = error.__cause__ or (error.__context__ if isinstance(error, RuntimeError) else None)
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest directory above it that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+
+
+def refuse_broken_links(path: Path) -> None:
+    """Refuse an output path that leads through a symbolic link to nowhere, or to itself.
+
+    Raises:
+        UserError: names the link.
+    """
+    for part in (path.absolute(), *path.absolute().parents):
+        if part.is_symlink() and not part.exists():
+            raise UserError(f"output {path}: {part} is a symbolic link that leads nowhere; name another output")
+
+
+def check_writable(path: Path, file: bool = False, replace: bool = True) -> None:
+    """Refuse an output directory, or file, that could not be written when the work is done; leave nothing behind.
+
+    Args:
+        file: the output is a file, in a directory that exists.
+        replace: an existing file may be replaced.
+
+    Raises:
+        UserError: a file stands where a directory should be, or the other way round; or a link leads nowhere.
+        StorageError: nothing can be written there.
+    """
+    refuse_broken_links(path)
+    if not file and path.is_file():
+        raise UserError(f"output {path} is a file; name a directory")
+    if file and (not path.absolute().parent.is_dir() or path.is_dir() or (path.exists() and not path.is_file())):
+        raise UserError(f"output {str(path)!r} must be a file in a directory that exists")
+    if not replace and path.exists():
+        raise UserError(f"output {path} is there already; name another file, or add --force")
+    with storage_errors(path), tempfile.TemporaryFile(dir=path.absolute().parent if file else _existing(path)):
+        pass
+
+
+def check_destination(path: Path, force: bool, what: str, marks: Sequence[str]) -> None:
+    """Refuse an output directory whose content must not be replaced.
+
+    Args:
+        force: what is there may be replaced.
+        what: what the directory may hold, for messages.
+        marks: files, one of which shows that it does.
+
+    Raises:
+        UserError: `path` is a file or lies below one, holds something else, or holds `what` without `force`; or it
+            leads through a link to nowhere.
+    """
+    refuse_broken_links(path)
+    if path.name in ("", ".."):
+        raise UserError(f"output {str(path)!r} is not the name of a directory to write; name one")
+    if not _existing(path).is_dir():
+        raise UserError(f"output {path}: {_existing(path)} is a file; name a directory")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not any((path / mark).exists() for mark in marks):
+        raise UserError(f"output {path} holds files other than {what}; name another directory")
+    if not force:
+        raise UserError(f"output {path} holds {what} already; name another directory, or add --force")
+
+
+@contextmanager
+def staged_directory(path: Path) -> Iterator[Path]:
+    """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
+
+    Directories that were missing on the way to it vanish with it. What was at `path`, or where a link at `path` leads,
+    is replaced; see `check_destination` for when not to. What processes of this machine left there when they were
+    killed is removed.
+
+    Raises:
+        StorageError: writing failed, for instance on a full disk; what was at `path` still is.
+        UserError: `path` is a link that leads nowhere.
+    """
+    refuse_broken_links(path)
+    path = path.resolve()
+    prefix = f".{path.name}.writing-{platform.node()}-"
+    staging = path.parent / f"{prefix}{os.getpid()}"
+    missing = [parent for parent in path.parents if not parent.exists()]
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{glob.escape(prefix)}*"):
+            owner = left.name.removeprefix(prefix)
+            if left == staging or (owner.isdecimal() and not psutil.pid_exists(int(owner))):
+                shutil.rmtree(left, ignore_errors=True)
+        staging.mkdir()
+        try:
+            yield staging
+            fsync_tree(staging)
+            replace_directory(staging, path)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            for parent in missing:
+                with suppress(OSError):  # somebody else has put something there
+                    parent.rmdir()
+            raise
+
+
+def replace_directory(staging: Path, path: Path) -> None:
+    """Rename `staging` to `path`; a previous directory of that name is gone only after the new one stands."""
+    previous = path.parent / f".{path.name}.replaced-{os.getpid()}"
+    if path.exists():
+        path.rename(previous)
+    staging.rename(path)
+    fsync_path(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends, and vanishes if the block fails.
+
+    Raises:
+        StorageError: writing failed; what was at `path` still is.
+    """
+    staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    with storage_errors(path):
+        try:
+            yield staging
+            fsync_path(staging)
+            staging.replace(path)
+            fsync_path(path.parent)
+        finally:
+            staging.unlink(missing_ok=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a small text file in one step."""
+    with staged_file(path) as staging:
+        staging.write_text(text, encoding="utf-8")
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a small file over another in one step."""
+    with staged_file(path) as staging:
+        shutil.copyfile(source, staging)
+
+
+def fsync_tree(root: Path) -> None:
+    """Flush every file below `root`, and `root` itself, to the disk."""
+    for path in root.rglob("*"):
+        fsync_path(path)
+    fsync_path(root)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush one file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

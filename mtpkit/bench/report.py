@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpkit.bench.machine import Machine
-from mtpkit.checkpoint.atomic import staged_file, storage_errors
+from mtpkit.files import staged_file, storage_errors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from mtpkit.checkpoint.atomic import check_destination, refuse_broken_links, staged_directory
 from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
     RELEASE,
@@ -27,6 +26,7 @@ from mtpkit.checkpoint.load import ModelTensors
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
+from mtpkit.files import check_destination, refuse_broken_links, staged_directory
 
 
 def import_checkpoint(source: Path | str, destination: Path | str, force: bool = False) -> None:
@@ -114,5 +114,5 @@ def _check_paths(source: Path | str, destination: Path | str, layout: Layout, fo
     inside = source.resolve() in (destination.resolve(), *destination.resolve().parents)
     if inside or destination.resolve() in source.resolve().parents:
         raise UserError(f"{destination} and {source} are the same or one holds the other; name another destination")
-    check_destination(destination, force)
+    check_destination(destination, force, "a checkpoint", ("config.json", OWN_CONFIG, "metadata.json", ".metadata"))
     return source, destination

@@ -25,14 +25,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mtpkit.checkpoint.atomic import (
-    copy_file,
-    fsync_tree,
-    refuse_broken_links,
-    replace_directory,
-    storage_errors,
-    write_file,
-)
 from mtpkit.checkpoint.base import add_base
 from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
@@ -48,7 +40,15 @@ from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, MegatronRea
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
-from mtpkit.files import require_file
+from mtpkit.files import (
+    copy_file,
+    fsync_tree,
+    refuse_broken_links,
+    replace_directory,
+    require_file,
+    storage_errors,
+    write_file,
+)
 from mtpkit.platform import on_first_rank
 
 # torch warns of a class that megatron-core, not mtpkit, chose.

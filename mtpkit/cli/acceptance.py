@@ -52,8 +52,8 @@ def acceptance(
     KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
     torchrun the processes share the work: torchrun --no-python --nproc-per-node N mtpkit acceptance ...
     """
-    from mtpkit.checkpoint.atomic import check_writable, write_file
     from mtpkit.data import Columns
+    from mtpkit.files import check_writable, write_file
     from mtpkit.training.config import ParallelConfig
     from mtpkit.training.evaluation import evaluate_directory
 

@@ -112,7 +112,7 @@ def several_drafts[K: (int, int | Literal["auto"])](
 
 def writable_directory(path: Path | None) -> Path | None:
     """Of an option that names the directory for results: what could not be written is refused before the work."""
-    from mtpkit.checkpoint.atomic import check_writable
+    from mtpkit.files import check_writable
 
     if path is not None:
         check_writable(path)

@@ -22,7 +22,7 @@ from mtpkit.data.documents import BATCH, describe, tokenize, warn_of_left_out
 from mtpkit.data.packing import ROWS, first_fit, join
 from mtpkit.data.prepared import FORMAT, Manifest
 from mtpkit.data.samples import Columns, Sample, read_samples
-from mtpkit.data.sources import MANIFEST, Source, find_sources
+from mtpkit.data.sources import Source, find_sources
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import MtpkitError, UserError, listed
 
@@ -36,27 +36,6 @@ SAMPLES_PER_PROCESS = 1000
 """Fewest samples that are worth another process."""
 _TOKENS_AT_ONCE = 2**24
 """Tokens of sequences that are built at a time."""
-
-
-def check_destination(directory: Path, force: bool) -> None:
-    """Refuse a destination that must not be overwritten.
-
-    Raises:
-        UserError: it is a file, holds anything but prepared data, or holds prepared data without `force`.
-    """
-    if directory.name in ("", ".."):
-        raise UserError(f"output {str(directory)!r} is not the name of a directory to write; name one")
-    above = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory)
-    if above.is_symlink() and not above.exists():
-        raise UserError(f"output {directory}: {above} is a link that leads nowhere; name another directory")
-    if above.exists() and not above.is_dir():
-        raise UserError(f"output {directory}: {above} is a file; name a directory")
-    if not directory.is_dir() or not any(directory.iterdir()):
-        return
-    if not (directory / MANIFEST).is_file():
-        raise UserError(f"output {directory} holds files other than prepared data; name another directory")
-    if not force:
-        raise UserError(f"output {directory} holds prepared data already; name another directory, or add --force")
 
 
 def prepare(

@@ -20,7 +20,7 @@ import numpy as np
 from mtpkit.data.documents import describe
 from mtpkit.data.prompts import Prompt
 from mtpkit.errors import MtpkitError, UserError, listed, shown
-from mtpkit.files import parse_json, read_record
+from mtpkit.files import parse_json, read_record, staged_file
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +130,10 @@ class Journal:
 
     def publish(self) -> None:
         """Write all answers in order to the output, which appears whole, and remove the journal."""
-        staging = self.output.with_name(f".{self.output.name}.writing-{os.getpid()}")
-        try:
-            with staging.open("wb") as file:
-                for index in sorted(self._offsets):
-                    self._file.seek(self._offsets[index])
-                    file.write(self._file.readline())
-                file.flush()
-                os.fsync(file.fileno())
-            staging.replace(self.output)
-        finally:
-            staging.unlink(missing_ok=True)
+        with staged_file(self.output) as staging, staging.open("wb") as file:
+            for index in sorted(self._offsets):
+                self._file.seek(self._offsets[index])
+                file.write(self._file.readline())
         self.path.unlink()
 
     def _recover(self, settings: dict[str, Any]) -> dict[int, int]:

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.atomic import staged_file, storage_errors, write_file
 from mtpkit.checkpoint.fingerprint import fingerprint_base, fingerprint_config
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.files import staged_file, storage_errors, write_file
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision, on_first_rank
 from mtpkit.training.batches import open_dataset

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
-from mtpkit.files import is_there, parse_json, read_text
+from mtpkit.files import is_there, parse_json, read_text, write_file
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

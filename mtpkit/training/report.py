@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mtpkit.checkpoint.atomic import write_file
 from mtpkit.errors import UserError
-from mtpkit.files import is_there, read_text
+from mtpkit.files import is_there, read_text, write_file
 from mtpkit.training.lines import EvalLine, Evaluated, Summary, TrainLine, read_lines
 from mtpkit.training.metrics import METRICS
 from mtpkit.training.run import read_best

@@ -26,12 +26,19 @@ from typing import Any
 import torch.distributed as dist
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
-from mtpkit.checkpoint.atomic import check_writable, storage_errors, write_file
 from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
 from mtpkit.data import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import is_there, read_json, read_record
+from mtpkit.files import (
+    check_writable,
+    is_there,
+    read_json,
+    read_record,
+    refuse_broken_links,
+    storage_errors,
+    write_file,
+)
 from mtpkit.model.fp8 import is_fp8
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import on_first_rank
@@ -125,9 +132,7 @@ class RunDirectory:
     def __init__(self, config: TrainConfig):
         self.path = Path(config.output)
         self._config = config
-        for place in (self.path, *self.path.parents):
-            if place.is_symlink() and not place.exists():
-                raise UserError(f"output {self.path}: {place} is a link that leads nowhere; set output to a directory")
+        refuse_broken_links(self.path)
         if self.path.resolve() == Path(config.model).resolve():
             raise UserError(f"output {self.path} is the model's own directory; set output to another one")
         if self.path.exists() and not self.path.is_dir():

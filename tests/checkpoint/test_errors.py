@@ -139,13 +139,13 @@ def test_damaged_megatron_checkpoints(tmp_path):
 def test_destinations_are_not_overwritten(hf_dir, tmp_path):
     out = tmp_path / "out"
     import_checkpoint(hf_dir, out)
-    fails(lambda: import_checkpoint(hf_dir, out), "out is not empty", "--force")
+    fails(lambda: import_checkpoint(hf_dir, out), "holds a checkpoint already", "--force")
     (out / "stale").write_text("")
     import_checkpoint(hf_dir, out, force=True)
     assert not (out / "stale").exists() and compare_weights(hf_dir, out).identical
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("")
-    fails(lambda: import_checkpoint(hf_dir, tmp_path / "letters", force=True), "does not hold a checkpoint")
+    fails(lambda: import_checkpoint(hf_dir, tmp_path / "letters", force=True), "holds files other than a checkpoint")
     fails(lambda: import_checkpoint(hf_dir, hf_dir, force=True), "same")
     fails(lambda: import_checkpoint(hf_dir, hf_dir / "inside"), "holds the other")
     fails(lambda: import_checkpoint(hf_dir, tmp_path, force=True), "holds the other")

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mtpkit.checkpoint import load_checkpoint, load_config, load_model, save_checkpoint, save_hf_model, save_model
-from mtpkit.checkpoint.atomic import check_writable
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
+from mtpkit.files import check_writable
 from mtpkit.model import build_model
 from tests.checkpoint.builders import GOLDEN, write_megatron_copy
 from tests.toy_config import toy_config

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+from functools import partial
 from itertools import chain, islice
 
 import pyarrow as pa
@@ -11,10 +12,11 @@ import torch
 from datasets import load_from_disk
 
 from mtpkit.data import PackedLoader, build_dataset, load_tokenizer, prepare, read_manifest, read_samples, tokenize
-from mtpkit.data.prepare import check_destination
 from mtpkit.data.regenerate import Answer
+from mtpkit.data.sources import MANIFEST
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
+from mtpkit.files import check_destination
 
 LENGTH = 24
 TEMPLATE = (
@@ -257,9 +259,10 @@ def test_mistakes_that_another_process_meets(tmp_path, tokenizer_dir, content, m
 
 
 def test_destinations(tmp_path, prepared) -> None:
-    check_destination(tmp_path / "new", force=False)
-    check_destination(tmp_path, force=False)
-    check_destination(prepared, force=True)
+    check = partial(check_destination, what="prepared data", marks=[MANIFEST])
+    check(tmp_path / "new", force=False)
+    check(tmp_path, force=False)
+    check(prepared, force=True)
     (tmp_path / "file").write_text("a")
     for path, force, message in (
         (tmp_path / "file", True, "is a file"),
@@ -267,4 +270,4 @@ def test_destinations(tmp_path, prepared) -> None:
         (prepared, False, "add --force"),
     ):
         with pytest.raises(UserError, match=message):
-            check_destination(path, force)
+            check(path, force)

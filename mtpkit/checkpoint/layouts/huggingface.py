@@ -11,10 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.atomic import copy_file
 from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, is_file_name
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import is_there, read_json
+from mtpkit.files import copy_file, is_there, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9

@@ -9,10 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from mtpkit.checkpoint.atomic import write_file
 from mtpkit.config.checked import WrongValues
 from mtpkit.errors import UserError, listed
-from mtpkit.files import read_text
+from mtpkit.files import read_text, write_file
 from mtpkit.training.config.describe import describe_section, describe_unknown, example, field_types, plain_values
 from mtpkit.training.config.patterns import quote_patterns
 from mtpkit.training.config.settings import TrainConfig
