@@ -80,7 +80,8 @@ class Mixer(MegatronModule):
         (state,) = step.states[self.layer_name]
         rows = zip(step.query_start.tolist(), step.query_start[1:].tolist(), step.state_slots.tolist(), strict=False)
         means = torch.empty_like(x)
-        for row, (start, end, slot) in enumerate(rows):
+        chunks_first = sorted(enumerate(rows), key=lambda row: row[0] < step.num_decode_rows)
+        for row, (start, end, slot) in chunks_first:
             before = int(step.context_lens[row])
             if row >= step.num_decode_rows:
                 mean = state.folded[slot].clone() if before else torch.zeros_like(x[0])
@@ -88,7 +89,7 @@ class Mixer(MegatronModule):
                     means[place] = mean = self._next(mean, x[place])
                 state.folded[slot] = mean
             elif isinstance(state, Snapshot):
-                mean = state.entries[slot, int(step.committed.last[row])].clone()
+                mean = state.entries[slot, int(step.committed.counts[state.newest][row])].clone()
                 for place in range(start, end):
                     means[place] = mean = self._next(mean, x[place])
                     state.entries[slot, place - start] = mean

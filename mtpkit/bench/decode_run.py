@@ -19,7 +19,6 @@ from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.trace import Trace, trace_kernels
 from mtpkit.data.draft_vocab import load_draft_vocab
 from mtpkit.engine import LLM, require_whole
-from mtpkit.engine.drafting import adaptive_depths
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
@@ -91,7 +90,7 @@ class Contender:
     ) -> None:
         self.config, self.batch_size, self.k = config, batch_size, k
         self.model_config = model.mtpkit_config
-        self.depths = adaptive_depths(self.model_config) if k == "auto" else k
+        self.depths = self.model_config.mtp.most_adaptive_drafts if k == "auto" else k
         """The largest K of a step."""
         self.device = next(model.parameters()).device
         vocab_size = self.model_config.vocab_size

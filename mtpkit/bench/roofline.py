@@ -149,20 +149,24 @@ class Roofline:
         if acceptance:
             check_depths(self.config, len(acceptance))
         tokens, length, config = 1 + len(acceptance), expected_length(acceptance), self.config
-        written = length / self.entries(len(acceptance)) if self.state_rollback == "replay" else tokens
         cached = batch_size * context_len
+
+        def state_moves(again: int = 0) -> float:
+            """Times that a step which feeds each row T tokens, and `again` more once again, reads or writes states."""
+            written = length / self.entries(tokens - 1 + again) if self.state_rollback == "replay" else tokens + again
+            return batch_size * (1 + written)
 
         def draft(depth: int) -> Phase:
             # Entries of the newly accepted tokens are made at depth 1; distinct heads make some again at each depth.
-            entries = length if depth == 1 else 1.0
-            if not config.mtp.repeated:
-                entries = length + depth - 1
-            moved = batch_size * (1 + written if depth == 1 else 1)
+            if config.mtp.repeated:
+                entries, moved = (length, state_moves()) if depth == 1 else (1.0, float(batch_size))
+            else:
+                entries, moved = length + depth - 1, state_moves(again=tokens - 2)
             works = self._head(batch_size * entries, batch_size, context_len, cached, moved)
             return Phase(f"draft {depth}", works)
 
         fed = batch_size * tokens
-        base = self._layers(config.pattern, fed, context_len, cached, batch_size * (1 + written))
+        base = self._layers(config.pattern, fed, context_len, cached, state_moves())
         verify = Phase("verify", _join(base, self._output(fed, config.vocab_size)))
         return Cost((verify, *map(draft, range(1, tokens))), batch_size * length)
 

@@ -85,10 +85,9 @@ def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
         UserError: the heads cannot make so many drafts.
     """
     from mtpkit.checkpoint import load_config
-    from mtpkit.engine.drafting import default_depths
 
     config = load_config(model)
-    (drafts,) = several_drafts(config, None if text is None else [parse_drafts(text)], [default_depths(config)])
+    (drafts,) = several_drafts(config, None if text is None else [parse_drafts(text)], [config.mtp.default_drafts])
     return drafts
 
 
@@ -100,10 +99,10 @@ def several_drafts[K: (int, int | Literal["auto"])](
     Raises:
         UserError: the heads cannot make so many drafts.
     """
-    from mtpkit.engine.drafting import check_depths, default_depths
+    from mtpkit.engine.drafting import check_depths
 
     if given is None:
-        most = default_depths(config)
+        most = config.mtp.default_drafts
         return tuple(dict.fromkeys(min(k, most) for k in usual))
     for k in given:
         check_depths(config, k, _DRAFTS_OPTION)

@@ -12,7 +12,7 @@ from mtpkit.engine.processors import Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.step import Batch, Earlier, Plan
 from mtpkit.model.inputs import StepInput
-from mtpkit.model.state import States
+from mtpkit.model.state import Committed, States
 from mtpkit.platform import to_device
 
 
@@ -81,7 +81,6 @@ class BatchBuilder:
         positions = self.ints([p for row in rows for p in range(row.start, row.start + row.length)])
         row_of_token = self.ints([index for index, length in enumerate(lengths) for _ in range(length)])
         count = plan.num_sampling_rows
-        zeros = torch.zeros_like(slots)
         inputs = StepInput(
             positions=positions,
             query_start=self.ints([0, *ends]),
@@ -89,7 +88,7 @@ class BatchBuilder:
             block_tables=tables,
             kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
             state_slots=slots,
-            committed=self.state.committed.after_chunk(zeros),
+            committed=Committed.none(self.state.committed.counts, len(rows), self.device),
             num_decode_rows=0,
             decode_width=1 + depths,
             prefill_lens=tuple(lengths),
@@ -102,7 +101,7 @@ class BatchBuilder:
             sampling=self.state.sampling(slots[:count], use),
             logit_indices=self.ints([end - 1 for end in ends[:count]]),
             logit_rows=torch.arange(count, device=self.device),
-            drafts=zeros.new_zeros(0, depths),
+            drafts=slots.new_zeros(0, depths),
             draft_probs=None,
             lookahead=self.ints([row.known_after(self._lookahead) for row in rows]),
             earlier=self._earlier(slots),

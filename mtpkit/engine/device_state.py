@@ -86,7 +86,7 @@ class DeviceState:
         """All of them."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
         earlier = () if self.earlier is None else vars(self.earlier).values()
-        return [*own, self.committed.last, *self.committed.counts.values(), *self.columns.values(), *earlier]
+        return [*own, *self.committed.counts.values(), *self.columns.values(), *earlier]
 
     def sampling(self, slots: Tensor, use: Use) -> Sampling:
         """How the rows at `slots` [S] sample."""
@@ -119,12 +119,13 @@ class DeviceState:
         inputs, last = batch.inputs, batch.last_index(verdict.accepted)
         slots = inputs.state_slots
         self.num_computed[slots] = inputs.context_lens + last + 1
-        self.committed.put(slots, inputs.committed_after(verdict.accepted, last + 1))
+        self.committed.put(slots, inputs.committed_after(last + 1))
         if self.earlier is not None:
             positions = self.earlier.token_ids.shape[1]
             rows = torch.arange(len(slots), device=slots.device)[:, None].expand(-1, positions)
             places = last[:, None] + torch.arange(1 - positions, 1, device=slots.device)
-            self.earlier.token_ids[slots], self.earlier.hidden[slots] = batch.at(rows, places, hidden)
+            self.earlier.token_ids[slots] = batch.token_ids_at(rows, places)
+            self.earlier.hidden[slots] = batch.hidden_at(rows, places, hidden)
         self._take_tokens(batch, verdict, drafts)
 
     def _take_tokens(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:

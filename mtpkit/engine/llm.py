@@ -72,7 +72,7 @@ class LLM:
         report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
         widths = (config.block_size, config.decode_width)
         sizes = StateSizes(*widths, config.state_rollback, weight.dtype, DTYPES[options.state_dtype])
-        layout = StateLayout(state_specs(self.model), sizes)
+        layout = StateLayout(state_specs(self.model), sizes, drafter.earlier[0])
         self.memory_plan = plan_memory(
             model_config,
             layout,

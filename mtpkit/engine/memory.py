@@ -99,8 +99,9 @@ def plan_memory(
     """
     decode_tokens = config.max_num_seqs * config.decode_width
     logit_rows = config.max_num_seqs if config.graphs else decode_tokens
-    activations = _activation_bytes(model, layout.sizes.dtype, config.max_num_batched_tokens, logit_rows)
-    graphs = _activation_bytes(model, layout.sizes.dtype, decode_tokens, decode_tokens) if config.graphs else 0
+    again, dtype = config.max_num_seqs * earlier[0], layout.sizes.dtype
+    activations = _activation_bytes(model, dtype, config.max_num_batched_tokens + again, logit_rows)
+    graphs = _activation_bytes(model, dtype, decode_tokens + again, decode_tokens) if config.graphs else 0
     total = in_use = 0
     available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
     if device.type == "cuda":

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from mtpkit.config import ModelConfig
-from mtpkit.engine.drafting import adaptive_depths, check_depths, default_depths
+from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
 
@@ -22,9 +22,9 @@ def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
         UserError: the heads cannot make so many.
     """
     if k is None:
-        return default_depths(config)
+        return config.mtp.default_drafts
     check_depths(config, k)
-    return adaptive_depths(config) if k == "auto" else k
+    return config.mtp.most_adaptive_drafts if k == "auto" else k
 
 
 def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:

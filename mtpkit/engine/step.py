@@ -114,21 +114,25 @@ class Batch:
         flat = (self.inputs.query_start[:-1] + self.last_index(accepted))[: self.plan.num_sampling_rows]
         return flat, self.inputs.positions[flat]
 
-    def at(self, rows: Tensor, index: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [...] and the base's hidden states [..., h] of `rows` at `index` among a row's tokens, both [...].
+    def token_ids_at(self, rows: Tensor, index: Tensor) -> Tensor:
+        """[...] tokens of `rows` at `index` among a row's tokens, both [...].
 
         A negative index is before the step, -1 the position before its first.
-
-        Args:
-            hidden: [T, 1, h], of the step.
         """
-        token_ids, flat_hidden, flat = self.token_ids, hidden[:, 0], self.inputs.query_start[rows] + index
-        if self.earlier is not None:
-            count, positions = self.earlier.token_ids.shape
-            flat = torch.where(index < 0, (rows + 1) * positions + index, count * positions + flat)
-            token_ids = torch.cat([self.earlier.token_ids.flatten(), token_ids])
-            flat_hidden = torch.cat([self.earlier.hidden.flatten(0, 1), flat_hidden])
-        return token_ids[flat], flat_hidden[flat]
+        return self._at(rows, index, self.token_ids, None if self.earlier is None else self.earlier.token_ids)
+
+    def hidden_at(self, rows: Tensor, index: Tensor, hidden: Tensor) -> Tensor:
+        """[..., h], the base's hidden states there, given those of the step [T, 1, h]."""
+        return self._at(rows, index, hidden[:, 0], None if self.earlier is None else self.earlier.hidden)
+
+    def _at(self, rows: Tensor, index: Tensor, values: Tensor, before: Tensor | None) -> Tensor:
+        """Of `values` [T, ...] in the step and those `before` it [R, E, ...]."""
+        flat = self.inputs.query_start[rows] + index
+        if before is None:
+            return values[flat]
+        count, positions = before.shape[:2]
+        flat = torch.where(index < 0, (rows + 1) * positions + index, count * positions + flat)
+        return torch.cat([before.flatten(0, 1), values])[flat]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ class StepInput(LayerInput):
     """One step of the engine over a flat batch of T tokens in R rows.
 
     Rows 0 .. num_decode_rows - 1 carry `decode_width` tokens each and come first; the remaining rows are prefill
-    chunks of `prefill_lens` tokens. Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`.
+    chunks of `prefill_lens` tokens. Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row may
+    continue a chunk of the same request, so layers compute chunks first.
 
     Example, K = 2, one decode row with 10 cached tokens and one first prefill chunk of 4 tokens:
         query_start [0, 3, 7], context_lens [10, 0], positions [10, 11, 12, 0, 1, 2, 3], num_decode_rows 1,
@@ -125,19 +126,19 @@ class StepInput(LayerInput):
         """Tokens of the decode rows, which come first."""
         return self.num_decode_rows * self.decode_width
 
-    def committed_after(self, last: Tensor, new: Tensor) -> Committed:
+    def committed_after(self, new: Tensor) -> Committed:
         """What is committed after this step, of its first rows.
 
         Args:
-            last: [S] int64, index of the newest accepted token of each of these rows; 0 for a chunk.
-            new: [S] int64, how many tokens of a decode row were accepted.
+            new: [S] int64, how many tokens of each of these rows were accepted; of chunks all are, whatever it says.
         """
         if not self.num_decode_rows:
-            return self.committed.after_chunk(torch.zeros_like(last))
-        committed = self.committed.at(slice(len(last))).after(self.decode_width, last, new)
+            return Committed.none(self.committed.counts, len(new), new.device)
+        rows = slice(len(new))
+        committed = self.committed.at(rows).after(self.context_lens[rows], self.decode_width, new)
         if self.prefill_lens:
-            for counts in committed.counts.values():
-                counts[self.num_decode_rows :] = 0
+            for counter, held in committed.counts.items():
+                held[self.num_decode_rows :] = counter.start
         return committed
 
     def continued(self, accepted: Tensor) -> "StepInput":
@@ -155,15 +156,15 @@ class StepInput(LayerInput):
             query_start=torch.arange(count + 1, device=device),
             block_tables=self.block_tables[:count],
             state_slots=torch.arange(count, device=device),
-            committed=self.committed_after(accepted, accepted + 1),
+            committed=self.committed_after(accepted + 1),
             num_decode_rows=count,
             decode_width=1,
             prefill_lens=(),
             parents=None,
-            states=self.states.fork(self.state_slots[:count], "mtp."),
+            states=self.states.fork_heads(self.state_slots[:count]),
         )
 
     def advanced(self) -> "StepInput":
         """Rows of one token after that token, which their states have taken up."""
-        last = torch.zeros_like(self.committed.last)
-        return replace(self, committed=self.committed.after(1, last, 1))
+        new = torch.ones_like(self.context_lens)
+        return replace(self, committed=self.committed.after(self.context_lens, 1, new))

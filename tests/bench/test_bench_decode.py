@@ -133,7 +133,9 @@ def blocks_of_others(patch):
 
 def kept_rejections(patch):
     after = Committed.after
-    patch.setattr(Committed, "after", lambda self, width, last, new: after(self, width, last, width))
+    patch.setattr(
+        Committed, "after", lambda self, lens, width, new: after(self, lens, width, torch.full_like(new, width))
+    )
 
 
 def kept_window(patch):

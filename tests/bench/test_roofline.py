@@ -16,7 +16,7 @@ from mtpkit.bench.roofline import (
 from mtpkit.bench.shapes import NEMOTRON_H_8B
 from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
-from mtpkit.kernels.ssm_update import ring_capacity
+from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model import build_model
 from mtpkit.model.kinds import KINDS
 from mtpkit.model.state import ReplaySpec
@@ -103,6 +103,16 @@ def test_state_is_read_once_and_written_as_the_rollback_does():
     half = Roofline(config, state_dtype=torch.bfloat16, ring_entries=16).decode(3, RATES)
     whole = Roofline(config, ring_entries=16).decode(3, RATES)
     assert 2 * works(half, "verify")["state"].bytes == works(whole, "verify")["state"].bytes
+
+
+def test_each_distinct_head_has_a_state_whose_ring_holds_the_positions_it_feeds_again():
+    config = toy_config(pattern="M", mtp_pattern="M*", mtp_use_repeated_layer=False)
+    width = 1 + len(RATES) + len(RATES) - 1
+    held = ring_capacity(ring_length(width))
+    for rollback, moved in (("replay", 1 + expected_length(RATES) / held), ("snapshot", 1 + width)):
+        cost = Roofline(config, state_rollback=rollback).decode(3, RATES)
+        for depth in range(1, 1 + len(RATES)):
+            assert works(cost, f"draft {depth}")["state"].bytes == pytest.approx(3 * 4 * 4 * 8 * 8 * moved)
 
 
 @pytest.mark.parametrize("k", [0, 3, 4, 8, 20])

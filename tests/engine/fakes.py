@@ -9,7 +9,7 @@ from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.sampler import TOKEN_STREAM
 from mtpkit.engine.step import Drafts, StepOutput
 from mtpkit.kernels import sampling
-from mtpkit.model.state import Part, ReplaySpec, StateLayout, StateSizes
+from mtpkit.model.state import Part, ReplaySpec, SnapshotSpec, StateLayout, StateSizes
 
 CPU = torch.device("cpu")
 MODULUS = 1_000_003
@@ -61,7 +61,7 @@ class HashModel:
                 return output
 
 
-HASH_SPECS = {"hash": (ReplaySpec((), {"token": Part((), torch.int64)}),)}
+HASH_SPECS = {"hash": (ReplaySpec((), {"token": Part((), torch.int64)}), SnapshotSpec(()))}
 
 
 class HashRunner:
@@ -71,7 +71,7 @@ class HashRunner:
     """
 
     def __init__(self, model: HashModel, num_blocks: int, num_slots: int, layout: StateLayout) -> None:
-        (self.ring,) = layout.counters
+        self.ring, self.newest = layout.counters
         self.model, self.block_size, self.ring_length = model, layout.sizes.block_size, self.ring.length
         self.pages = [None] * (num_blocks * self.block_size)
         self.snapshots = [[None] * layout.sizes.decode_width for _ in range(num_slots)]
@@ -100,7 +100,7 @@ class HashRunner:
             token_id = self.pages[table[position // self.block_size] * self.block_size + position % self.block_size]
             paged = extend_hash(paged, token_id)
         if context:
-            snapshot = self.snapshots[slot][int(inputs.committed.last[row])]
+            snapshot = self.snapshots[slot][int(inputs.committed.counts[self.newest][row])]
             replayed = self.states[slot]
             for position in range(context - int(inputs.committed.counts[self.ring][row]), context):
                 replayed = extend_hash(replayed, self.rings[slot][position % self.ring_length])

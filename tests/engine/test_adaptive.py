@@ -202,7 +202,7 @@ def test_batch_sizes_are_apart():
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "heads, mtp_pattern, most",
-    [("repeated", "*-", 2), ("distinct", "*-", 3), ("repeated", "M-", 2), ("distinct", "M-", 1)],
+    [("repeated", "*-", 2), ("distinct", "*-", 3), ("repeated", "M-", 2), ("distinct", "M-", 3)],
 )
 def test_auto_decodes_the_same_tokens_while_k_changes(heads, mtp_pattern, most, ahead):
     model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern), make_prompts()
@@ -215,11 +215,12 @@ def test_auto_decodes_the_same_tokens_while_k_changes(heads, mtp_pattern, most, 
     assert llm.stats().acceptance.accepted
 
 
-@pytest.mark.parametrize("heads", ["repeated", "distinct"])
-def test_drafts_are_those_without_caches_while_k_changes(heads):
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")])
+def test_drafts_are_those_without_caches_while_k_changes(heads, mtp_pattern, rollback):
     """Steps of few or no drafts keep the caches of all depths true for the later ones."""
-    model, prompts = tiny_model(heads), make_prompts((1, 2, 4, 9))
-    llm = make_llm(model, "auto", max_num_batched_tokens=13)
+    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern), make_prompts((1, 2, 4, 9))
+    llm = make_llm(model, "auto", max_num_batched_tokens=13, state_rollback=rollback)
     order = itertools.cycle(min(k, llm.engine.config.num_speculative_tokens) for k in (0, 3, 1, 2, 0, 0, 3, 1))
     llm.engine.speculation.choose = lambda rows: next(order)
     drafts = record_drafts(llm, prompts, 12)

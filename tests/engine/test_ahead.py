@@ -14,7 +14,8 @@ HEADS = [
     ("distinct", "*-", 3),
     ("distinct", "*-", 2),
     ("repeated", "M-", 3),
-    ("distinct", "M-", 1),
+    ("distinct", "M-", 3),
+    ("distinct", "*M", 2),
 ]
 SETTINGS = [
     {},

@@ -118,7 +118,9 @@ def move_request(engine, request) -> None:
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("repeated", "M*"), ("distinct", "*-")])
+@pytest.mark.parametrize(
+    "heads, mtp_pattern", [("repeated", "*-"), ("repeated", "M*"), ("distinct", "*-"), ("distinct", "M*")]
+)
 def test_a_request_restored_into_another_slot_goes_on_with_the_same_tokens(heads, mtp_pattern, rollback, monkeypatch):
     """After every step one request changes its slot, and free slots are NaN; its acceptance stays the same too."""
     model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern), make_prompts()

@@ -18,9 +18,11 @@ def test_drafts_equal_those_without_caches(heads, k, guided):
         assert token_ids == teacher_forced_drafts(model, known, k), len(known)
 
 
-@pytest.mark.parametrize("heads, k", CASES)
-def test_drafts_are_the_same_alone_in_a_batch_in_chunks_and_after_preemption(heads, k):
-    model = tiny_model(heads)
+@pytest.mark.parametrize(
+    "heads, mtp_pattern, k", [*((heads, "*-", k) for heads, k in CASES), ("distinct", "M*", 2), ("distinct", "M*", 3)]
+)
+def test_drafts_are_the_same_alone_in_a_batch_in_chunks_and_after_preemption(heads, mtp_pattern, k):
+    model = tiny_model(heads, mtp_pattern=mtp_pattern)
     alone = {}
     for prompt in PROMPTS:
         alone |= record_drafts(make_llm(model, k), [prompt])
@@ -42,3 +44,17 @@ def test_recurrent_head_drafts_equal_those_without_caches(k, mtp_pattern, state_
     assert len(drafts) > 10
     for known, token_ids in drafts.items():
         assert token_ids == teacher_forced_drafts(model, known, k)
+
+
+@pytest.mark.parametrize("state_rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("mtp_pattern", ["M", "*M-"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_distinct_recurrent_heads_draft_as_without_caches(k, mtp_pattern, state_rollback):
+    """Prompts of fewer than the K - 1 tokens that the states are behind, of as many, and of more; in chunks too."""
+    model, prompts = tiny_model("distinct", "M*M-", mtp_pattern, distinct=4), make_prompts((1, 2, 3, 4, 5, 9, 21))
+    for budget in (40, k + 2):
+        llm = make_llm(model, k, max_num_batched_tokens=budget, state_rollback=state_rollback)
+        drafts = record_drafts(llm, prompts, 12)
+        assert len(drafts) > 30
+        for known, token_ids in drafts.items():
+            assert token_ids == teacher_forced_drafts(model, known, k), len(known)

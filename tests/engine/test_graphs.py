@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.drafting import adaptive_depths
 from mtpkit.engine.graphs import bucket_size
 from mtpkit.engine.processors import GREEDY, for_graph
 from mtpkit.engine.step import Drafts
@@ -26,13 +25,13 @@ from tests.engine.tiny import (
 )
 
 MAX_TOKENS = 24
-HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M-")]
+HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M-"), ("distinct", "*M")]
 
 
 def most_drafts(model) -> int:
     """The largest K of the tests that the heads of `model` can draft."""
     config = model.mtpkit_config
-    return 5 if config.mtp.repeated else adaptive_depths(config)
+    return 5 if config.mtp.repeated else config.mtp.num_depths
 
 
 def states_of(engine) -> list[torch.Tensor]:
@@ -145,11 +144,11 @@ def poison_null(engine) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")])
 @pytest.mark.parametrize("params", [greedy(8), penalised(8), penalised(8, temperature=0.9, seed=3, top_k=20)])
-def test_null_rows_leave_all_state_as_it_is(heads, params):
+def test_null_rows_leave_all_state_as_it_is(heads, mtp_pattern, params):
     """Five requests in a bucket of eight, then nine in one of twelve: the slots that are free stay as they are."""
-    model = tiny_model(heads, device="cuda")
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda")
     for count in (5, 9):
         llm = graphed(model, 3, make_prompts(range(2, 2 + count)), max_num_seqs=16)
         engine, rows = llm.engine, slice(count, 16)

@@ -12,7 +12,7 @@ from mtpkit.checkpoint import save_model
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, state_specs
-from mtpkit.model.state import Ring
+from mtpkit.model.state import Newest, Ring
 from tests.engine.tiny import greedy, guide, headless_model, held_bytes, make_llm, make_prompts, tiny_model
 
 
@@ -188,11 +188,6 @@ def test_an_engine_goes_with_its_last_user(device):
     assert engine() is None and state() is None
 
 
-def test_distinct_heads_with_mamba_layers_draft_one_token():
-    with pytest.raises(UserError, match="set it to 1"):
-        LLM(tiny_model("distinct", "M*M-", "M-"), 2)
-
-
 def test_cache_defaults_to_full_length_requests_for_every_slot():
     llm = LLM(tiny_model(), 3, max_num_seqs=2)
     assert llm.engine.scheduler.blocks.size == 2 * -(-(128 + 6) // 16)
@@ -201,7 +196,7 @@ def test_cache_defaults_to_full_length_requests_for_every_slot():
 def test_ring_holds_a_step_of_any_width():
     llm = make_llm(tiny_model(), 12)
     layout = llm.engine.layout
-    assert layout.counters == (Ring(80),) and set(layout.specs) == set(state_specs(tiny_model()))
+    assert layout.counters == (Newest(), Ring(80)) and set(layout.specs) == set(state_specs(tiny_model()))
     assert (
         llm.generate([[1, 2]], greedy())[0].outputs[0].token_ids
         == make_llm(tiny_model(), 0).generate([[1, 2]], greedy())[0].outputs[0].token_ids

@@ -83,9 +83,15 @@ def test_block_sizes(block_size):
 
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
-def test_recurrent_heads_with_one_draft(rollback):
-    model = tiny_model("repeated", "M*M-", "M-")
-    assert generate(guide(make_llm(model, 1, state_rollback=rollback), PROMPTS), PROMPTS) == truth(model)
+@pytest.mark.parametrize("heads, k", [("repeated", 1), *(("distinct", k) for k in (1, 2, 3, 4))])
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 10}, {"block_size": 2, "num_blocks": 34}])
+def test_recurrent_heads(heads, k, rollback, settings):
+    """Prompts of 1 token, of K and of 1 + K among them."""
+    model, prompts = tiny_model(heads, "M*M-", "M*", distinct=4), make_prompts((1, k, 1 + k, 9, 21))
+    llm = guide(make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts)
+    assert generate(llm, prompts) == truth(model, prompts)
+    assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
+    assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -145,8 +151,8 @@ def test_state_in_bf16_stays_near_that_in_fp32(k, rollback, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("heads", ["repeated", "distinct"])
-def test_eagerly_on_a_gpu(heads, rollback):
-    model = tiny_model(heads, device="cuda")
+@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")])
+def test_eagerly_on_a_gpu(heads, mtp_pattern, rollback):
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda")
     llm = make_llm(model, 3, state_rollback=rollback, max_num_batched_tokens=10, enforce_eager=True)
     assert generate(guide(llm, PROMPTS), PROMPTS) == truth(model)

@@ -12,8 +12,9 @@ from mtpkit.model.state import Replay
 from tests.engine.tiny import VOCAB_SIZE, generate, greedy, held_bytes, make_llm, tiny_model
 
 
-def test_plan_counts_what_is_allocated():
-    llm = make_llm(tiny_model(), 3, num_blocks=24, max_num_seqs=5)
+@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "M*")])
+def test_plan_counts_what_is_allocated(heads, mtp_pattern):
+    llm = make_llm(tiny_model(heads, mtp_pattern=mtp_pattern), 3, num_blocks=24, max_num_seqs=5)
     plan = llm.memory_plan
     own = sum(tensor.nbytes for tensor in llm.engine.state.tensors)
     assert plan.state_bytes + plan.kv_bytes == held_bytes(llm.engine) + own
@@ -108,6 +109,22 @@ def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
     assert graphed.graphs == plan_of(llm, 200, max_num_batched_tokens=4 * 8).activations
     tokens = [plan_of(llm, 200, max_num_batched_tokens=count).activations - 4 * 8 * logits for count in (100, 50)]
     assert tokens[0] == 2 * tokens[1] > 100 * 4 * 48  # at least the widest activation of each token
+
+
+def test_positions_that_a_drafter_runs_over_again_are_planned_for():
+    """2 of each of the 8 requests beside the largest step, as if it had 16 tokens more."""
+    llm = make_llm(tiny_model(), 3)
+    config = replace(llm.engine.config, graphs=True)
+    again, without, longer = (
+        plan_memory(llm.model.mtpkit_config, llm.engine.layout, one, torch.device("cpu"), 0.9, 200, earlier)
+        for one, earlier in (
+            (config, (2, 48)),
+            (config, (0, 0)),
+            (replace(config, max_num_batched_tokens=config.max_num_batched_tokens + 16), (0, 0)),
+        )
+    )
+    assert again.activations == longer.activations > without.activations
+    assert again.graphs - without.graphs == longer.activations - without.activations
 
 
 def test_a_gpu_is_divided_without_one(monkeypatch):

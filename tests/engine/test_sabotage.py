@@ -6,12 +6,12 @@ import torch
 from mtpkit.engine import engine as engine_module
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.drafting import repeated
+from mtpkit.engine.drafting import distinct, repeated
 from mtpkit.engine.drafting.distinct import _Window
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.processors.penalties import Penalties
 from mtpkit.engine.step import Earlier, Verdict
-from mtpkit.model.state import Committed
+from mtpkit.model.state import Committed, States
 from tests.engine.tiny import (
     decode,
     generate,
@@ -33,9 +33,9 @@ def tokens_survive(heads="repeated", **settings) -> bool:
     return generate(llm, PROMPTS, poison=False) == [decode(model, prompt, 20) for prompt in PROMPTS]
 
 
-def drafts_survive(heads: str) -> bool:
-    model = tiny_model(heads)
-    drafts = record_drafts(make_llm(model, 3), PROMPTS, 10)
+def drafts_survive(heads: str, mtp_pattern: str = "*-", **settings) -> bool:
+    model = tiny_model(heads, mtp_pattern=mtp_pattern)
+    drafts = record_drafts(make_llm(model, 3, **settings), PROMPTS, 10)
     return all(got == teacher_forced_drafts(model, known, 3) for known, got in drafts.items())
 
 
@@ -43,12 +43,47 @@ def test_nothing_is_broken_without_sabotage():
     assert tokens_survive() and drafts_survive("repeated") and drafts_survive("distinct")
 
 
-@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+ROLLBACKS = pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+
+
+@ROLLBACKS
+@pytest.mark.parametrize("off", [None, -1, 1, "everything stands"])
+def test_recurrent_states_of_distinct_heads_that_are_taken_back_wrongly(monkeypatch, rollback, off):
+    """By a token too few or too many, or not at all."""
+    after = Committed.after
+
+    def wrong(self, context_lens, width, new):
+        right = after(self, context_lens, width, new)
+        for counter, counts in right.counts.items():
+            if counter.behind and off is not None:
+                most = counter.after(self.counts[counter], width, torch.full_like(new, width))
+                counts.copy_(most if isinstance(off, str) else (counts + off).clamp(min=0).minimum(most))
+        return right
+
+    monkeypatch.setattr(Committed, "after", wrong)
+    assert drafts_survive("distinct", "M*", state_rollback=rollback) == (off is None)
+
+
+@ROLLBACKS
+@pytest.mark.parametrize("off", [0, -1])
+def test_recurrent_states_of_distinct_heads_that_a_chunk_leaves_too_late(monkeypatch, rollback, off):
+    chunks = distinct._chunks
+    monkeypatch.setattr(distinct, "_chunks", lambda batch, before: chunks(batch, before + off))
+    assert drafts_survive("distinct", "M*", state_rollback=rollback) == (off == 0)
+
+
+@ROLLBACKS
+def test_recurrent_states_of_distinct_heads_that_are_not_zero_at_position_0(monkeypatch, rollback):
+    monkeypatch.setattr(States, "clear_heads", lambda *_: None)
+    assert not drafts_survive("distinct", "M*", state_rollback=rollback)
+
+
+@ROLLBACKS
 def test_state_left_unrestored_after_a_rejection(monkeypatch, rollback):
     after = Committed.after
 
-    def keep_all(self, width, last, new):
-        return after(self, width, torch.full_like(last, width - 1), width)
+    def keep_all(self, context_lens, width, new):
+        return after(self, context_lens, width, torch.full_like(new, width))
 
     monkeypatch.setattr(Committed, "after", keep_all)
     assert not tokens_survive(state_rollback=rollback)
@@ -73,7 +108,7 @@ def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
 
     def step_then_swap(self, batch, *args):
         step(self, batch, *args)
-        for values in (self.committed.last, *self.committed.counts.values()):
+        for values in self.committed.counts.values():
             first, second = values[batch.inputs.state_slots[:2]] if len(batch.inputs.state_slots) > 1 else (0, 0)
             if batch.plan.num_decode_rows > 1:
                 values[batch.inputs.state_slots[:2]] = torch.stack([second, first])
@@ -97,7 +132,7 @@ def test_entries_made_from_drafts_left_in_distinct_caches(monkeypatch):
 
     def no_window(self, batch, *args):
         init(self, batch, *args)
-        before = self.positions < batch.inputs.context_lens[self.rows]
+        before = self.positions < batch.inputs.context_lens[self.owner]
         self.inputs.kv_slots[before] = -1
 
     monkeypatch.setattr(_Window, "__init__", no_window)

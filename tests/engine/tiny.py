@@ -17,8 +17,14 @@ PROMPT_LENGTHS = (1, 4, 8, 9, 21)
 
 
 @functools.cache
-def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str = "*-", device: str | None = "cpu"):
-    """A model with 2 repeated or 3 distinct heads, wide initialisation so that logits are far apart."""
+def tiny_model(
+    heads: str = "repeated",
+    pattern: str = "M-*M-",
+    mtp_pattern: str = "*-",
+    device: str | None = "cpu",
+    distinct: int = 3,
+):
+    """A model with 2 repeated or `distinct` distinct heads, wide initialisation so that logits are far apart."""
     repeated = heads == "repeated"
     experts = dict(
         num_moe_experts=6,
@@ -33,7 +39,7 @@ def tiny_model(heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str
         pattern=pattern,
         max_position_embeddings=128,
         mtp_pattern=mtp_pattern,
-        mtp_num_depths=2 if repeated else 3,
+        mtp_num_depths=2 if repeated else distinct,
         mtp_use_repeated_layer=repeated,
         init_std=0.3,
     )
@@ -165,6 +171,7 @@ def record_drafts(llm: LLM, prompts, max_tokens: int = 20, guided: bool = True) 
     return recorder.drafts
 
 
+@functools.cache
 @torch.inference_mode()
 def teacher_forced_drafts(model, known: tuple[int, ...], depths: int) -> list[int]:
     """The drafts after `known` tokens, from whole sequences without caches: each depth reads the drafts before it."""

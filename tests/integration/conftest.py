@@ -63,23 +63,20 @@ def answers(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) 
 
 
 @pytest.fixture(scope="session")
-def train_on_answers(
-    tmp_path_factory: pytest.TempPathFactory, answers: list[list[int]]
-) -> Callable[[str, str, int], Trained]:
-    """Heads by loss, attention and steps, made by whichever worker needs them first."""
+def train_on_answers(tmp_path_factory: pytest.TempPathFactory, answers: list[list[int]]) -> Callable[..., Trained]:
+    """Heads by loss, attention, steps and further settings, made by whichever worker needs them first."""
 
-    def make(loss: str, attention: str, steps: int) -> Trained:
-        settings = [f"loss.kind={loss}", f"heads.attention={attention}", f"steps={steps}"]
-        shared = made_once(
-            tmp_path_factory, f"trained-{loss}-{attention}", lambda folder: _make(folder, answers, settings)
-        )
+    def make(loss: str, attention: str, steps: int, *further: str) -> Trained:
+        settings = [f"loss.kind={loss}", f"heads.attention={attention}", f"steps={steps}", *further]
+        name = "-".join(["trained", loss, attention, *further])
+        shared = made_once(tmp_path_factory, name, lambda folder: _make(folder, answers, settings))
         return Trained(shared / "run", shared / "hf")
 
     return make
 
 
 @pytest.fixture(scope="session")
-def trained(train_on_answers: Callable[[str, str, int], Trained]) -> Trained:
+def trained(train_on_answers: Callable[..., Trained]) -> Trained:
     """Heads with the default settings of training."""
     return train_on_answers("kl", "serving", 32)
 

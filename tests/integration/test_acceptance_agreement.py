@@ -9,6 +9,7 @@ import torch
 from mtpkit.checkpoint import load_model
 from mtpkit.engine import LLM
 from mtpkit.engine.drafting import repeated
+from mtpkit.model.mtp import DepthAttention
 from mtpkit.training import served_acceptance
 from tests.integration.front_doors import AHEAD, PROMPTS, TOKENS, call, greedy
 
@@ -25,11 +26,13 @@ def agree(a: Acceptance, b: Acceptance) -> bool:
     return all(abs(x - y) <= TOLERANCE * max(x, y) for x, y in pairs)
 
 
-def predicted(directory: Path, prompts: list[list[int]], answers: list[list[int]]) -> Acceptance:
+def predicted(
+    directory: Path, prompts: list[list[int]], answers: list[list[int]], attention: DepthAttention = "serving"
+) -> Acceptance:
     """Teacher-forced, on what the base says, which goes on until the drafts of every step of the engine lie in it."""
     model = load_model(directory)
     pairs = zip(prompts, answers, strict=True)
-    sums = [served_acceptance(model, torch.tensor(tokens), len(prompt), K) for prompt, tokens in pairs]
+    sums = [served_acceptance(model, torch.tensor(tokens), len(prompt), K, attention) for prompt, tokens in pairs]
     total = sum(sums[1:], start=sums[0])
     return total.acceptance_length(), total.conditional_acceptance()
 
@@ -39,8 +42,8 @@ def teacher_forced(trained, prompts, answers) -> Acceptance:
     return predicted(trained.megatron, prompts, answers)
 
 
-def engine_count(model: Path, prompts: list[list[int]]) -> Acceptance:
-    llm = LLM(model, K, max_num_seqs=PROMPTS, max_model_len=512)
+def engine_count(model: Path, prompts: list[list[int]], **settings: str) -> Acceptance:
+    llm = LLM(model, K, max_num_seqs=PROMPTS, max_model_len=512, **settings)
     llm.generate(prompts, greedy(TOKENS))
     return llm.stats().acceptance_length, llm.stats().conditional_acceptance
 
@@ -57,6 +60,16 @@ def test_they_agree_however_heads_were_trained(loss, attention, train_on_answers
     expected = predicted(other.megatron, prompts, answers)
     assert expected[0] > 1.4, "heads that accept little would agree with much"
     assert agree(engine_count(other.hf, prompts), expected)
+
+
+@pytest.mark.parametrize("pattern", ["M", "M*-"])
+def test_they_agree_for_distinct_heads_with_mamba_layers(pattern, train_on_answers, prompts, answers):
+    heads = f"heads.pattern={pattern}", "heads.repeated=false"
+    other = train_on_answers("kl", "per_depth", 12, *heads)
+    expected = predicted(other.megatron, prompts, answers, "per_depth")
+    assert expected[0] > 1.4, "heads that accept little would agree with much"
+    for rollback in ("replay", "snapshot"):
+        assert agree(engine_count(other.hf, prompts, state_rollback=rollback), expected)
 
 
 def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path):

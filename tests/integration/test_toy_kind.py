@@ -12,6 +12,7 @@ from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from tests import toy_kind
+from tests.engine.tiny import make_llm, record_drafts, teacher_forced_drafts
 from tests.toy_config import toy_config
 
 VOCAB = 40
@@ -101,6 +102,16 @@ def test_drafts_change_no_token_under_either_rollback(name, rollback):
                 hidden = base_forward(model, torch.tensor([known]), SequenceInput())
                 known.append(int(compute_logits(model, hidden[-1, 0]).argmax()))
     assert said == [[known[len(prompt) :] for known, prompt in zip(plain, prompts, strict=True)]] * 4
+
+
+@pytest.mark.parametrize("rollback", ["snapshot", "replay"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_distinct_heads_draft_as_without_caches(k, rollback):
+    model = toy_model("MA*-", "A-", init_std=0.3, mtp_num_depths=3, mtp_use_repeated_layer=False)
+    prompts = [tokens(length, seed=length)[0].tolist() for length in (1, 2, 3, 9)]
+    drafts = record_drafts(make_llm(model, k, state_rollback=rollback, max_num_batched_tokens=8), prompts, 12)
+    assert len(drafts) > 20
+    assert drafts == {known: teacher_forced_drafts(model, known, k) for known in drafts}
 
 
 def test_the_memory_plan_and_the_roofline_count_it():

@@ -1,7 +1,7 @@
 """Kinds of state: shapes, bytes, rollback, copies; also of kinds that are not mtpkit's own."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from mtpkit.model.state import (
     Committed,
     ConvWindowSpec,
     Counter,
+    Newest,
     PagedKVSpec,
     Part,
     RecurrentSpec,
     Replay,
+    Ring,
     Snapshot,
     State,
     StateLayout,
@@ -83,14 +85,14 @@ class Toy:
     def step(self, slots: Tensor, x: Tensor, new: Tensor) -> Tensor:
         committed = self.committed.at(slots)
         y = self.advance(slots, x, committed)
-        self.committed.put(slots, committed.after(WIDTH, new - 1, new))
+        self.committed.put(slots, committed.after(self.contexts[slots], WIDTH, new))
         self.contexts[slots] += new
         return y
 
     def advance(self, slots: Tensor, x: Tensor, committed: Committed) -> Tensor:
         state = self.state
         if isinstance(state, Snapshot):
-            after = averages(state.entries[slots, committed.last], x)
+            after = averages(state.entries[slots, committed.counts[state.newest]], x)
             state.entries[slots] = after
             return after
         assert isinstance(state, Replay)
@@ -115,11 +117,11 @@ def averages(start: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Taken(Counter):
     """Counts the tokens of the last step that do not stand."""
 
-    def after(self, counts: Tensor, width: int, new: Tensor | int) -> Tensor:
-        return width - new + 0 * counts
+    def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
+        return width - new
 
 
 @dataclass(frozen=True)
@@ -237,3 +239,35 @@ def test_bytes_of_a_state_from_outside(kind, slot, ring):
 def test_layers_with_equal_rings_count_once():
     sizes = StateSizes(8, WIDTH, "replay", FP32)
     assert len(StateLayout({"a": (VECTOR,), "b": (VECTOR,), "c": (UndoSpec(2),)}, sizes).counters) == 2
+
+
+BEHIND = 2
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+def test_states_of_heads_that_are_behind_have_room_for_what_is_fed_again(rollback):
+    sizes = StateSizes(8, WIDTH, rollback, FP32)
+    specs = {name: (ConvWindowSpec(kernel=4, channels=5), VECTOR) for name in ("decoder.0", "mtp.0")}
+    layout, wider = StateLayout(specs, sizes, BEHIND), StateLayout(specs, replace(sizes, decode_width=WIDTH + BEHIND))
+    (base_window, base), (window, state) = layout.allocate(1, 1, CPU).layers.values()
+    (_, same), _ = wider.allocate(1, 1, CPU).layers.values()
+    assert base_window.columns.shape[1] == 2 + WIDTH and window.columns.shape[1] == 2 + WIDTH + BEHIND + 3
+    if rollback == "replay":
+        assert state.inputs("x").shape == same.inputs("x").shape
+    else:
+        assert (base.entries.shape[1], state.entries.shape[1]) == (WIDTH, WIDTH + BEHIND + 1)
+    assert layout.slot_bytes == sum(
+        tensor.nbytes for kept in (base_window, base, window, state) for tensor in kept.tensors.values()
+    )
+
+
+def test_counts_of_states_that_are_behind():
+    """A prompt of 1 token, then steps of which 1, 1, 3 and 2 tokens stand: the states are at 0, 0, 1, 4 and 6."""
+    newest, ring, plain = Newest(behind=BEHIND, start=9), Ring(20, behind=BEHIND), Newest()
+    committed, context, seen = Committed.none((newest, ring, plain), 1, CPU), torch.tensor([1]), []
+    for accepted in (1, 1, 3, 2):
+        new = torch.tensor([accepted])
+        committed = committed.after(context, WIDTH, new)
+        context += new
+        seen.append([int(committed.counts[counter]) for counter in (newest, ring, plain)])
+    assert seen == [[9, 0, 0], [0, 1, 0], [2, 4, 2], [1, 6, 1]]

@@ -9,7 +9,17 @@ import torch
 
 from mtpkit.model import SequenceInput, StepInput, base_forward, mtp_forward, state_specs
 from mtpkit.model.kinds import KINDS, caching_length
-from mtpkit.model.state import Committed, RecurrentSpec, Replay, ReplaySpec, Ring, StateLayout, States, StateSizes
+from mtpkit.model.state import (
+    Committed,
+    Newest,
+    RecurrentSpec,
+    Replay,
+    ReplaySpec,
+    Ring,
+    StateLayout,
+    States,
+    StateSizes,
+)
 from tests.kernels.recurrence import relative
 from tests.model.toy import VOCAB, toy_model
 
@@ -111,7 +121,7 @@ def run_step(model, cells: Cells, rows: list[Row], feeds: list[list[int]], accep
     following = [row.tokens[row.length + 1 :][: len(feed)] for row, feed in zip(rows, feeds, strict=True)]
     drafted = mtp_forward(model, 1, hidden, torch.tensor([list(chain(*following))]), step)
     last = torch.tensor([*accepted, *[0] * (len(rows) - len(accepted))])
-    cells.committed.put(slots, step.committed_after(last, last + 1))
+    cells.committed.put(slots, step.committed_after(last + 1))
     return list(zip(hidden.split(counts), drafted.split(counts), strict=True))
 
 
@@ -199,24 +209,25 @@ def test_a_request_goes_on_where_its_states_are_restored(rollback):
 
 @torch.no_grad()
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
-@pytest.mark.parametrize("forgotten", ["last", "counts"])
+@pytest.mark.parametrize("forgotten", [Newest, Ring])
 def test_a_copy_that_is_not_of_what_is_committed_would_be_seen(forgotten, rollback, monkeypatch):
     copy = States.copy
 
     def copy_all_zero(self, slot, committed):
-        zeros = Committed.none(committed.counts, SLOTS, CPU)
-        return copy(self, slot, dataclasses.replace(committed, **{forgotten: getattr(zeros, forgotten)}))
+        none = Committed.none(committed.counts, SLOTS, CPU).counts
+        counts = {one: none[one] if isinstance(one, forgotten) else held for one, held in committed.counts.items()}
+        return copy(self, slot, Committed(counts))
 
     monkeypatch.setattr(States, "copy", copy_all_zero)
     seen = simulate(toy_model(**MAMBA_HEAD), rollback, moves=True) > 1e-2
-    assert seen == (forgotten == "last" or rollback == "replay")
+    assert seen == (forgotten is Newest or rollback == "replay")
 
 
 @torch.no_grad()
 def test_each_layer_has_a_ring_of_its_own_length():
     model, lengths = toy_model(**MAMBA_HEAD), (15, 20, 35)
     layout = make_layout(model, "replay", lengths)
-    assert layout.counters == tuple(map(Ring, lengths))
+    assert layout.counters == (Newest(), *map(Ring, lengths))
     places = {state.inputs("x").shape[1] for state in nan_states(layout).all() if isinstance(state, Replay)}
     assert places == set(lengths) and simulate(model, "replay", rings=lengths) < TOLERANCE
 

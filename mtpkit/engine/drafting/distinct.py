@@ -4,9 +4,12 @@ Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V voca
 newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,14 +17,17 @@ from mtpkit.engine.batch import kv_slots
 from mtpkit.engine.drafting.heads import MtpDrafter
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.model import mtp_forward
+from mtpkit.model.inputs import StepInput
+from mtpkit.platform import to_device
 
 
 class DistinctDrafter(MtpDrafter):
-    """One physical layer and one cache a depth.
+    """One physical layer and one cache per depth, for two drafts or more; one draft needs no window.
 
     Depth k's entry j is made from (g^{k-1}_j, t_{j+k}), so when a step begins at position c the entries c-K+1 .. c-1
     of the deeper caches were made from drafts. Every depth therefore runs over a window of the step's positions and the
-    K - 1 before them, whose base hidden states are kept for each slot; tokens not known yet are drafts again.
+    K - 1 before them, whose base hidden states are kept for each slot; tokens not known yet are drafts again. Recurrent
+    states of the heads are those before the window: they stay K - 1 positions behind, see `StateSizes.behind`.
 
     Example, K = 3, one row: committed 10, computed positions 10..13, one draft accepted. The window is 8..13, p = 11,
     t_12 was just chosen. Depth 2 reads t_10 .. t_12 at 8..10 and draft 1 at 11; depth 3 reads t_11, t_12, draft 1,
@@ -56,52 +62,94 @@ class DistinctDrafter(MtpDrafter):
 class _Window:
     """The flat layout of a step's positions and up to K - 1 before them, W tokens in all.
 
-    Rows of chunks are as long as that makes them. Decode rows all have K - 1 + `decode_width` tokens, so that the shape
-    of a step depends on nothing that only the device knows: where fewer positions are before the step, the row goes on
-    behind it, inside of the room that the scheduler reserves, with entries that the next window replaces.
+    Decode rows all have K - 1 + `decode_width` tokens, so that the shape of a step depends on nothing that only the
+    device knows: where fewer positions are before the step, the row goes on behind it, inside of the room that the
+    scheduler reserves, with entries that the next window replaces. The K - 1 newest positions of a chunk are such a row
+    too, which goes on where the positions before them, as a chunk, leave the states.
+
+    Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8, 9 and the chunk 2 .. 7.
     """
 
     def __init__(self, batch: Batch, verdict: Verdict, hidden: Tensor, depths: int, block_size: int) -> None:
-        inputs, rows, device = batch.inputs, len(batch.inputs.state_slots), batch.token_ids.device
-        self.depths, before = depths, depths - 1
-        first = (inputs.context_lens - before).clamp_min(0)
-        lens: tuple[int, ...] = ()
-        if inputs.num_decode_rows:
-            width = before + inputs.decode_width
-            self.start = torch.arange(0, rows * width + 1, width, device=device)
-            self.rows = torch.arange(rows * width, device=device) // width
-        else:
-            lens = tuple(row.length + min(row.start, before) for row in batch.plan.rows)
-            lengths = inputs.query_start.diff() + inputs.context_lens - first
-            self.start = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            self.rows = torch.arange(rows, device=device).repeat_interleave(lengths, output_size=sum(lens))
-        self.positions = torch.arange(len(self.rows), device=device) + (first - self.start[:-1])[self.rows]
-        index = self.positions - inputs.context_lens[self.rows]
-        if inputs.num_decode_rows:
-            index = index.clamp(max=inputs.decode_width - 1)
-        self.tokens, base = batch.at(self.rows, index, hidden)
-        self.hidden = base[:, None]
+        self.depths, begin = depths, batch.inputs.context_lens
+        rows = (_decode_rows if batch.inputs.num_decode_rows else _chunks)(batch, depths - 1)
+        offsets = rows.inputs.context_lens - rows.inputs.query_start[:-1]
+        self.positions = offsets[rows.of_token] + torch.arange(len(rows.of_token), device=begin.device)
+        slots = kv_slots(rows.inputs.block_tables, rows.of_token, self.positions, block_size)
+        self.inputs = replace(rows.inputs, positions=self.positions, kv_slots=slots)
+        self.owner = rows.owner[rows.of_token]
+        """[W] the row of the step that each token belongs to."""
+        index = self.positions - begin[self.owner]
+        ahead = index + torch.arange(1 + depths, device=begin.device)[:, None]
+        ahead = ahead.minimum(batch.inputs.query_start.diff()[self.owner] - 1)
+        self.known = batch.token_ids_at(self.owner.expand_as(ahead), ahead)
+        """[1 + K, W] t_j, t_{j+1}, .., t_{j+K} for each position j, as far as the step feeds them."""
+        self.hidden = batch.hidden_at(self.owner, ahead[0], hidden)[:, None]
         """[W, 1, h], the base's hidden states."""
 
-        last = batch.last_index(verdict.accepted)
-        self.newest = inputs.context_lens + last
-        self.flat_newest = self.start[:-1] + self.newest - first
+        self.newest = begin + batch.last_index(verdict.accepted)
+        self.flat_newest = self.newest - offsets[: len(begin)]
         known = batch.lookahead.clamp_min(0)
         self.future = torch.cat([known, known[:, :1]], dim=1)
         """[R, 1 + K] tokens after p: the chosen one, then the drafts as they come, or a prompt's known tokens."""
         count = batch.plan.num_sampling_rows
         self.future[:count, 0] = embeddable(verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0])
-        self.inputs = replace(
-            inputs,
-            positions=self.positions,
-            query_start=self.start,
-            context_lens=first,
-            kv_slots=kv_slots(inputs.block_tables, self.rows, self.positions, block_size),
-            decode_width=before + inputs.decode_width,
-            prefill_lens=lens,
-        )
 
     def token_ids(self, depth: int) -> Tensor:
         """[W] t_{j+depth} for each position j, as far as it is known or drafted."""
-        beyond = self.positions + depth - self.newest[self.rows] - 1
-        return torch.where(beyond < 0, self.tokens.roll(-depth), self.future[self.rows, beyond.clamp(0, self.depths)])
+        beyond = self.positions + depth - self.newest[self.owner] - 1
+        return torch.where(beyond < 0, self.known[depth], self.future[self.owner, beyond.clamp(0, self.depths)])
+
+
+class _Rows(NamedTuple):
+    """Rows of a window: first one decode row for each row of the step, then chunks."""
+
+    inputs: StepInput
+    """Positions and KV slots are still those of the step."""
+    owner: Tensor
+    """The row of the step that each of them belongs to."""
+    of_token: Tensor
+    """[W] the row of each token."""
+
+
+def _decode_rows(batch: Batch, before: int) -> _Rows:
+    """Decode rows, each with up to `before` positions before it."""
+    inputs, device = batch.inputs, batch.token_ids.device
+    count, width = len(inputs.state_slots), before + inputs.decode_width
+    longer = replace(
+        inputs,
+        query_start=torch.arange(0, count * width + 1, width, device=device),
+        context_lens=(inputs.context_lens - before).clamp_min(0),
+        decode_width=width,
+    )
+    owner = torch.arange(count, device=device)
+    return _Rows(longer, owner, torch.arange(count * width, device=device) // width)
+
+
+def _chunks(batch: Batch, before: int) -> _Rows:
+    """Chunks, each with up to `before` positions before it, whose newest `before` positions are decode rows instead."""
+    inputs, rows, device = batch.inputs, batch.plan.rows, batch.token_ids.device
+
+    def ints(values: Sequence | np.ndarray) -> Tensor:
+        return to_device(values, torch.int64, device)
+
+    starts = [max(0, row.start - before) for row in rows]
+    ends = [max(0, row.start + row.length - before) for row in rows]
+    chunks = [index for index, end in enumerate(ends) if end]
+    if len(chunks) < len(rows):  # nothing leaves a state for their decode rows
+        inputs.states.clear_heads(inputs.state_slots[ints([index for index, end in enumerate(ends) if not end])])
+    lens = tuple(ends[index] - starts[index] for index in chunks)
+    counts = [before] * len(rows) + [*lens]
+    owner = ints([*range(len(rows)), *chunks])
+    split = replace(
+        inputs,
+        query_start=ints([*accumulate(counts, initial=0)]),
+        context_lens=ints([*ends, *(starts[index] for index in chunks)]),
+        block_tables=inputs.block_tables[owner],
+        state_slots=inputs.state_slots[owner],
+        committed=inputs.committed.at(owner),
+        num_decode_rows=len(rows),
+        decode_width=before,
+        prefill_lens=lens,
+    )
+    return _Rows(split, owner, ints(np.repeat(np.arange(len(counts)), counts)))

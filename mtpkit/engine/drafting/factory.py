@@ -10,7 +10,6 @@ from mtpkit.engine.drafting.distinct import DistinctDrafter
 from mtpkit.engine.drafting.protocol import Drafter, NoDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.errors import UserError
-from mtpkit.model.kinds import kinds_in
 
 _logger = logging.getLogger(__name__)
 
@@ -36,27 +35,14 @@ def make_drafter(
     if depths == 0:
         return NoDrafter()
     check_depths(config, depths)
-    if not config.mtp.repeated:
-        return DistinctDrafter(model, depths, block_size, sample, draft_token_ids)
-    if config.mtp.depths_known and depths > config.mtp.num_depths:
+    if config.mtp.repeated and config.mtp.depths_known and depths > config.mtp.num_depths:
         _logger.warning(
             "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
             depths,
             config.mtp.num_depths,
         )
-    return RepeatedDrafter(model, depths, block_size, sample, draft_token_ids)
-
-
-def default_depths(config: ModelConfig) -> int:
-    """K where a user names none: as many drafts as the heads of a model were trained for and can make."""
-    return 1 if _draft_one(config) else config.mtp.default_drafts
-
-
-def adaptive_depths(config: ModelConfig) -> int:
-    """The largest K that "auto" tries: distinct heads make a draft each, a repeated one those it was trained for."""
-    if _draft_one(config):
-        return 1
-    return config.mtp.most_adaptive_drafts if config.mtp.repeated else config.mtp.num_depths
+    kind = RepeatedDrafter if config.mtp.repeated or depths == 1 else DistinctDrafter
+    return kind(model, depths, block_size, sample, draft_token_ids)
 
 
 def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str = "num_speculative_tokens") -> None:
@@ -75,19 +61,8 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str =
         raise UserError(f"{given} the model has no MTP heads: train some, or set it to 0")
     if config.mtp.repeated or depths == "auto":
         return
-    if _draft_one(config) and depths > 1:
-        raise UserError(
-            f"{given} distinct heads with Mamba layers (MTP pattern {config.mtp.pattern!r}) draft one token: "
-            "set it to 1"
-        )
     if depths > config.mtp.num_depths:
         raise UserError(
             f"{given} the model has {config.mtp.num_depths} distinct MTP heads: set it to {config.mtp.num_depths} "
             "or less"
         )
-
-
-def _draft_one(config: ModelConfig) -> bool:
-    """Whether heads draft one token alone: the recurrent states of distinct ones are not taken back."""
-    recurrent = any(kind.memory(config).state for kind in kinds_in(config.mtp.pattern))
-    return bool(config.mtp.num_depths) and not config.mtp.repeated and recurrent

@@ -12,7 +12,8 @@ class Drafter(Protocol):
     last one are known there, and be captured in a CUDA graph."""
 
     earlier: tuple[int, int]
-    """E and h: how many committed positions before a step it reads, and the size of their hidden states."""
+    """E and h: how many committed positions before a step it reads, and the size of their hidden states. The recurrent
+    states of the heads stay E positions behind."""
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """[S, K] drafts that continue the rows that sample, given the base's hidden states [T, 1, h]."""

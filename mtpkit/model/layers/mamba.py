@@ -197,25 +197,26 @@ class MambaMixer(MegatronModule):
         self, conv_in: Tensor, dt: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
     ) -> Tensor:
         rows = step.num_decode_rows
-        slots, last = step.state_slots[:rows], step.committed.last[:rows]
+        slots, counts = step.state_slots[:rows], step.committed.counts
         conv_in, dt = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, dt))
-        conv_out = causal_conv1d_update(conv_in, window.columns, self.conv1d_weight, self.conv1d_bias, slots, last)
+        taps = self.conv1d_weight, self.conv1d_bias
+        conv_out = causal_conv1d_update(conv_in, window.columns, *taps, slots, counts[window.newest][:rows])
         x, dt, B, C = self._scan_inputs(conv_out, dt)
         inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
         if isinstance(recurrent, Snapshot):
-            y = ssm_snapshot_update(recurrent.entries, slots, last, *inputs)
+            y = ssm_snapshot_update(recurrent.entries, slots, counts[recurrent.newest][:rows], *inputs)
         else:
             rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
-            lens = (step.context_lens[:rows], step.committed.counts[recurrent.ring][:rows])
+            lens = (step.context_lens[:rows], counts[recurrent.ring][:rows])
             y = ssm_replay_update(recurrent.folded, *rings, slots, *lens, *inputs)
         return y.flatten(0, 1)
 
     def _prefill(
         self, conv_in: Tensor, dt: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
     ) -> Tensor:
-        """One chunk of each prefill row, [T', ...]; leaves the final states and windows as committed entry 0.
+        """One chunk of each prefill row, [T', ...].
 
-        A chunk never follows a decode step of the same request, so that what it continues is entry 0 too.
+        A chunk never follows a decode step of the same request: what it continues is what a chunk left.
         """
         slots = step.state_slots[step.num_decode_rows :]
         continues = step.context_lens[step.num_decode_rows :, None, None] > 0

@@ -1,8 +1,8 @@
 """What every kind of state answers for: its tensors and bytes, what of it is committed, copies of one request's share.
 
 A layer names its states as `StateSpec`s; a `State` is one of them, allocated for all requests of an engine. A new kind
-is a subclass of each, in a file of its own. Where rejected tokens are taken back by more than the index of the newest
-accepted one, its spec names a `Counter`, which the engine keeps for each request without knowing what it counts.
+is a subclass of each, in a file of its own. What tells the accepted tokens from the rejected ones is a `Counter` that
+its spec names, and that the engine keeps for each request without knowing what it counts.
 
 Shape legend: R rows (requests) of a step, K speculative tokens; a unit is a block of the paged cache or the slot of a
 request.
@@ -10,8 +10,8 @@ request.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import torch
@@ -30,13 +30,16 @@ class StateSizes:
     block_size: int
     """Tokens of a block."""
     decode_width: int
-    """Most tokens that a decode step feeds a row: 1 + K."""
+    """Most tokens that a decode step feeds a row: 1 + K, and `behind` more."""
     rollback: Rollback
     """How recurrent state is taken back after a rejection."""
     dtype: torch.dtype
     """Of the model's activations."""
     state_dtype: torch.dtype = torch.float32
     """Of recurrent state."""
+    behind: int = 0
+    """Positions that a step feeds again before those that it computes first: the states stop this far behind what is
+    committed. Deeper depths of distinct heads do this, see `DistinctDrafter`."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,38 @@ class Part:
     """Whether it is there only to take rejected tokens back."""
 
 
-class Counter(Hashable, Protocol):
-    """A number that a kind of state keeps for each request beside `Committed.last`. States with equal counters share
-    one tensor, so that a step counts once for all layers."""
+@dataclass(frozen=True)
+class Counter(ABC):
+    """A number that a kind of state keeps for each request. States with equal counters share one tensor, so that a step
+    counts once for all layers."""
 
-    def after(self, counts: Tensor, width: int, new: Tensor | int) -> Tensor:
-        """[R] a new tensor: the counts once rows with `counts` [R] were fed `width` tokens and `new` of them stand."""
-        ...
+    behind: int = field(default=0, kw_only=True)
+    """See `StateSizes.behind`."""
+    start: int = field(default=0, kw_only=True)
+    """The count after a prefill chunk."""
+
+    @abstractmethod
+    def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
+        """[R] a new tensor: the counts once rows with `counts` [R] were fed `width` tokens and `new` [R] of them
+        stand."""
+
+    def copied(self, counts: Tensor) -> Tensor:
+        """[R] a new tensor: the counts of rows whose states are what `State.copy` gave."""
+        return counts.clone()
+
+
+@dataclass(frozen=True)
+class Newest(Counter):
+    """The index of the newest token that stands among those that the last step fed; `start` where none of them does,
+    which is at position 0 of states that are behind."""
+
+    def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
+        """See `Counter.after`."""
+        return torch.where(new > 0, new - 1, self.start) if self.behind else new - 1
+
+    def copied(self, counts: Tensor) -> Tensor:
+        """See `Counter.copied`: a copy is what a chunk would have left."""
+        return torch.full_like(counts, self.start)
 
 
 @dataclass(frozen=True)
@@ -64,48 +92,40 @@ class Committed:
     """Which part of what the states hold is committed, for the rows of a step or for all slots.
 
     Drafts form a chain, whose accepted part the index of its last token tells. The path through a tree of drafts would
-    stand here beside it.
+    stand here beside the counts.
     """
 
-    last: Tensor
-    """[R] int64, which token of the last step is the newest accepted one: its index among the tokens that the step fed,
-    0 after a prefill chunk."""
     counts: Mapping[Counter, Tensor]
-    """[R] int64 of each counter, 0 after a prefill chunk."""
+    """[R] int64 of each counter."""
 
     @classmethod
     def none(cls, counters: Iterable[Counter], rows: int, device: torch.device) -> Self:
         """Rows after a prefill chunk, or before one; each tensor is its own."""
-
-        def zeros() -> Tensor:
-            return torch.zeros(rows, dtype=torch.int64, device=device)
-
-        return cls(zeros(), {counter: zeros() for counter in counters})
+        return cls({one: torch.full((rows,), one.start, dtype=torch.int64, device=device) for one in counters})
 
     def at(self, slots: Tensor | slice) -> Self:
         """The rows at `slots`."""
-        return replace(self, last=self.last[slots], counts={key: held[slots] for key, held in self.counts.items()})
+        return replace(self, counts={counter: held[slots] for counter, held in self.counts.items()})
 
     def put(self, slots: Tensor | slice, rows: Self) -> None:
         """Write `rows` to the rows at `slots`."""
-        self.last[slots] = rows.last
         for counter, held in self.counts.items():
             held[slots] = rows.counts[counter]
 
-    def after_chunk(self, zeros: Tensor) -> Self:
-        """Rows whose last step was a prefill chunk; `zeros` [R] int64."""
-        return replace(self, last=zeros, counts=dict.fromkeys(self.counts, zeros))
-
-    def after(self, width: int, last: Tensor, new: Tensor | int) -> Self:
+    def after(self, context_lens: Tensor, width: int, new: Tensor) -> Self:
         """These rows after a decode step.
 
         Args:
+            context_lens: [R] int64, positions that were committed before it.
             width: tokens that each row was fed.
-            last: [R] int64, index of the newest accepted one.
-            new: how many were accepted.
+            new: [R] int64, how many of them stand.
         """
-        counts = {counter: counter.after(held, width, new) for counter, held in self.counts.items()}
-        return replace(self, last=last, counts=counts)
+        stand = {0: new}
+        for behind in {counter.behind for counter in self.counts} - {0}:
+            ends = [(lens - behind).clamp_min(0) for lens in (context_lens, context_lens + new)]
+            stand[behind] = ends[1] - ends[0]
+        counts = {one: one.after(held, width + one.behind, stand[one.behind]) for one, held in self.counts.items()}
+        return replace(self, counts=counts)
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,11 @@ class State:
         that is then forgotten."""
         return replace(self, tensors={name: tensor[slots] for name, tensor in self.tensors.items()})
 
+    def clear(self, units: Tensor) -> None:
+        """Make the state zero, as at position 0."""
+        for tensor in self.tensors.values():
+            tensor[units] = 0
+
     def copy(self, unit: int, committed: Committed) -> Saved:
         """What `restore` needs of one unit. Does not wait for the device.
 
@@ -130,7 +155,7 @@ class State:
         return {name: tensor[unit].clone() for name, tensor in self.tensors.items()}
 
     def restore(self, unit: int, saved: Saved) -> None:
-        """Write what `copy` gave to a unit; `Committed.last` of its request is 0 from then on."""
+        """Write what `copy` gave to a unit; the counts of its request are `Counter.copied` from then on."""
         for name, value in saved.items():
             self.tensors[name][unit] = value
 

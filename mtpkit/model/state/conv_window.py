@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Part, Saved, State, StateSizes, StateSpec
+from mtpkit.model.state.base import Committed, Counter, Newest, Part, Saved, State, StateSizes, StateSpec
 
 
 @dataclass(frozen=True)
@@ -13,21 +13,24 @@ class ConvWindow(State):
 
     taps: int
     """Inputs before a token that it reads: the kernel's width - 1."""
+    newest: Newest
+    """Tells where the committed window starts."""
 
     @property
     def columns(self) -> Tensor:
-        """[slots, taps + K, channels]; with `Committed.last` c the next token reads columns c .. c + taps - 1."""
+        """[slots, taps - 1 + decode width, channels], and, of a state that is behind, `taps` columns more that no step
+        overwrites: what a chunk left. With count c of `newest` the next token reads columns c .. c + taps - 1."""
         return self.tensors["columns"]
 
     @property
     def folded(self) -> Tensor:
-        """[slots, taps, channels], the window where `Committed.last` is 0, as a prefill chunk reads and leaves it."""
-        return self.columns[:, : self.taps]
+        """[slots, taps, channels], the window as a prefill chunk reads and leaves it."""
+        return self.columns[:, self.newest.start :][:, : self.taps]
 
     def copy(self, unit: int, committed: Committed) -> Saved:
         """See `State.copy`: the committed window."""
-        windows = self.columns[unit].unfold(0, self.taps, 1)  # [1 + K, channels, taps]
-        return {"columns": windows[committed.last[unit : unit + 1]][0].t()}
+        windows = self.columns[unit].unfold(0, self.taps, 1)  # [columns - taps + 1, channels, taps]
+        return {"columns": windows[committed.counts[self.newest][unit : unit + 1]][0].t()}
 
     def restore(self, unit: int, saved: Saved) -> None:
         """See `State.restore`."""
@@ -43,8 +46,21 @@ class ConvWindowSpec(StateSpec):
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
-        return {"columns": Part((self.kernel - 2 + sizes.decode_width, self.channels))}
+        columns = max(self._written(sizes), self.newest(sizes).start + self.kernel - 1)
+        return {"columns": Part((columns, self.channels))}
 
     def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> ConvWindow:
         """See `StateSpec.make`."""
-        return ConvWindow(tensors, self.kernel - 1)
+        return ConvWindow(tensors, self.kernel - 1, self.newest(sizes))
+
+    def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
+        """See `StateSpec.counters`."""
+        return (self.newest(sizes),)
+
+    def newest(self, sizes: StateSizes) -> Newest:
+        """The counter of the committed window."""
+        return Newest(behind=sizes.behind, start=self._written(sizes) if sizes.behind else 0)
+
+    def _written(self, sizes: StateSizes) -> int:
+        """Columns that a step writes."""
+        return self.kernel - 2 + sizes.decode_width

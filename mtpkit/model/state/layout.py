@@ -1,12 +1,15 @@
 """The states of all layers: their bytes before they are allocated, and one request's share of them after."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mtpkit.model.state.base import Committed, Counter, Saved, State, StateSizes, StateSpec, Unit
+
+_HEADS = "mtp."
+"""How the names of the layers of MTP heads start."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class SavedRequest:
     layers: dict[str, tuple[Saved, ...]]
     """Of each layer, its states that have a slot for each request."""
     committed: Committed
-    """Of one row, whose `last` is 0."""
+    """Of one row."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,21 @@ class States:
         """The states of all layers."""
         return [state for states in self.layers.values() for state in states]
 
-    def fork(self, slots: Tensor, prefix: str) -> "States":
-        """These, but those of layers whose names start with `prefix` forked: see `State.fork`."""
+    def fork_heads(self, slots: Tensor) -> "States":
+        """These, but those of MTP heads forked: see `State.fork`."""
         forked = {
             name: tuple(state.fork(slots) for state in states)
             for name, states in self.layers.items()
-            if name.startswith(prefix)
+            if name.startswith(_HEADS)
         }
         return States({**self.layers, **forked})
+
+    def clear_heads(self, slots: Tensor) -> None:
+        """Make the states that MTP heads have for the requests at `slots` zero."""
+        for name, states in self.layers.items():
+            for state in states:
+                if name.startswith(_HEADS) and state.unit == "slot":
+                    state.clear(slots)
 
     def copy(self, slot: int, committed: Committed) -> SavedRequest:
         """What the slot of a request holds, for `restore`. Keys and values are not part of it: they lie in blocks,
@@ -52,8 +62,8 @@ class States:
             name: tuple(state.copy(slot, committed) for state in states if state.unit == "slot")
             for name, states in self.layers.items()
         }
-        counts = {counter: held[slot : slot + 1].clone() for counter, held in committed.counts.items()}
-        return SavedRequest(layers, Committed(torch.zeros_like(committed.last[:1]), counts))
+        counts = {counter: counter.copied(held[slot : slot + 1]) for counter, held in committed.counts.items()}
+        return SavedRequest(layers, Committed(counts))
 
     def restore(self, slot: int, saved: SavedRequest, committed: Committed) -> None:
         """Write what `copy` gave to a slot: a request with the same tokens goes on there.
@@ -74,6 +84,13 @@ class StateLayout:
 
     specs: Mapping[str, tuple[StateSpec, ...]]
     sizes: StateSizes
+    behind: int = 0
+    """Positions that the states of MTP heads are behind those of the base, see `StateSizes.behind`."""
+
+    def sizes_of(self, layer: str) -> StateSizes:
+        """The sizes of the states of one layer."""
+        behind = self.behind if layer.startswith(_HEADS) else 0
+        return replace(self.sizes, decode_width=self.sizes.decode_width + behind, behind=behind)
 
     @property
     def block_bytes(self) -> int:
@@ -93,7 +110,7 @@ class StateLayout:
     @property
     def counters(self) -> tuple[Counter, ...]:
         """What has to be counted for each request, each counter once."""
-        found = (counter for spec in self._all() for counter in spec.counters(self.sizes))
+        found = (counter for spec, sizes in self._all() for counter in spec.counters(sizes))
         return tuple(dict.fromkeys(found))
 
     def allocate(self, num_blocks: int, num_slots: int, device: torch.device) -> States:
@@ -101,13 +118,13 @@ class StateLayout:
         units: dict[Unit, int] = {"block": num_blocks, "slot": num_slots}
         return States(
             {
-                name: tuple(spec.allocate(units[spec.unit], self.sizes, device) for spec in specs)
+                name: tuple(spec.allocate(units[spec.unit], self.sizes_of(name), device) for spec in specs)
                 for name, specs in self.specs.items()
             }
         )
 
-    def _all(self) -> list[StateSpec]:
-        return [spec for specs in self.specs.values() for spec in specs]
+    def _all(self) -> list[tuple[StateSpec, StateSizes]]:
+        return [(spec, self.sizes_of(name)) for name, specs in self.specs.items() for spec in specs]
 
     def _bytes(self, unit: Unit, only_rings: bool = False) -> int:
-        return sum(spec.unit_bytes(self.sizes, only_rings) for spec in self._all() if spec.unit == unit)
+        return sum(spec.unit_bytes(sizes, only_rings) for spec, sizes in self._all() if spec.unit == unit)

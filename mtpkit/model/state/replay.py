@@ -14,14 +14,14 @@ from mtpkit.model.state.base import Counter, Part, State, StateSizes, StateSpec
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(Counter):
     """Counts the committed inputs in rings of `length` places that are not folded into the state yet: those of the
     last positions of a request. There are never more than `ring_capacity(length)`, so that a step writes to places that
     it does not read."""
 
     length: int
 
-    def after(self, counts: Tensor, width: int, new: Tensor | int) -> Tensor:
+    def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
         """See `Counter.after`."""
         return ring_base(counts, width, self.length) + new
 
@@ -51,7 +51,7 @@ class ReplaySpec(StateSpec):
 
     def ring(self, sizes: StateSizes) -> Ring:
         """The ring of each input; a kind whose kernel wants another length overrides this."""
-        return Ring(ring_length(sizes.decode_width))
+        return Ring(ring_length(sizes.decode_width), behind=sizes.behind)
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
