@@ -24,17 +24,13 @@ def make_drafter(
     """The drafter that fits the heads of `model`.
 
     Args:
-        num_speculative_tokens: the largest K.
+        num_speculative_tokens: the largest K, which `check_depths` let pass.
         sample: draw drafts from the heads' distribution.
         draft_token_ids: [D] int64, the tokens that drafts are chosen among; None: all.
-
-    Raises:
-        UserError: the model has no heads, too few, or of a kind that cannot be unrolled.
     """
     config, depths = model.mtpkit_config, num_speculative_tokens
     if depths == 0:
         return NoDrafter()
-    check_depths(config, depths)
     if config.mtp.repeated and config.mtp.depths_known and depths > config.mtp.num_depths:
         _logger.warning(
             "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
@@ -52,16 +48,14 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str =
         name: of the setting, in the error.
 
     Raises:
-        UserError: there are no heads, too few, or they are of a kind that cannot be unrolled.
+        UserError: there are no heads, or too few.
     """
     if depths == 0:
         return
     given = f"{name} is {depths!r}, but"
     if not config.mtp.num_depths:
         raise UserError(f"{given} the model has no MTP heads: train some, or set it to 0")
-    if config.mtp.repeated or depths == "auto":
-        return
-    if depths > config.mtp.num_depths:
+    if not config.mtp.repeated and depths != "auto" and depths > config.mtp.num_depths:
         raise UserError(
             f"{given} the model has {config.mtp.num_depths} distinct MTP heads: set it to {config.mtp.num_depths} "
             "or less"

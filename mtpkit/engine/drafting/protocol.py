@@ -1,10 +1,19 @@
-"""What the engine asks of a drafter, and the drafter of plain decoding."""
+"""What the engine asks of a drafter, the drafter of plain decoding, and what drafters of all kinds of heads share.
 
-from typing import Protocol
+Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden size. p is a row's
+newest accepted position: h_p is known and t_{p+1} was just chosen.
+"""
 
+from typing import Any, Protocol
+
+import torch
 from torch import Tensor
 
+from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Drafts, Verdict
+from mtpkit.kernels import sampling as ops
+from mtpkit.kernels.linear import linear
+from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens
 
 
 class Drafter(Protocol):
@@ -26,5 +35,42 @@ class NoDrafter:
     earlier = (0, 0)
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        """Zero drafts a row."""
+        """Zero drafts per row."""
         return Drafts(verdict.token_ids.new_zeros(batch.plan.num_sampling_rows, 0))
+
+
+class MtpDrafter:
+    """Chooses a token from a depth's hidden state."""
+
+    def __init__(
+        self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool, draft_token_ids: Tensor | None
+    ) -> None:
+        self.model = model
+        self.num_speculative_tokens = num_speculative_tokens
+        self.block_size = block_size
+        self.sample = sample
+        self.draft_token_ids = draft_token_ids
+        self.earlier = (0, 0)
+        self._draft_weight = None if draft_token_ids is None else draft_output_weight(model, draft_token_ids)
+
+    def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Draft `depth` of each row from `state` [S, h]: [S] tokens or `NO_TOKEN` and, when drawn, [S, V] their
+        distributions."""
+        if not self.sample:
+            return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
+        if self._draft_weight is None:
+            logits = compute_logits(self.model, state)
+        else:
+            logits = state.new_full((len(state), self.model.mtpkit_config.vocab_size), -torch.inf)
+            logits[:, self.draft_token_ids] = linear(state, self._draft_weight)
+        rows = torch.arange(len(state), device=state.device)
+        probs = sampler.probabilities(logits, batch.sampling, rows)
+        numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
+        return ops.sample(probs, numbers), probs
+
+    def drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
+        """The drafts `chosen` at each depth as one value; none chosen, none drafted."""
+        if not chosen:
+            return Drafts(batch.token_ids.new_zeros(batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens))
+        probs = [p for _, p in chosen if p is not None]
+        return Drafts(torch.stack([tokens for tokens, _ in chosen], 1), torch.stack(probs, 1) if probs else None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from mtpkit.engine.batch import kv_slots
-from mtpkit.engine.drafting.heads import MtpDrafter
+from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.model import mtp_forward
 from mtpkit.model.inputs import StepInput
