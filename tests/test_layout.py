@@ -206,11 +206,11 @@ def kinds_named(source: str) -> Iterator[str]:
         ):
             tested = [node.func.value, *node.args]
         letters = [side for side in tested if isinstance(side, ast.Constant) and side.value in tuple(LETTERS)]
-        about_layers = any(word in ast.unparse(node) for word in ("pattern", "letter", "layer"))
-        if letters and about_layers:
+        if letters and any(word in ast.unparse(node) for word in ("pattern", "letter", "layer")):
             yield f"{node.lineno}: {ast.unparse(node)}"
-        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[-1] in MIXERS:
-            yield f"{node.lineno}: {ast.unparse(node)}"
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if name in MIXERS:
+            yield f"{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize(

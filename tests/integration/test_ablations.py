@@ -1,11 +1,13 @@
 """The ablations of training: a row of given text and one of the base's own, at two steps each."""
 
 import json
+import runpy
+import sys
 
 import pytest
 
 from mtpkit.training import load_config
-from tests.integration.front_doors import call
+from tests.integration.front_doors import ROOT, call
 
 TEXT = (
     "def add(left, right):\n    return left + right\n\n\nclass Sum:\n    def __init__(self):\n        self.value = 0\n"
@@ -46,7 +48,8 @@ def test_rows_of_text_and_of_the_bases_own_answers(corpus):
     assert len(answers) == 11 and all(len(answer["completion_token_ids"]) == 96 for answer in answers)
 
 
-def test_mistakes_end_in_one_line(corpus):
+def test_mistakes_end_in_one_line(corpus, monkeypatch, capsys):
+    """The scripts run in this process: starting one takes seconds."""
     (corpus / "file").touch()
     ablations = ["examples/ablations.py", "--corpus", corpus, "--output"]
     for command, says in (
@@ -55,6 +58,9 @@ def test_mistakes_end_in_one_line(corpus):
         ([*ablations, corpus, "--rows", "kl"], "argument --rows: invalid int value: 'kl'"),
         (["examples/tiny_base/corpus.py", corpus / "file"], f"mtpkit: error: {corpus}/file: File exists"),
     ):
-        done = call(*command)
-        assert done.returncode and "Traceback" not in done.stderr
-        assert says in done.stderr.splitlines()[-1]
+        monkeypatch.setattr(sys, "argv", [*map(str, command)])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+        error = capsys.readouterr().err
+        assert stop.value.code and "Traceback" not in error
+        assert says in error.splitlines()[-1]
