@@ -197,10 +197,10 @@ def check_writable(path: Path, file: bool = False, replace: bool = True) -> None
         StorageError: nothing can be written there.
     """
     refuse_broken_links(path)
-    if not file and path.is_file():
-        raise UserError(f"output {path} is a file; name a directory")
-    if file and (not path.absolute().parent.is_dir() or path.is_dir() or (path.exists() and not path.is_file())):
-        raise UserError(f"output {str(path)!r} must be a file in a directory that exists")
+    if path.is_dir() if file else path.is_file():
+        raise UserError(f"output {path} is a {'directory; name a file' if file else 'file; name a directory'}")
+    if file and (not path.absolute().parent.is_dir() or (path.exists() and not path.is_file())):
+        raise UserError(f"output {path} must be a file in a directory that exists")
     if not replace and path.exists():
         raise UserError(f"output {path} is there already; name another file, or add --force")
     with storage_errors(path), tempfile.TemporaryFile(dir=path.absolute().parent if file else _existing(path)):

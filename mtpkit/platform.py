@@ -1,10 +1,11 @@
-"""Devices and process groups, and the patches that megatron-core needs to run without a GPU."""
+"""Devices, process groups, and all patches of megatron-core, most of which let it run without a GPU."""
 
 import functools
 import gc
 import importlib.util
 import logging
 import os
+import queue
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,16 @@ def accumulate_weight_gradients(accumulate: Callable[[Tensor, Tensor, Tensor], N
     from megatron.core.tensor_parallel import layers
 
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+
+
+def save_checkpoints_in_threads() -> None:
+    """Let megatron-core's checkpoint writers, threads of this process, report through a queue of this process.
+
+    Its own queue would start a helper process, which survives if this one is killed.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def cpu_redirect() -> TorchFunctionMode:

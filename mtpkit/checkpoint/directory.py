@@ -13,7 +13,7 @@ from mtpkit.checkpoint.families import get_family, only_fit
 from mtpkit.checkpoint.families.keys import as_token_ids
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader
-from mtpkit.checkpoint.layouts.megatron_config import config_from_megatron
+from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource, require_same_names
 from mtpkit.config import ModelConfig
@@ -34,10 +34,10 @@ def iteration_name(iteration: int | None) -> str:
 
 
 def detect_layout(directory: Path | str) -> Layout:
-    """Which of the two layouts a directory has.
+    """Detect the layout of a directory.
 
     Raises:
-        UserError: it does not exist, or has neither; says what was looked for.
+        UserError: it does not exist, or has neither; the message lists the files looked for.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -110,7 +110,7 @@ def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
     """Tokens that end a sequence according to the `generation_config.json` of a directory; none without that file.
 
     Raises:
-        UserError: the settings cannot be read, or have something else there than ids of a vocabulary of that size.
+        UserError: the settings cannot be read, or hold values other than ids of a vocabulary of that size.
     """
     settings = Path(directory) / "generation_config.json"
     found = as_token_ids(read_json(settings).get("eos_token_id")) if is_there(settings) else ()

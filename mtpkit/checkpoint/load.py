@@ -94,11 +94,7 @@ def _fill(
 
 
 def _require_all_targets(model: HybridModel, targets: Mapping[str, Sequence[ShardedTensor]]) -> None:
-    """Check that each number of each parameter is one that a checkpoint's tensors fill: memory is not initialised.
-
-    Raises:
-        MtpkitError: a parameter has no name in checkpoints.
-    """
+    """Check that a checkpoint's tensors fill every parameter, whose memory is not initialised."""
     filled: Counter[int] = Counter()
     for shard in (shard for shards in targets.values() for shard in shards):
         filled[shard.data.untyped_storage().data_ptr()] += shard.data.numel()

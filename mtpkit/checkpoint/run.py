@@ -2,13 +2,19 @@
 
 `RUN/mtpkit.json`, `config.json`, `tokenizer.json`, ... go with the weights; `RUN/iter_0000100/` is a `torch_dist`
 checkpoint of model, optimizer and common state; `RUN/latest_checkpointed_iteration.txt` is replaced last.
+
+Where a run leaves out the frozen base, its tensors are copied once from its model directory, in their dtypes there and
+one at a time, into files of their own beside those that the ranks save: `base_0.distcp`, ... Later checkpoints of the
+run hold hard links to these files: every checkpoint is complete, and the base is on the disk once. The base need not be
+in memory.
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
-import queue
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,12 +26,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from mtpkit.checkpoint.base import add_base
 from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
     RELEASE,
@@ -34,9 +39,12 @@ from mtpkit.checkpoint.directory import (
     find_torch_dist,
     iteration_name,
     latest_iteration,
+    open_weights,
 )
 from mtpkit.checkpoint.layouts.huggingface import copy_companions
-from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, MegatronReader
+from mtpkit.checkpoint.layouts.megatron import split_slice
+from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, COMMON_STATE, MegatronReader, write_megatron
+from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
@@ -49,17 +57,19 @@ from mtpkit.files import (
     storage_errors,
     write_file,
 )
-from mtpkit.platform import on_first_rank
+from mtpkit.platform import on_first_rank, save_checkpoints_in_threads
 
 # torch warns of a class that megatron-core, not mtpkit, chose.
 warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
 # Every save would advise an asynchronous writer; saves here are synchronous.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
-# Its writers are threads of this process. Its queue would start a helper process, which survives if this one is killed.
-filesystem_async._results_queue = queue.Queue()
+save_checkpoints_in_threads()
 
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable of torch."""
+
+PREFIX = "base_"
+"""Prefix of the files that hold the base alone."""
 
 DIVERGED = "the training diverged: lower the learning rate, and go on from an earlier checkpoint"
 """Advice where weights to be saved are not finite."""
@@ -88,7 +98,7 @@ def save_checkpoint(
         sharded_state_dict: megatron-core's, of the model and the optimizer; any nesting.
         common_state: what is equal on all ranks, such as the iteration and the schedule.
         companions: model directory whose tokenizer and config.json go along.
-        base: model directory of the base, whose tensors go along where `sharded_state_dict` lacks them, see `add_base`.
+        base: model directory of the base, whose tensors go along where `sharded_state_dict` lacks them.
 
     Returns:
         The directory of the iteration.
@@ -118,18 +128,6 @@ def save_checkpoint(
     return target
 
 
-def _add_base(staging: Path, target: Path, base: Path) -> None:
-    """Raises errors that can be sent to all ranks, which torch's own cannot."""
-    with storage_errors(target):
-        add_base(staging, base, _latest(target.parent))
-
-
-def _latest(directory: Path) -> Path | None:
-    """The newest iteration of a run, if it has one."""
-    iteration = latest_iteration(directory)
-    return None if iteration is None else directory / iteration_name(iteration)
-
-
 def _prepare(staging: Path) -> None:
     refuse_broken_links(staging)
     shutil.rmtree(staging, ignore_errors=True)
@@ -140,21 +138,80 @@ def _publish(
     staging: Path, target: Path, iteration: int | None, config: ModelConfig, companions: Path | str | None
 ) -> None:
     """Put the checkpoint in place. The tracker file comes last: until then the previous iteration is the latest."""
-    if companions is not None:
-        write_companions(target.parent, find_companions(companions))
-    write_file(target.parent / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
+    run = target.parent
+    if companions is not None and (source := find_companions(companions)).resolve() != run.resolve():
+        copy_companions(source, run)
+        if (source / "config.json").exists():
+            copy_file(source / "config.json", run / "config.json")
+    write_file(run / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
     fsync_tree(staging)
     replace_directory(staging, target)
-    write_file(target.parent / TRACKER, RELEASE if iteration is None else str(iteration))
+    write_file(run / TRACKER, RELEASE if iteration is None else str(iteration))
 
 
-def write_companions(directory: Path, source: Path) -> None:
-    """Copy tokenizer, generation settings and the Hugging Face config into a Megatron directory."""
-    if source.resolve() == directory.resolve():
-        return
-    copy_companions(source, directory)
-    if (source / "config.json").exists():
-        copy_file(source / "config.json", directory / "config.json")
+def _add_base(staging: Path, target: Path, source: Path) -> None:
+    """Add the tensors of the base that a saved checkpoint lacks, in the dtypes in which the base is stored.
+
+    The files of the base in the run's newest checkpoint are linked; without such files the base is read from `source`,
+    a model directory of either layout, whose heads are left out.
+    """
+    with storage_errors(target):  # which can be sent to all ranks, unlike torch's own errors
+        own = read_index(staging)
+        iteration = latest_iteration(target.parent)
+        previous = None if iteration is None else target.parent / iteration_name(iteration)
+        base = _link_base(staging, previous) or _write_base(staging, source, own)
+        own.state_dict_metadata |= base.state_dict_metadata
+        own.storage_data = {**own.storage_data, **base.storage_data}
+        with (staging / INDEX).open("wb") as file:
+            pickle.dump(own, file)
+
+
+def _write_base(directory: Path, source: Path, own: Metadata) -> Metadata:
+    """Write the base's files into a checkpoint with the index `own`; return the index of what is in them."""
+    base = open_weights(source)
+    base.tensors = {
+        name: info
+        for name, info in base.tensors.items()
+        if split_slice(name)[0] not in own.state_dict_metadata and not name.startswith("mtp.")
+    }
+    if not base.tensors:
+        return Metadata({}, storage_data={})
+    staging = directory / ".base"
+    staging.mkdir()
+    write_megatron(staging, base, {})
+    names = {path.name: f"{PREFIX}{number}.distcp" for number, path in enumerate(sorted(staging.glob("*.distcp")))}
+    written = read_index(staging)
+    for old, new in names.items():
+        (staging / old).rename(directory / new)
+    shutil.rmtree(staging)
+    storage = {
+        index: dataclasses.replace(place, relative_path=names[place.relative_path])
+        for index, place in written.storage_data.items()
+        if index.fqn != COMMON_STATE
+    }
+    return _part(written, storage)
+
+
+def _link_base(directory: Path, previous: Path | None) -> Metadata | None:
+    """Take over the base's files of the checkpoint `previous`; None if it has none."""
+    files = sorted(previous.glob(f"{PREFIX}*.distcp")) if previous is not None else []
+    if previous is None or not files:
+        return None
+    for file in files:
+        try:
+            os.link(file, directory / file.name)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(file, directory / file.name)
+    before = read_index(previous)
+    places = before.storage_data.items()
+    return _part(before, {index: place for index, place in places if place.relative_path.startswith(PREFIX)})
+
+
+def _part(metadata: Metadata, storage: Mapping[MetadataIndex, object]) -> Metadata:
+    """The part of an index that describes what is stored in these places."""
+    names = {index.fqn for index in storage}
+    entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if name in names}
+    return Metadata(entries, storage_data=storage)
 
 
 def load_checkpoint(
@@ -208,11 +265,7 @@ def _without_code() -> Iterator[None]:
 
 
 def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, object], advice: str = ANOTHER_COPY) -> None:
-    """Refuse a state that holds NaN or infinity on any rank. Collective.
-
-    Raises:
-        UserError: names the tensors, on every rank.
-    """
+    """Refuse a state that holds NaN or infinity on any rank, with the same error on every rank. Collective."""
     shards = nested_values(load_preprocess(dict(sharded_state_dict))[0])
     held = [shard for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None]
     names: dict[str, Shape] = {

@@ -12,7 +12,7 @@ from mtpkit.errors import UserError, listed
 Shape = tuple[int, ...]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of weights: every tensor of a model is of one of them."""
+"""Dtypes of weights: every tensor of a model has one of them."""
 
 _MOST_CHARACTERS = 255
 """The longest name of a file, on any file system."""
@@ -46,7 +46,7 @@ class Tensors(Protocol):
 
 
 class TensorSource(Tensors, Protocol):
-    """A checkpoint, or a view of one under other names, that looks at the values of what is read."""
+    """A checkpoint, or a view of one under other names, that checks the values of tensors as they are read."""
 
     def require_finite(self) -> None:
         """Check the values of all tensors that were read so far.
@@ -58,7 +58,7 @@ class TensorSource(Tensors, Protocol):
 
 
 class CheckedTensors:
-    """Tensors whose values are looked at when they are read.
+    """Tensors whose values are checked when they are read.
 
     Args:
         where: file or directory of the weights, or what they are, for the message.

@@ -1,4 +1,4 @@
-"""The settings of a file, read one by one; what is wrong with them is gathered and raised together."""
+"""Settings of a file, read one by one; wrong values are collected and reported in one error."""
 
 from collections.abc import Mapping
 
@@ -29,37 +29,32 @@ class Values:
         return self._values.get(key, default)
 
     def whole(self, key: str, default: int = 0) -> int:
-        """A whole number from 0; the default where there is another value, which becomes a problem."""
-        value = self._values.get(key, default)
-        if type(value) is int and value >= 0:
-            return value
-        self.problems.append(f"{key} {shown(value)} is not a whole number from 0")
-        return default
+        """A whole number from 0. Any other value is recorded as a problem, and the default returned."""
+        return self._typed(key, default, "a whole number from 0")
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false; the default where there is another value, which becomes a problem."""
-        value = self._values.get(key, default)
-        if type(value) is bool:
-            return value
-        self.problems.append(f"{key} {shown(value)} is not true or false")
-        return default
+        """True or False. Any other value is recorded as a problem, and the default returned."""
+        return self._typed(key, default, "true or false")
 
     def text(self, key: str, default: str = "") -> str:
-        """A text; the default where there is another value, which becomes a problem."""
+        """A text. Any other value is recorded as a problem, and the default returned."""
+        return self._typed(key, default, "a text")
+
+    def _typed[T: (int, bool, str)](self, key: str, default: T, kind: str) -> T:
         value = self._values.get(key, default)
-        if isinstance(value, str):
+        if type(value) is type(default) and (type(value) is not int or value >= 0):
             return value
-        self.problems.append(f"{key} {shown(value)} is not a text")
+        self.problems.append(f"{key} {shown(value)} is not {kind}")
         return default
 
     def require(self, key: str, value: object) -> None:
-        """Make it a problem if a setting is there and has another value or type than the one that is supported."""
+        """Record a problem if a setting is present and has another value or type than the supported one."""
         found = self._values.get(key, value)
         if (type(found), found) != (type(value), value):
             self.problems.append(f"{key} {shown(found)} is not supported, only {value!r}")
 
     def raise_problems(self) -> None:
-        """Raise what was found so far.
+        """Raise the problems found so far, if any.
 
         Raises:
             UserError: names every problem.

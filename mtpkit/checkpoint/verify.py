@@ -1,5 +1,8 @@
-"""Compare two checkpoints of either layout: tensor by tensor, and by what they compute."""
+"""Compare checkpoints of either layout: tensor by tensor, by their outputs, and bases by fingerprints."""
 
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,20 +11,29 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.directory import detect_layout, find_torch_dist, open_weights
 from mtpkit.checkpoint.load import load_model
-from mtpkit.checkpoint.tensors import bits_equal, is_finite
+from mtpkit.checkpoint.tensors import TensorSource, bits_equal, is_finite
+from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+
+Files = dict[str, list[int]]
+"""Size and time of change (ns) of each file that weights lie in."""
+
+_WITHOUT_EFFECT = ("max_position_embeddings", "init_std")
+"""Settings that the base's hidden states do not depend on."""
+_READERS = 4
+"""How many tensors are read and hashed at once."""
 
 
 @dataclass
 class Comparison:
-    """Names, as Megatron has them on disk, sorted into what the two checkpoints share and where they differ."""
+    """Names, as Megatron has them on disk, sorted by whether the two checkpoints share them and where they differ."""
 
     equal: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    """With how they differ."""
+    """Each with the kind of difference."""
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
@@ -29,7 +41,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing differs and every value is a number."""
+        """Whether nothing differs and every value is finite."""
         return not (self.different or self.only_first or self.only_second or self.not_finite)
 
 
@@ -95,3 +107,48 @@ def _all_logits(model: HybridModel, tokens: Tensor) -> dict[str, Tensor]:
     for depth, g in enumerate(unroll_depths(model, hidden, tokens, depths), start=1):
         logits[f"depth {depth}"] = compute_logits(model, g)[: tokens.shape[1] - depth]
     return logits
+
+
+def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = None) -> tuple[str, Files]:
+    """32 hexadecimal digits that are equal for equal weights of the base, heads left out; and the files they lie in.
+
+    All weights are read, with a progress bar, unless they lie in the files for which the digits are known.
+
+    Args:
+        known: directory, digits and files of an earlier call.
+
+    Raises:
+        UserError: there are no weights, or damaged ones.
+    """
+    place = find_torch_dist(directory) if detect_layout(directory) == "megatron" else directory
+    paths = sorted([*place.glob("*.safetensors"), *place.glob("*.distcp")])
+    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    if known is not None and (known[0], known[2]) == (directory.resolve(), files):
+        return known[1], files
+    return _digest(open_weights(directory)), files
+
+
+def fingerprint_config(config: ModelConfig) -> str:
+    """32 hexadecimal digits, equal for configs whose bases compute the same: heads and token ids do not count."""
+    told = {
+        key: value
+        for key, value in config.to_dict().items()
+        if not key.startswith("mtp_") and not key.endswith(("_token_id", "_token_ids")) and key not in _WITHOUT_EFFECT
+    }
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _digest(source: TensorSource) -> str:
+    names = sorted(name for name in source.tensors if not name.startswith("mtp."))
+
+    def one(name: str) -> str:
+        tensor = source.read(name).contiguous()
+        content = hashlib.blake2b(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
+        content.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        bar.update(tensor.nbytes)
+        return content.hexdigest()
+
+    total = sum(source.tensors[name].nbytes for name in names)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="reading the base", disable=None, leave=False)
+    with bar, ThreadPoolExecutor(_READERS) as pool:
+        return hashlib.blake2b("".join(pool.map(one, names)).encode(), digest_size=16).hexdigest()

@@ -4,18 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mtpkit.data.dataset import PackedDataset, PackedSource, SourceCounts
-from mtpkit.data.documents import BATCH, Document, describe, tokenize, warn_of_left_out
-from mtpkit.data.packing import pack
+from mtpkit.data.documents import BATCH, Document, describe, pack, tokenize, warn_of_left_out
 from mtpkit.data.prepared import open_prepared, stored_length
 from mtpkit.data.samples import Columns, read_samples
 from mtpkit.data.sources import find_sources, tell_apart
+from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def pack_documents(name: str, documents: Iterable[Document], sequence_length: int) -> PackedSource:
@@ -24,7 +20,6 @@ def pack_documents(name: str, documents: Iterable[Document], sequence_length: in
     Raises:
         UserError: no document has a prediction target.
     """
-    check_sequence_length(sequence_length)
     total = 0
     left_out, parts = [], []
     for document in documents:
@@ -65,7 +60,7 @@ def require_usable(source: str, num_parts: int, left_out: Sequence[tuple[str, st
 
 def build_dataset(
     paths: Iterable[str | Path],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     sequence_length: int | None,
     columns: Columns | None = None,
     vocab_size: int | None = None,
@@ -119,7 +114,7 @@ def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
             yield from batch
 
 
-def require_known(sources: Sequence[SourceCounts], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+def require_known(sources: Sequence[SourceCounts], tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the end-of-sequence token.
 
     Raises:

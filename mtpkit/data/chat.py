@@ -12,14 +12,12 @@ import json
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -30,7 +28,7 @@ class SampleError(Exception):
     """The reason why a sample cannot be used; the sample is left out, the others are not affected."""
 
 
-def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+def require_template(tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer without a chat template.
 
     Raises:
@@ -43,7 +41,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
         )
 
 
-def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None) -> str:
+def render_prompt(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None) -> str:
     """Render a conversation up to the point where the assistant begins to answer.
 
     Raises:
@@ -53,7 +51,7 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Messages, tool
 
 
 def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None = None
+    tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [n] int32 of a whole conversation, and [n] bool, True for the tokens of the assistant.
 
@@ -121,11 +119,7 @@ def _span_by_prefixes(
 def _span_by_exchange(
     render: Callable[..., str], messages: Messages, index: int, whole: str, after: int
 ) -> Span | None:
-    """The span that changes when the message is exchanged, extended to the left up to the generation prompt.
-
-    Raises:
-        SampleError: the template refuses the exchange.
-    """
+    """The span that changes when the message is exchanged, extended to the left up to the generation prompt."""
     start, tail = len(whole), len(whole)
     # Two texts with different first and last letters: at most one of them can share such a letter with the message.
     for text in ("A-A", "B-B"):
@@ -162,13 +156,13 @@ def _close(whole: str, start: int, end: int, special: list[str]) -> Span:
     return start, end + len(following)
 
 
-def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+def _special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Special tokens as text, the longest first, so that a token is not mistaken for one that is its prefix."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+def _encode(tokenizer: Tokenizer, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of the text, and a mask of the tokens that overlap a span."""
     if not tokenizer.is_fast:
         return _encode_in_parts(tokenizer, text, spans)
@@ -180,9 +174,7 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]) 
     return np.array(encoded["input_ids"], dtype=np.int32), mask
 
 
-def _encode_in_parts(
-    tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[Span]
-) -> tuple[np.ndarray, np.ndarray]:
+def _encode_in_parts(tokenizer: Tokenizer, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
     """Do as `_encode` for tokenizers without character offsets."""
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -195,7 +187,7 @@ def _encode_in_parts(
 
 
 def _encode_by_markers(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None
+    tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     try:
         encoded = tokenizer.apply_chat_template(
@@ -210,9 +202,7 @@ def _encode_by_markers(
     return np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
 
 
-def _render(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: list[dict] | None, add_generation_prompt: bool
-) -> str:
+def _render(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None, add_generation_prompt: bool) -> str:
     try:
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt

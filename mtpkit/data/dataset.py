@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpkit.data.packing import fingerprint
+from mtpkit.data.documents import table_fingerprint
 from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
@@ -86,18 +86,18 @@ class SourceCounts:
 
     @classmethod
     def of(cls, name: str, table: "pyarrow.Table", num_documents: int, num_left_out: int) -> "SourceCounts":
-        """Count the contents of a table of `packing`."""
+        """Count the contents of a table of `documents.pack`."""
         import pyarrow.compute as pc
 
         tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
         targets = sum(chunk.flatten().true_count for chunk in table["loss_mask"].chunks)
         largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table["input_ids"].chunks), default=0)
-        return cls(name, num_documents, num_left_out, len(table), tokens, targets, fingerprint(table), largest)
+        return cls(name, num_documents, num_left_out, len(table), tokens, targets, table_fingerprint(table), largest)
 
 
 @dataclass(frozen=True)
 class PackedSource:
-    """The sequences of one source, a table of `packing` in memory or memory-mapped, and its counts."""
+    """The sequences of one source, a table of `documents.pack` in memory or memory-mapped, and its counts."""
 
     counts: SourceCounts
     table: "pyarrow.Table"
@@ -165,13 +165,8 @@ class PackedDataset:
 
     def source_rows(self, source: str) -> np.ndarray:
         """Ascending indices of the sequences of a source, [n] int64."""
-        ends = np.cumsum([counts.num_sequences for counts in self.counts])
-        rows = [
-            np.arange(end - counts.num_sequences, end)
-            for counts, end in zip(self.counts, ends, strict=True)
-            if counts.name == source
-        ]
-        return np.concatenate([np.empty(0, dtype=np.int64), *rows])
+        chosen = [counts.name == source for counts in self.counts]
+        return np.flatnonzero(np.repeat(chosen, [counts.num_sequences for counts in self.counts]))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> PackedBatch:
         """The sequences at `indices` as one batch.
@@ -222,11 +217,7 @@ class PackedDataset:
         return f"{self._places[number]} {self.counts[number].name}".strip()
 
     def _read(self, row: int) -> list[np.ndarray]:
-        """Token ids, loss mask and document lengths of a sequence.
-
-        Raises:
-            UserError: they do not fit together, or a token is outside the model's vocabulary.
-        """
+        """Token ids, loss mask and document lengths of a sequence, checked against each other and the vocabulary."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         chunk, place = self._chunks[number], row - int(self._starts[number])
         columns = (chunk.column(name)[place].values for name in ("input_ids", "loss_mask", "document_lengths"))

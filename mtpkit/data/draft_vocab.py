@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,14 +16,9 @@ from mtpkit.data.documents import tokenize
 from mtpkit.data.prepared import open_prepared, read_manifest
 from mtpkit.data.samples import Columns, read_samples
 from mtpkit.data.sources import Source, find_sources
+from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import read_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_COUNTED_AT_ONCE = 2**20
-"""Tokens per update of the counts, each of which costs a pass over the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class DraftVocab:
 
 def build_draft_vocab(
     paths: Iterable[str | Path],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     vocab_size: int,
     size: int,
     eos_token_ids: Iterable[int] = (),
@@ -125,7 +119,7 @@ def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> N
 
 
 def _wanted_tokens(
-    sources: Iterable[Source], tokenizer: "PreTrainedTokenizerBase", columns: Columns | None, vocab_size: int
+    sources: Iterable[Source], tokenizer: Tokenizer, columns: Columns | None, vocab_size: int
 ) -> Iterator[np.ndarray]:
     """Yield prediction targets [n] int32 of one or many documents at a time."""
     for source in sources:
@@ -147,24 +141,10 @@ def _count(parts: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size, dtype=np.int64)
     # disable=None: silent where stderr is not a terminal.
     with tqdm(desc="counting", unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        for tokens in _batches(parts):
+        for tokens in parts:
             if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
                 wrong = tokens.max() if tokens.min() >= 0 else tokens.min()
                 raise UserError(f"the tokenizer gives token {wrong}, but the model's vocabulary has {vocab_size}")
-            counts += np.bincount(tokens, minlength=vocab_size)
+            np.add.at(counts, tokens, 1)
             bar.update(len(tokens))
     return counts
-
-
-def _batches(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Concatenate parts to about `_COUNTED_AT_ONCE` tokens."""
-    held: list[np.ndarray] = []
-    size = 0
-    for part in parts:
-        held.append(part)
-        size += len(part)
-        if size >= _COUNTED_AT_ONCE:
-            yield np.concatenate(held)
-            held, size = [], 0
-    if held:
-        yield np.concatenate(held)

@@ -18,18 +18,16 @@ import numpy as np
 
 from mtpkit.data.build import check_sequence_length, require_known, require_usable
 from mtpkit.data.dataset import PackedDataset, PackedSource, SourceCounts
-from mtpkit.data.documents import BATCH, describe, tokenize, warn_of_left_out
-from mtpkit.data.packing import ROWS, first_fit, join
+from mtpkit.data.documents import BATCH, ROWS, describe, first_fit, join, tokenize, warn_of_left_out
 from mtpkit.data.prepared import FORMAT, Manifest
 from mtpkit.data.samples import Columns, Sample, read_samples
 from mtpkit.data.sources import Source, find_sources
-from mtpkit.data.tokenizer import fingerprint
-from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.data.tokenizer import Tokenizer, fingerprint
+from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
     import pyarrow
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 LEFT_OUT = "left_out.txt"
 SAMPLES_PER_PROCESS = 1000
@@ -40,7 +38,7 @@ _TOKENS_AT_ONCE = 2**24
 
 def prepare(
     paths: Iterable[str | Path],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     sequence_length: int,
     directory: Path,
     columns: Columns | None = None,
@@ -72,7 +70,7 @@ def prepare(
     counts: list[SourceCounts] = []
     left_out: list[tuple[str, str]] = []
     try:
-        with _quiet_datasets(), _user_errors():
+        with _quiet_datasets():
             for number, source in enumerate(sources):
                 part = _Stage(work / str(number), num_proc)
                 documents, num_samples, missing = _tokenize_source(
@@ -87,7 +85,7 @@ def prepare(
             whole = datasets.concatenate_datasets(packed)
             assert tokenizer.eos_token_id is not None  # or it could not have tokenised
             parts = [PackedSource(one, data.data.table) for one, data in zip(counts, packed, strict=True)]
-            PackedDataset(parts, sequence_length, tokenizer.eos_token_id)  # is it enough?
+            PackedDataset(parts, sequence_length, tokenizer.eos_token_id)  # refuses too little data
             whole.save_to_disk(str(directory))
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -95,13 +93,16 @@ def prepare(
         lines = [describe(*entry) + "\n" for entry in left_out]
         (directory / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
         warn_of_left_out(left_out, sum(one.num_documents for one in counts), f"; {LEFT_OUT} lists all")
+    files: dict[str, list[str]] = {}
+    for source in sources:
+        files.setdefault(source.name, []).extend(map(str, source.files))
     manifest = Manifest(
         format=FORMAT,
         sequence_length=sequence_length,
         tokenizer=own,
         tokenizer_name=str(tokenizer.name_or_path),
         sources=counts,
-        source_files=_files(sources),
+        source_files=files,
         files={path.name: path.stat().st_size for path in sorted(directory.glob("*.arrow"))},
     )
     manifest.write(directory)
@@ -128,7 +129,7 @@ class _Stage:
 def _tokenize_source(
     stage: _Stage,
     source: Source,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     own: str,
     sequence_length: int,
     columns: Columns | None,
@@ -148,24 +149,15 @@ def _tokenize_source(
     for error in pc.unique(samples.data.table["error"]).to_pylist():
         if error:
             raise UserError(error)
-    features = {
-        "input_ids": List(Value("int32")),
-        "loss_mask": List(Value("bool")),
-        "name": Value("string"),
-        "problem": Value("string"),
-    }
+    features: dict = {"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
+    features |= {"name": Value("string"), "problem": Value("string")}
     documents = samples.map(
         _tokenize,
         batched=True,
         batch_size=BATCH,
         remove_columns=["sample", "error"],
         features=Features(features),
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "own": own,
-            "sequence_length": sequence_length,
-            "vocab_size": vocab_size,
-        },
+        fn_kwargs=dict(tokenizer=tokenizer, own=own, sequence_length=sequence_length, vocab_size=vocab_size),
         cache_file_name=stage.file("documents"),
         new_fingerprint="documents",
         num_proc=stage.processes(len(samples), SAMPLES_PER_PROCESS),
@@ -217,11 +209,7 @@ def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]
 
 
 def _tokenize(
-    batch: dict[str, list[str]],
-    tokenizer: "PreTrainedTokenizerBase",
-    own: str,
-    sequence_length: int,
-    vocab_size: int | None,
+    batch: dict[str, list[str]], tokenizer: Tokenizer, own: str, sequence_length: int, vocab_size: int | None
 ) -> dict[str, list]:
     """Parts with prediction targets, and an empty one for each sample that has none."""
     samples = (Sample(**json.loads(text)) for text in batch["sample"])
@@ -255,45 +243,22 @@ def _lengths(documents: "Dataset") -> np.ndarray:
     return pc.list_value_length(documents.data.table["input_ids"]).to_numpy()
 
 
-def _files(sources: list[Source]) -> dict[str, list[str]]:
-    files: dict[str, list[str]] = {}
-    for source in sources:
-        files.setdefault(source.name, []).extend(map(str, source.files))
-    return files
-
-
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Silence `datasets`: progress bars only on a terminal, no log of errors that are raised too; one thread per
+    """Let `datasets` show progress bars on a terminal alone, log no errors, which it raises too, and use one thread per
     process."""
     import datasets
 
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    before, bars = os.environ.get("TOKENIZERS_PARALLELISM"), datasets.is_progress_bar_enabled()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    shown = datasets.is_progress_bar_enabled()
-    if shown and not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
+        os.environ.pop("TOKENIZERS_PARALLELISM")
+        if before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
-        if shown:
+        if bars:
             datasets.enable_progress_bars()
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """Raise the MtpkitError that `datasets` wraps, if its generator or worker met one."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, MtpkitError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None or cause is error:
-            raise
-        raise cause from error

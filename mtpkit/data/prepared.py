@@ -1,6 +1,6 @@
 """Directories of prepared data: a data set of `datasets` (`load_from_disk` reads it), and a manifest of its origin.
 
-DIR/data-00000-of-00001.arrow ...        packed sequences, one per row, source after source; see `packing`
+DIR/data-00000-of-00001.arrow ...        packed sequences, one per row, source after source; see `documents`
 DIR/dataset_info.json  state.json        files of `datasets`
 DIR/mtpkit_data.json                     the manifest
 DIR/left_out.txt                         samples without prediction targets, if there are any
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 from mtpkit.data.dataset import PackedSource, SourceCounts
 from mtpkit.data.sources import MANIFEST
-from mtpkit.data.tokenizer import fingerprint
+from mtpkit.data.tokenizer import Tokenizer, fingerprint
 from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import read_json, read_record
 
 if TYPE_CHECKING:
     import pyarrow
-    from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
 """Version of the layout; others are refused."""
@@ -103,9 +102,7 @@ def stored_length(directories: Sequence[Path]) -> int | None:
     return next(iter(lengths.values()), None)
 
 
-def open_prepared(
-    directory: Path, tokenizer: "PreTrainedTokenizerBase", sequence_length: int, name: str = ""
-) -> list[PackedSource]:
+def open_prepared(directory: Path, tokenizer: Tokenizer, sequence_length: int, name: str = "") -> list[PackedSource]:
     """Memory-map the sources of prepared data.
 
     Args:
@@ -137,11 +134,7 @@ def open_prepared(
 
 
 def _map_table(directory: Path, manifest: Manifest) -> "pyarrow.Table":
-    """Memory-map all sequences.
-
-    Raises:
-        UserError: a file is missing, truncated or damaged.
-    """
+    """Memory-map all sequences; refuse files that are missing, truncated or damaged."""
     for file, size in manifest.files.items():
         path = directory / file
         there = path.stat().st_size if path.is_file() else None

@@ -4,17 +4,15 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mtpkit.data.chat import SampleError, render_prompt, require_template
 from mtpkit.data.documents import describe
 from mtpkit.data.rows import read_rows
 from mtpkit.data.samples import NAMING, Columns, lacking, read_messages, read_text_column
 from mtpkit.data.sources import find_files
+from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError, listed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class Prompt:
 
 def read_prompts(
     paths: Iterable[str | Path],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     prompt_length: int | None = None,
     turns: Turns = "last",
     columns: Columns | None = None,
@@ -93,7 +91,7 @@ def _prompts(
     name: str,
     row: dict[str, Any],
     column: str,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     prompt_length: int | None,
     turns: Turns,
     columns: Columns,
@@ -118,11 +116,7 @@ def _prompts(
 
 
 def _from_messages(
-    name: str,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    tokenizer: "PreTrainedTokenizerBase",
-    turns: Turns,
+    name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, tokenizer: Tokenizer, turns: Turns
 ) -> Iterator[Prompt]:
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     # A question at the end of a conversation is to be answered too.
@@ -138,7 +132,7 @@ def _from_messages(
         raise SampleError("no messages")
 
 
-def _with_bos(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> list[int]:
+def _with_bos(tokenizer: Tokenizer, token_ids: list[int]) -> list[int]:
     """Prepend the BOS token if the tokenizer adds one; a token that it adds at the end does not belong in a prompt."""
     frame = tokenizer("", verbose=False)["input_ids"]
     first = [token for token in frame[:1] if token == tokenizer.bos_token_id]

@@ -137,11 +137,7 @@ class Journal:
         self.path.unlink()
 
     def _recover(self, settings: dict[str, Any]) -> dict[int, int]:
-        """Byte offset of each answer. An incomplete last line is cut off; a journal without answers starts anew.
-
-        Raises:
-            UserError: the file is no journal, has other settings, or has a damaged line.
-        """
+        """Byte offset of each answer. An incomplete last line is cut off; a journal without answers starts anew."""
         self._file.seek(0)
         whole = 0
         offsets: dict[int, int] = {}
@@ -155,14 +151,16 @@ class Journal:
             try:
                 record = parse_json(line, f"{self.path}:{number}")
                 if number == 1:
-                    before = _require_keys(record, settings, f"{self.path}:{number}")
+                    if not isinstance(record, dict) or set(record) != set(settings):
+                        raise UserError(f"{self.path}:{number} must hold the settings {listed(settings)}")
+                    before = record
                 else:
                     offsets[_index(record, offsets, f"{self.path}:{number}")] = whole
             except UserError as error:
                 raise UserError(f"{error}; remove the line, or the file to start anew") from error
             whole += len(line)
         changed = [
-            f"{key} was {_brief(before.get(key))}, is {_brief(now)}"
+            f"{key} was {before.get(key)!s:.80}, is {now!s:.80}"
             for key, now in settings.items()
             if before.get(key) != now
         ]
@@ -249,11 +247,7 @@ def regenerate(
 
 
 def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokenizer: str) -> list[Answer]:
-    """Take a step, and journal the answers that it finished.
-
-    Raises:
-        MtpkitError: the engine failed on a prompt.
-    """
+    """Take a step of the engine, and journal the answers that it finished."""
     outputs = engine.step(finished_only=True)
     failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
     answers = [
@@ -307,19 +301,6 @@ def _answer(index: int, prompts: Sequence[Prompt], output: Any, tokenizer: str) 
 
 def _seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def _brief(value: Any) -> str:
-    """A setting as text, cut off after 80 characters."""
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _require_keys(record: Any, settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check that the first line of a journal holds the settings that this run has, of whatever values."""
-    if not isinstance(record, dict) or set(record) != set(settings):
-        raise UserError(f"{where} must hold the settings {listed(settings)}")
-    return record
 
 
 def _index(record: Any, known: Container[int], where: str) -> int:

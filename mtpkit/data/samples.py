@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mtpkit.config.checked import checked
 from mtpkit.data.rows import Row, read_rows
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import parse_json
@@ -15,7 +16,7 @@ _MOST_DEPTH = 64
 """Deepest nesting of lists and objects in messages and tools."""
 
 
-@dataclass(frozen=True)
+@checked("columns")
 class Columns:
     """Names of the columns to read: a conversation, else prompt and response, else text.
 
@@ -24,9 +25,13 @@ class Columns:
     """
 
     text: str = "text"
+    """Column with the text to learn."""
     prompt: str = "prompt"
+    """Column with the prompt, which is masked out."""
     response: str = "response"
+    """Column with the response to learn."""
     messages: str = "messages"
+    """Column with the messages of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,8 @@ def read_messages(row: Row, column: str, name: str) -> tuple[list[dict[str, Any]
         if not parts and not isinstance(content, str | None):
             raise UserError(f"{where} has the content {shown(content)}, which is not text")
         calls = message.get("tool_calls")
-        calls = [] if calls is None else calls
-        if not isinstance(calls, list) or not all(
-            isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+        if not isinstance(calls, list | None) or not all(
+            isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls or []
         ):
             raise UserError(f"{where} has the tool_calls {shown(calls)}, must be a list of objects")
     return messages, tools or None
@@ -151,25 +155,16 @@ def _sample(row: Row, column: str, name: str) -> Sample:
 
 
 def _with_tokens(sample: Sample, row: Row) -> Sample:
-    """Add the columns that `mtpkit data regenerate` writes to a sample, if the row has them.
-
-    Raises:
-        UserError: one has a wrong type, or only one of prompt and completion has token ids.
-    """
-    complete = row.get("finish_reason") != "length"
+    """Add the columns that `mtpkit data regenerate` writes to a sample, if the row has them."""
+    sample = replace(sample, complete=row.get("finish_reason") != "length")
     prompt, completion = (_read_token_ids(row, f"{part}_token_ids", sample.name) for part in ("prompt", "completion"))
     if prompt is None and completion is None:
-        return replace(sample, complete=complete)
+        return sample
     if prompt is None or completion is None:
         has, lacks = ("prompt", "completion") if completion is None else ("completion", "prompt")
         raise UserError(f"data: {sample.name} has {has}_token_ids, but no {lacks}_token_ids; give both or neither")
-    return replace(
-        sample,
-        prompt_token_ids=prompt,
-        completion_token_ids=completion,
-        tokenizer=read_text_column(row, "tokenizer", sample.name),
-        complete=complete,
-    )
+    tokenizer = read_text_column(row, "tokenizer", sample.name)
+    return replace(sample, prompt_token_ids=prompt, completion_token_ids=completion, tokenizer=tokenizer)
 
 
 def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
@@ -185,9 +180,8 @@ def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
 def _read_objects(value: Any, column: str, name: str) -> list[dict[str, Any]]:
     objects = _parse(value, column, name) or []
     _check_nested(objects, column, name)
-    for entry in objects:
-        if not isinstance(entry, dict):
-            raise UserError(f"data: {name}: {column!r} must be a list of objects, not of {shown(entry)}")
+    if odd := [entry for entry in objects if not isinstance(entry, dict)]:
+        raise UserError(f"data: {name}: {column!r} must be a list of objects, not of {shown(odd[0])}")
     return objects
 
 
@@ -206,12 +200,8 @@ def _check_nested(value: Any, column: str, name: str, depth: int = 0) -> None:
         raise UserError(f"data: {name}: {column!r} is nested more than {_MOST_DEPTH} deep")
     if isinstance(value, str):
         _require_unicode(value, column, name)
-    elif isinstance(value, list):
-        for entry in value:
-            _check_nested(entry, column, name, depth + 1)
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            _check_nested(key, column, name, depth)
+    elif isinstance(value, list | dict):
+        for entry in [*value, *value.values()] if isinstance(value, dict) else value:
             _check_nested(entry, column, name, depth + 1)
 
 

@@ -11,6 +11,9 @@ from mtpkit.files import is_there, require_file
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+type Tokenizer = PreTrainedTokenizerBase
+"""A tokenizer of transformers, which is imported when one is loaded."""
+
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json")
 BESIDE = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -24,7 +27,7 @@ def lacks_vocabulary(directory: Path) -> str:
     return f"{directory} has no tokenizer.json; copy it there"
 
 
-def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
+def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Load the transformers tokenizer of a model directory of either layout.
 
     Raises:
@@ -51,7 +54,7 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
         ) from error
 
 
-def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+def fingerprint(tokenizer: Tokenizer) -> str:
     """32 hexadecimal digits that are equal for tokenizers that split texts alike, wherever they are stored.
 
     The chat template does not count: it changes the text, not its tokens.

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.fingerprint import fingerprint_base, fingerprint_config
+from mtpkit.checkpoint.verify import fingerprint_base, fingerprint_config
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint

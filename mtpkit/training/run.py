@@ -197,7 +197,7 @@ class RunDirectory:
     ) -> Path:
         """Write a checkpoint, whole or not at all, and remove the oldest beyond `keep_checkpoints`, but not the best.
 
-        The base is in it as it lies in the model's directory, and takes its room once: see `mtpkit.checkpoint.base`.
+        The base is in it as it lies in the model's directory, and takes its room once: see `mtpkit.checkpoint.run`.
         Which one is the best is part of each checkpoint, so that a run that was killed knows as much as its checkpoint.
 
         Raises:

@@ -12,7 +12,7 @@ from mtpkit import LLM
 from mtpkit.checkpoint import load_config, load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
-from mtpkit.checkpoint.layouts.megatron_config import config_from_megatron
+from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.cli.options import drafts_of
 from mtpkit.errors import UserError

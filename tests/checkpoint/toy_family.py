@@ -8,8 +8,7 @@ from torch import Tensor
 
 from mtpkit.checkpoint.families import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Settings
-from mtpkit.checkpoint.families.table import Entry, one
-from mtpkit.checkpoint.families.transforms import FuseQKV
+from mtpkit.checkpoint.families.table import Entry, FuseQKV, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig

@@ -34,7 +34,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(call, capsys, 
     monkeypatch.setattr(evaluate, lambda *_, **__: pytest.fail("it is found out too late"))
     for file, code, says in (
         (tmp_path, 2, f"{tmp_path} is a directory; name a file"),
-        (tmp_path / "no" / "x.json", 1, "no/x.json: cannot write: No such file or directory"),
+        (tmp_path / "no" / "x.json", 2, "no/x.json must be a file in a directory that exists"),
     ):
         assert call(app, "--model", tmp_path, "--data", tmp_path, "--json", file) == code
         assert says in capsys.readouterr().err

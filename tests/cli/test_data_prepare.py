@@ -124,3 +124,13 @@ def test_mistakes_are_one_line_and_leave_nothing(files, prepare, capsys, changes
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mtpkit: error: ") and message in line
     assert {path.name for path in files.iterdir()} == {"chat.jsonl", "code.txt", "template.jinja"}
+
+
+def test_tokens_that_are_not_checked_are_told_of(files, model_dir, tokenizer_dir, call, capsys) -> None:
+    data = ["--data", files / "code.txt", "--sequence-length", 16]
+    assert call(app, "inspect", "--model", model_dir, *data) == 0
+    assert not capsys.readouterr().err
+    assert call(app, "inspect", "--model", tokenizer_dir, *data) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mtpkit: warning: token ids are not checked against the model's vocabulary: ")
+    assert str(tokenizer_dir) in line

@@ -39,8 +39,8 @@ def test_killed_and_begun_again(tmp_path, arguments, call, capsys) -> None:
     whole, output, journal = (tmp_path / name for name in ("whole.jsonl", "out.jsonl", "out.jsonl.partial"))
     command = [sys.executable, "-m", "mtpkit.cli.main", "data", *map(str, arguments), str(output)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert call(app, *arguments, whole) == 0
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        assert call(app, *arguments, whole) == 0
         while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 5):
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)

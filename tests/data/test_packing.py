@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpkit.data import Document, PackedDataset, packing
+from mtpkit.data import Document, PackedDataset
+from mtpkit.data import documents as documents_module
 from mtpkit.data.build import pack_documents
-from mtpkit.data.packing import first_fit, pack
+from mtpkit.data.documents import first_fit, pack, table_fingerprint
 from mtpkit.model import SequenceInput
 from tests.data.packed import in_memory
 
@@ -60,28 +61,30 @@ def test_every_token_once_in_order_with_its_boundaries(lengths: list[int]) -> No
 def test_the_fingerprint_sees_everything_but_how_batches_are_cut(lengths: list[int], rows: int) -> None:
     documents = numbered(lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "ROWS", rows)
+        patch.setattr(documents_module, "ROWS", rows)
         table = pack(documents, 9)
-    mark = packing.fingerprint(table)
-    assert mark == packing.fingerprint(pack(documents, 9)) == packing.fingerprint(table.combine_chunks())
+    mark = table_fingerprint(table)
+    assert mark == table_fingerprint(pack(documents, 9)) == table_fingerprint(table.combine_chunks())
     first = documents[0]
     others = [
         Document(first.token_ids + 1, first.loss_mask),
         Document(first.token_ids, ~first.loss_mask),
         *([Document(first.token_ids[:-1], first.loss_mask[:-1])] if len(first) > 1 else []),
     ]
-    assert mark not in [packing.fingerprint(pack([other, *documents[1:]], 9)) for other in others]
-    assert lengths[1:] == [] or mark != packing.fingerprint(pack(documents[1:], 9))
+    assert mark not in [table_fingerprint(pack([other, *documents[1:]], 9)) for other in others]
+    assert lengths[1:] == [] or mark != table_fingerprint(pack(documents[1:], 9))
 
 
 @given(st.lists(st.integers(2, 50), min_size=1, max_size=10), st.integers(2, 9))
 def test_long_documents_are_split_and_only_targetless_parts_are_dropped(lengths: list[int], length: int) -> None:
     documents = numbered(lengths)
-    parts = [part for document in documents for part in document.split(length)]
-    np.testing.assert_array_equal(
-        np.concatenate([part.token_ids for part in parts]), np.arange(sum(lengths), dtype=np.int32)
-    )
-    kept = sorted(token for part in parts if part.loss_mask[1:].any() for token in part.token_ids.tolist())
+    kept = [
+        token
+        for document in documents
+        for start in range(0, len(document), length)
+        if document.loss_mask[start + 1 : start + length].any()
+        for token in document.token_ids[start : start + length].tolist()
+    ]
     if len(kept) < length:
         return
     dataset = in_memory(documents, length, pad_id=PAD)
@@ -107,7 +110,7 @@ def test_batch_layout() -> None:
 
 def test_the_fingerprint_sees_where_sequences_end() -> None:
     documents = numbered([4, 4])
-    assert packing.fingerprint(pack(documents, 4)) != packing.fingerprint(pack(documents, 8))
+    assert table_fingerprint(pack(documents, 4)) != table_fingerprint(pack(documents, 8))
 
 
 def test_sources_stay_apart_and_take_turns() -> None:

@@ -25,7 +25,6 @@ from mtpkit.data import (
 from mtpkit.data.sources import tell_apart
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError
-from tests.data.packed import in_memory
 
 
 def write_jsonl(path: Path, *rows: dict) -> Path:
@@ -215,7 +214,7 @@ def test_documents_end_with_eos_and_mask_the_prompt(tokenizer_dir: Path) -> None
     assert tokenizer.decode(text.token_ids[:-1]) == "the cat"
     assert tokenizer.decode(pair.token_ids[~pair.loss_mask]) == "the mat"
     assert tokenizer.decode(pair.token_ids[pair.loss_mask]) == "sat<eos>"
-    assert not empty.has_targets
+    assert not empty.usable_parts(9)
 
 
 def test_generated_tokens_are_learnt_by_their_own_tokenizer(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -287,7 +286,7 @@ def test_too_little_data(tmp_path: Path, tokenizer_dir: Path) -> None:
     ):
         build_dataset([empty], tokenizer, 4)
     with pytest.raises(UserError, match="sequence length 1 is too short"):
-        in_memory([], 1, 0)
+        build_dataset([tmp_path / "a.txt"], tokenizer, 1)
 
 
 def test_tokenizer_that_is_missing_or_broken(tmp_path: Path, tokenizer_dir: Path) -> None:

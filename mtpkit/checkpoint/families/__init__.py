@@ -1,4 +1,4 @@
-"""Model families: how each one's `config.json` and weight names map to mtpkit's config and to Megatron's names."""
+"""Model families: the mapping of their `config.json` and weight names to mtpkit's config and Megatron's names."""
 
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
@@ -8,7 +8,7 @@ from mtpkit.errors import UserError, listed, shown
 __all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (NEMOTRON_H,)}
-"""By `model_type` of the Hugging Face config. A family from elsewhere takes part once it is put in here."""
+"""By `model_type` of the Hugging Face config. To support another family, add it here."""
 
 
 def get_family(name: object, where: object = "model config", key: str = "family") -> Family:

@@ -1,4 +1,4 @@
-"""What a model family is: one object with its `config.json`, its weight names, and what it cannot express."""
+"""The definition of a model family: its `config.json`, its weight names, and the settings that it cannot express."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Family:
     """A family of models in the Hugging Face layout."""
 
     model_type: str
-    """What `config.json` calls the family."""
+    """Name of the family in `config.json`."""
     architecture: str
     """The class in transformers."""
     read_patterns: Callable[[Values], tuple[str, str]]

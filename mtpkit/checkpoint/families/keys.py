@@ -12,7 +12,7 @@ Settings = Mapping[str, object]
 """Keys of a `config.json` or fields of a `ModelConfig`, with their values."""
 
 UNSET: Final = object()
-"""In place of a value that no setting has."""
+"""Marks the absence of a value."""
 
 
 class Line:
@@ -25,11 +25,11 @@ class Line:
     kind: str = ""
 
     def names(self) -> Mapping[str, str]:
-        """Field of `ModelConfig` -> key of the file, where messages shall name the key."""
+        """Field of `ModelConfig` -> key of the file, for messages that name the key."""
         return {}
 
     def read(self, file: Values) -> Settings:
-        """Fields of `ModelConfig` from a file, whose list of problems takes what is wrong."""
+        """Fields of `ModelConfig` from a file, to whose list of problems wrong values are added."""
         return {}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
@@ -122,7 +122,7 @@ def as_token_ids(value: object) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Heads(Line):
-    """How many MTP layers there are, and how many depths they were trained for.
+    """The number of MTP layers, and the number of depths that they were trained for.
 
     The key counts physical layers. How many depths a repeated head was trained for is kept under the key `mtpkit`;
     without it one physical layer counts as a repeated head of unknown depths, several as distinct heads.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Settings
-from mtpkit.checkpoint.families.table import Entry, one
-from mtpkit.checkpoint.families.transforms import FuseQKV, Split
+from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -16,14 +15,7 @@ from mtpkit.errors import UserError, listed, shown
 from mtpkit.model.kinds import mamba2
 
 LETTERS = "M*-E"
-BLOCK_TYPES = {
-    "linear_attention": "M",
-    "full_attention": "*",
-    "moe": "E",
-    "mlp": "-",
-    "mamba": "M",
-    "attention": "*",
-}
+BLOCK_TYPES = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-", "mamba": "M", "attention": "*"}
 """Names in `layers_block_type`: transformers 5's and, last, the older ones."""
 
 DT_LIMIT = (0.0, math.inf)
@@ -45,25 +37,20 @@ def _read_patterns(file: Values) -> tuple[str, str]:
 
 def _read_pattern(file: Values, letters_key: str, blocks_key: str) -> str:
     """A layer pattern as letters, from whichever of its two keys is there."""
-    pattern, blocks = file.get(letters_key), file.get(blocks_key)
-    if isinstance(pattern, str):
-        if unknown := sorted(set(pattern) - set(LETTERS)):
-            odd = listed(map(repr, unknown), width=60)
-            raise UserError(
-                f"{file.where}: {letters_key} has unknown layer letter(s) {odd}; known: {' '.join(LETTERS)}"
-            )
-        return pattern
-    if pattern is not None:
-        raise UserError(f"{file.where}: {letters_key} {shown(pattern)} is not a text of layer letters")
-    if blocks is None:
+    key = file.first(letters_key, blocks_key)
+    if key is None:
         raise UserError(f"{file.where}: missing key {letters_key} (or {blocks_key})")
-    if not isinstance(blocks, list):
-        raise UserError(f"{file.where}: {blocks_key} {shown(blocks)} is not a list of layers")
-    unknown = [shown(block) for block in blocks if not isinstance(block, str) or block not in BLOCK_TYPES]
+    as_letters, layers = key == letters_key, file.get(key)
+    if not isinstance(layers, str if as_letters else list):
+        kind = "text of layer letters" if as_letters else "list of layers"
+        raise UserError(f"{file.where}: {key} {shown(layers)} is not a {kind}")
+    assert isinstance(layers, str | list)
+    known = {letter: letter for letter in LETTERS} if as_letters else BLOCK_TYPES
+    unknown = [shown(layer) for layer in layers if not isinstance(layer, str) or layer not in known]
     if unknown:
         odd = listed(dict.fromkeys(unknown), width=120)
-        raise UserError(f"{file.where}: {blocks_key} has unknown layers {odd}; known: {listed(BLOCK_TYPES)}")
-    return "".join(BLOCK_TYPES[block] for block in blocks)
+        raise UserError(f"{file.where}: {key} has unknown layers {odd}; known: {listed(known)}")
+    return "".join(known[layer] for layer in layers)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,7 @@ from mtpkit.files import copy_file, is_there, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes that are read and written; integers and quantised weights are not among them."""
 
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
@@ -47,7 +42,10 @@ class HFReader:
         self._places: dict[str, tuple[Any, str]] = {}
         self._odd: list[str] = []
         for path, promised in _shards(directory).items():
-            shard = _open_shard(path)
+            try:
+                shard = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is damaged or cut off ({error}); download it again") from error
             names = set(shard.keys())
             if promised is not None and names != promised:
                 odd = listed(sorted(names ^ promised))
@@ -92,11 +90,7 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file, as an index has it.
-
-    Raises:
-        UserError: it has something else, or a file that is not in the index's directory.
-    """
+    """Read an index: tensor -> name of a file in the index's directory."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{index}: weight_map {shown(places)} is not an object of file names; download it again")
@@ -104,13 +98,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if odd:
         raise UserError(f"{index}: weight_map must name files of {index.parent}, not {listed(odd)}; download it again")
     return places
-
-
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged or cut off ({error}); download it again") from error
 
 
 def write_hf(

@@ -1,4 +1,4 @@
-"""Megatron's names: every tensor of a model with its shape, as `torch_dist` checkpoints store them.
+"""Megatron's names of tensors with their shapes, as `torch_dist` checkpoints store them; and Megatron's settings.
 
 Stacked experts appear as one tensor per expert: `...experts.linear_fc1.weight[3]` is slice 3 of dimension 0.
 
@@ -9,9 +9,14 @@ in it: `mtp.layers.0.transformer_layer.mlp...` on disk, `mtp_model_layer` in mem
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from mtpkit.checkpoint.tensors import Shape
-from mtpkit.config import ModelConfig
+from mtpkit.checkpoint.values import Values
+from mtpkit.config import SECTIONS, ModelConfig, config_of_file
+from mtpkit.config.checked import keys_of
+from mtpkit.config.sections import Mamba2Config, MoeConfig
+from mtpkit.errors import UserError, shown
 from mtpkit.model.kinds import KINDS
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"
@@ -22,6 +27,38 @@ TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 _SLICE = re.compile(r"(.+)\[(\d+)\]")
 _TRANSFORMER_LAYER = re.compile(r"(mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?!layers\.)(.+)")
 _FEED_FORWARD = ("mlp.", "pre_mlp_layernorm.")
+
+OTHER_NAMES = {
+    "vocab_size": ("padded_vocab_size", "vocab_size"),
+    "num_moe_experts": ("num_moe_experts", "num_experts"),
+    "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
+    "init_std": ("init_method_std",),
+}
+"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All others have the same name."""
+
+FIXED = {
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "apply_layernorm_1p": False,
+    "attention_output_gate": False,
+    "layernorm_zero_centered_gamma": False,
+    "multi_latent_attention": False,
+    "normalization": "RMSNorm",
+    "window_size": None,
+    "rotary_interleaved": False,
+    "disable_bias_linear": True,
+}
+"""Settings with one value that can be represented."""
+
+MOE_FIXED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_gate": False,
+}
+"""The same, for models with experts."""
+
+MAMBA_EXPAND = 2
+"""Inner width of a Mamba layer in hidden sizes, where the number of its heads is not given."""
 
 
 def base_layer(number: int) -> str:
@@ -105,3 +142,78 @@ def extra_states(counts: Mapping[str, int]) -> list[str]:
         if match and not match[1].endswith(plain):
             names += [f"{match[1]}._extra_state/shard_{i}_{count}" for i in range(count)]
     return names
+
+
+def config_from_megatron(values: object, where: object = "Megatron config") -> ModelConfig:
+    """Read a `TransformerConfig` as a dictionary, or the namespace `args` of a Megatron-LM checkpoint as one.
+
+    Megatron's `mtp_num_layers` counts depths. Its vocabulary is taken with its padding: those rows are in the weights.
+    The family of the config stays open.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        UserError: it is no dictionary; or names every setting that is wrong or cannot be represented.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where}: {shown(values)} is not an object of Megatron's settings")
+    file = Values(values, where)
+    pattern, mtp_pattern, depths = _patterns(file)
+    for key, value in (FIXED | (MOE_FIXED if MoeConfig.letter in pattern + mtp_pattern else {})).items():
+        file.require(key, value)
+    same = [key for section in SECTIONS.values() for key in keys_of(section).values()]
+    names = {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES
+    keys = {field: file.first(*names[field]) for field in names}
+    for field in ("vocab_size", "hidden_size"):
+        if keys[field] is None:
+            file.problems.append(f"{' or '.join(names[field])} is missing")
+    hidden, heads = file.whole("hidden_size"), file.whole("num_attention_heads") or 1
+    groups = file.whole("num_query_groups") if file.flag("group_query_attention", True) else 0
+    fields: dict[str, object] = {}
+    if Mamba2Config.letter in pattern + mtp_pattern:  # as Megatron-LM derives it
+        width = max(1, file.whole("mamba_head_dim", Mamba2Config.head_dim))
+        fields["mamba_num_heads"] = MAMBA_EXPAND * hidden // width
+    fields |= {field: file.get(key) for field, key in keys.items() if key is not None}
+    fields |= dict(
+        family="",
+        pattern=pattern,
+        mtp_pattern=mtp_pattern,
+        mtp_num_depths=depths,
+        mtp_use_repeated_layer=file.flag("mtp_use_repeated_layer", False) if depths else True,
+        num_query_groups=groups or heads,
+        kv_channels=file.whole("kv_channels") or hidden // heads,
+        activation=_activation(file),
+        tie_word_embeddings=not file.flag("untie_embeddings_and_output_weights", True),
+    )
+    file.raise_problems()
+    shown_as = {field: key or names[field][0] for field, key in keys.items()}
+    shown_as |= dict(pattern="hybrid_layer_pattern", mtp_num_depths="mtp_num_layers")
+    return config_of_file(where, shown_as, fields)
+
+
+def _patterns(file: Values) -> tuple[str, str, int]:
+    """(base pattern, pattern of one MTP depth, depths), from `M-*-/*-/*-` or from separate settings."""
+    key = file.first("hybrid_layer_pattern", "hybrid_override_pattern") or "hybrid_layer_pattern"
+    text = file.text(key)
+    if file.get(key, "") == "":
+        file.problems.append("hybrid_layer_pattern is missing; only hybrid models can be read")
+    base, *heads = text.replace("|", "").split("/")  # | marks pipeline stages
+    depths = file.whole("mtp_num_layers") or len(heads)
+    own = set(heads) or {file.text("mtp_hybrid_override_pattern")}
+    if len(own) > 1 or len(heads) not in (0, depths):
+        file.problems.append(f"{shown(text)} must give one pattern to all {shown(depths)} depths")
+    return base, own.pop() if depths else "", depths
+
+
+def _activation(file: Values) -> Literal["relu2", "swiglu"]:
+    """The activation of a feed-forward layer; any other than these two is recorded as a problem."""
+    function = file.get("activation_func", "")
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    swiglu = file.flag("swiglu", False)
+    gated = file.flag("gated_linear_unit", False) or swiglu
+    if swiglu or (gated and "silu" in name):
+        return "swiglu"
+    if gated or not (file.flag("squared_relu", False) or "squared_relu" in name):
+        file.problems.append(f"activation_func {shown(function or 'gelu')}: only squared ReLU and SwiGLU are supported")
+    return "relu2"

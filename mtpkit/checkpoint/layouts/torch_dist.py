@@ -21,14 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
@@ -38,16 +31,16 @@ from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, require_file
 
-# torch says so whenever it runs without a process group, which is how this module means it.
+# torch warns when it runs without a process group, as this module does on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-# Nor is it of interest how a file was pickled from which nothing but plain values is taken.
+# It also warns of the pickle protocol of files, from which only plain values are taken here.
 warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 COMMON_STATE = "common_state/shard_0_1"
-"""Where megatron-core keeps what is not a tensor, as a list of one dictionary."""
+"""Key under which megatron-core keeps everything but tensors, as a list of one dictionary."""
 
 CHECKPOINT_VERSION = {"checkpoint_version": 3.0}
-"""What Megatron-LM wants to know of a checkpoint; without it, it would reorder the rows of QKV."""
+"""An entry that Megatron-LM looks for in a checkpoint; without it, Megatron-LM would reorder the rows of QKV."""
 
 
 class MegatronReader:
@@ -95,7 +88,14 @@ class MegatronReader:
         if len(entry.chunks) > 1 and target.dtype in FLOATS:
             target.fill_(math.nan)  # shows where pieces that overlap leave a hole
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        self._fetch(create_read_items_for_chunk_list(key, entry, [chunk]), _Target(target))
+        items = create_read_items_for_chunk_list(key, entry, [chunk])
+        try:
+            self._reader.read_data(LoadPlan(items), _Target(target)).wait()
+        except Exception as error:  # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
+            assert self._metadata.storage_data is not None
+            files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
+            where = ", ".join(str(self._directory / file) for file in files)
+            raise UserError(f"{where} is missing, damaged or cut off ({first_line(error)})") from error
         return target if row is None else target[0]
 
     def disk_tensors(self) -> dict[str, TensorInfo | None]:
@@ -103,7 +103,7 @@ class MegatronReader:
         return {key: _info(entry) for key, entry in self._metadata.state_dict_metadata.items()}
 
     def read_common_state(self) -> dict[str, object]:
-        """What the checkpoint keeps besides tensors, such as Megatron-LM's `args`; empty when it keeps nothing.
+        """The entries of the checkpoint besides tensors, such as Megatron-LM's `args`; empty if there are none.
 
         Raises:
             UserError: it cannot be read, or is not a dictionary of what megatron-core saves there.
@@ -128,15 +128,6 @@ class MegatronReader:
         if not isinstance(state, dict):
             raise UserError(f"{path}: the common state is {shown(state)}, not a dictionary")
         return state
-
-    def _fetch(self, items: list[ReadItem], planner: "_Target") -> None:
-        try:
-            self._reader.read_data(LoadPlan(items), planner).wait()
-        except Exception as error:  # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
-            assert self._metadata.storage_data is not None
-            files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
-            where = ", ".join(str(self._directory / file) for file in files)
-            raise UserError(f"{where} is missing, damaged or cut off ({first_line(error)})") from error
 
 
 def _info(entry: TensorStorageMetadata | BytesStorageMetadata) -> TensorInfo | None:
@@ -227,5 +218,5 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 def _empty_extra_state(name: str) -> Tensor | None:
-    """What a module without fp8 leaves there; megatron-core's own output layer leaves None."""
+    """The extra state that a module without fp8 saves; megatron-core's own output layer saves None."""
     return None if name.startswith("output_layer.") else torch.empty(0, dtype=torch.uint8)

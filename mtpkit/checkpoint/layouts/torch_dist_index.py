@@ -38,17 +38,17 @@ _NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
 }
-"""Module -> what an index may name there: none of it does anything but hold values."""
+"""Module -> the names that an index may use from it: classes that only hold values."""
 _OTHER_NAMES: dict[tuple[str, str], type] = {
     ("pathlib._local", "PosixPath"): PosixPath,
     (_MEGATRON, "MCoreMetadata"): Metadata,
     (_MEGATRON, "MCoreSavePlan"): SavePlan,
 }
-"""The same, as Python 3.13 calls it, and megatron-core up to 0.15, whose classes had one field more."""
+"""Further names: those of Python 3.13, and those of megatron-core up to 0.15, whose classes had one more field."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what an index consists of."""
+    """Unpickles only the classes that an index consists of."""
 
     def find_class(self, module: str, name: str) -> object:
         if other := _OTHER_NAMES.get((module, name)):
@@ -59,7 +59,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(directory: Path) -> Metadata:
-    """What a checkpoint holds, and where in its files.
+    """Read the index of a checkpoint: its tensors, and their places in its files.
 
     Raises:
         UserError: the index is missing, damaged or foreign, or does not fit the files.
@@ -80,8 +80,8 @@ def read_index(directory: Path) -> Metadata:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, on one line."""
-    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):  # torch advises to run what is there
+    """The first line of an exception's message."""
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):  # torch advises running its code
         return "it holds something else than tensors and plain values"
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 

@@ -11,8 +11,6 @@ KINDS = (*kinds_model.KINDS, *kinds_data.KINDS, *kinds_run.KINDS)
 READERS: dict[str, tuple[str, ...]] = {
     "bench/machine.py": (),  # what the processor is called
     "bench/prompts.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
-    "checkpoint/atomic.py": (),  # opens what it has written, to flush it
-    "checkpoint/base.py": (".metadata of a run",),
     "checkpoint/layouts/huggingface.py": ("index", "safetensors"),
     "checkpoint/directory.py": (
         *("config.json", "mtpkit.json", "Megatron's config.json", "generation_config.json"),
@@ -20,7 +18,7 @@ READERS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/layouts/torch_dist.py": (".metadata", "distcp", "common.pt"),
     "checkpoint/layouts/torch_dist_index.py": (".metadata", ".metadata of a run"),
-    "checkpoint/run.py": ("trainer state", "metadata.json", "distcp of a run"),
+    "checkpoint/run.py": ("trainer state", "metadata.json", ".metadata of a run", "distcp of a run"),
     "cli/data.py": ("chat template",),
     "cli/errors.py": (),  # a place for output that nobody reads
     "cli/generate.py": ("stdin",),
