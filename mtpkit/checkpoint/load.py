@@ -47,35 +47,30 @@ def load_model(
         sequence_parallel=tensor_parallel > 1,
         init="none",
     )
-    _fill(model, source, directory)
+    load_model_weights(model, directory, source=source)
     return model
 
 
+@torch.no_grad()
 def load_model_weights(
-    model: HybridModel, directory: Path | str, strict: bool = True, allow_missing_heads: bool = False
+    model: HybridModel,
+    directory: Path | str,
+    strict: bool = True,
+    allow_missing_heads: bool = False,
+    source: TensorSource | None = None,
 ) -> None:
     """Copy weights into a model's parameters, casting them to its dtypes. At any parallelism: each rank takes its part.
 
     Args:
         strict: tensors that the model does not have are an error.
         allow_missing_heads: leave the model's `mtp.*` as they are unless the checkpoint has exactly these heads.
+        source: the opened weights of the directory, if they are open already.
 
     Raises:
         UserError: tensors are missing, unexpected, of another shape or no floats: found before a parameter is changed;
             or they are not finite, which is known when all are read. The message names them.
     """
-    _fill(model, open_weights(directory), directory, strict, allow_missing_heads)
-
-
-@torch.no_grad()
-def _fill(
-    model: HybridModel,
-    source: TensorSource,
-    directory: Path | str,
-    strict: bool = True,
-    allow_missing_heads: bool = False,
-) -> None:
-    """Copy the tensors of a source into a model, as `load_model_weights` does."""
+    source = open_weights(directory) if source is None else source
     targets = _targets(model)
     expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
     found = source.tensors
