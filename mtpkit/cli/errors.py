@@ -50,7 +50,7 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
     except MtpkitError as error:
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        message = getattr(error, "format_message", error.__str__)()
+        message = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")  # pydantic's words
         if not message:  # a group without a command has already printed its help
             sys.exit(USAGE_EXIT_CODE)
         _fail(f"{message} (see --help)", USAGE_EXIT_CODE)

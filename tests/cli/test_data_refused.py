@@ -246,3 +246,16 @@ def test_the_commands_that_are_suggested_work(place, call, model_dir, capsys, fo
 def test_a_command_that_lacks_an_option_does_not_parse() -> None:
     with pytest.raises(typer.TyperException):
         parse("mtpkit data prepare --data answers.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "says"),
+    [
+        ("regenerate", "--turns", "first", "'first' is not one of 'last', 'all'."),
+        ("regenerate", "--dtype", "int8", "'int8' is not one of 'auto', 'float32', 'bfloat16'."),
+    ],
+)
+def test_values_that_options_do_not_take(place, refuse, model_dir, command, option, value, says) -> None:
+    output = [] if command == "inspect" else ["--output", "out"]
+    line = refuse(command, "--model", model_dir, "--data", "a.jsonl", *output, option, value)
+    assert line == f"mtpkit: error: Invalid value for '{option}': {says} (see --help)"
