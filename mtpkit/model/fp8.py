@@ -4,7 +4,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.errors import UserError
-from mtpkit.kernels.fp8_linear import FP8, quantize_rows
+from mtpkit.kernels.linear import FP8, quantize_rows
 from mtpkit.model.kinds import kinds_in
 from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtpkit.kernels.draft_head import argmax, linear_argmax
 from mtpkit.kernels.linear import linear
-from mtpkit.kernels.mtp_input import mtp_input
+from mtpkit.kernels.norm import mtp_input
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import caching_length
 from mtpkit.model.layers.recompute import keeping_inputs, linear_of

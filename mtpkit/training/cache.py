@@ -23,7 +23,7 @@ from torch import Tensor
 from mtpkit.data import PackedBatch
 from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import is_there, read_json, read_record, require_file
-from mtpkit.kernels.fp8_linear import FP8, quantize_rows
+from mtpkit.kernels.linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.hybrid import HybridModel
 

@@ -24,17 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpkit.kernels.head_loss import (
-    HeadLoss,
-    LossKind,
-    draft_tokens,
-    fold,
-    is_finite,
-    log_probs,
-    matches,
-    number_tokens,
-    row_losses,
-)
+from mtpkit.kernels.head_loss import HeadLoss, LossKind
+from mtpkit.kernels.head_loss.slices import draft_tokens, fold, is_finite, log_probs, matches, number_tokens, row_losses
 from mtpkit.platform import to_device
 
 CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conver
 
 
 def run(twin, name, *tensors):
-    """A function of a twin on its device; accepted and token ids on the CPU."""
+    """Run an op of a twin on its device; returns accepted counts and token ids on the CPU."""
     accepted, token_ids = getattr(twin("acceptance"), name)(*(tensor.to(twin.device) for tensor in tensors))
     return accepted.cpu(), token_ids.cpu()
 
@@ -97,7 +97,7 @@ def test_rejection_gives_the_target_distribution(twin, kind):
 @pytest.mark.parametrize("depths", [0, 1, 3, 5])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_rejection_agrees_with_the_reference(twin, vocab_size, depths, rows):
-    """With the same uniforms the same tokens; tensors are views, and what rows do not need is NaN."""
+    """The same uniforms give the same tokens. Tensors are views, and probabilities that rows do not need are NaN."""
     q = (2 * torch.randn(rows, depths, vocab_size)).softmax(-1)
     p = (2 * torch.randn(rows, 1 + depths, vocab_size)).softmax(-1)
     p[:, :depths] = 0.8 * q + 0.2 * p[:, :depths]
@@ -136,7 +136,7 @@ def test_a_draft_is_accepted_below_the_ratio_and_not_at_it(twin):
 
 
 def test_a_draft_without_a_residual_is_replaced_from_the_target(twin):
-    """p is below q everywhere, as rounding can make it: what is left to draw from is p."""
+    """p is below q everywhere, as rounding can make it: the residual is empty, and tokens are drawn from p."""
     q = torch.tensor([[[0.5, 0.5, 0.0]]])
     p = torch.stack([q[0] * 0.999, torch.tensor([[0.0, 0.0, 1.0]])], 1)
     numbers = torch.full((1, 2), 0.9995, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_a_draft_without_a_residual_is_replaced_from_the_target(twin):
 
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 def test_rejection_has_no_token_where_the_target_is_invalid(twin, vocab_size):
-    """It stops there, and at no row before or after that; what comes after the stop does not matter."""
+    """A row stops at its invalid position; other rows, and positions after the stop, do not matter."""
     drafts = torch.tensor([[1, 2]]).expand(5, -1)
     p = torch.eye(vocab_size)[[1, 2, 3]].repeat(5, 1, 1)
     p[1, 0], p[2, 1], p[3, 2] = torch.nan, torch.nan, torch.nan

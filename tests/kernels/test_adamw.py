@@ -9,7 +9,7 @@ SETTINGS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 def definition(master, grads, lr, betas, eps, weight_decay):
-    """Weights and moments in fp64 after all of `grads`."""
+    """Weights and moments in fp64 after one update per gradient."""
     weight, first, second = master.double(), torch.zeros_like(master).double(), torch.zeros_like(master).double()
     for step, grad in enumerate(map(torch.Tensor.double, grads), start=1):
         first = betas[0] * first + (1 - betas[0]) * grad
@@ -36,7 +36,7 @@ def test_steps(twin, size, eps):
 
 
 def test_a_coordinate_that_never_moved(twin):
-    """Its moments are 0, and eps keeps the step finite."""
+    """Moments of an unused weight are 0, and eps keeps the step finite."""
     state = [torch.ones(2, device=twin.device), *torch.zeros(2, 2, device=twin.device)]
     twin("adamw").adamw_(torch.zeros(2, device=twin.device), *state, 1, **SETTINGS)
     assert torch.allclose(state[0].cpu(), torch.full((2,), 1 - 1e-3))

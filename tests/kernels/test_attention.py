@@ -15,7 +15,7 @@ WIDTH = 6
 HEADS = [(4, 4), (4, 2), (6, 1)]
 TOLERANCE = 1e-5
 ROUNDING = 1e-6
-"""Of sums in fp32 over a few hundred positions, in another order."""
+"""Relative error of fp32 sums over a few hundred positions in another order."""
 
 
 def dense(q, k, v, mask):
@@ -141,7 +141,7 @@ CONTEXTS = [0, 59, 61, 127, 200]
 
 @pytest.mark.parametrize("splits", [None, 1, 2, 7])
 def test_long_contexts_are_split(twin, splits):
-    """Rows of one split and of several, splits of which a query sees nothing, splits without a position."""
+    """Rows have one split or several; some splits hold no position that a query sees, some hold none at all."""
     if twin.name == "reference":
         pytest.skip("does not split")
     caches, tables, histories = make_paged(CONTEXTS, [6] * 5, 5, 1)
@@ -152,7 +152,7 @@ def test_long_contexts_are_split(twin, splits):
 def test_one_long_row_is_split_in_a_full_batch(twin, monkeypatch):
     if twin.name == "reference":
         pytest.skip("does not split")
-    decode = importlib.import_module("mtpkit.kernels.attention.decode")
+    decode = importlib.import_module("mtpkit.kernels.attention.triton")
     monkeypatch.setattr(decode, "PROGRAMS", 5)
     monkeypatch.setattr(decode, "_LONG", 64)
     assert decode.split_plan(5, 210, 64) == (4, 1, 64)
@@ -165,7 +165,7 @@ def test_one_long_row_is_split_in_a_full_batch(twin, monkeypatch):
 def test_splits_are_joined_in_several_rounds(twin, monkeypatch, few_lines, splits):
     if twin.name == "reference":
         pytest.skip("does not split")
-    monkeypatch.setattr(importlib.import_module("mtpkit.kernels.attention.decode"), "_FEW_LINES", few_lines)
+    monkeypatch.setattr(importlib.import_module("mtpkit.kernels.attention.triton"), "_FEW_LINES", few_lines)
     tiles = importlib.import_module("mtpkit.kernels.attention.tile").Tiles(16, 16, 4, 2)
     caches, tables, histories = make_paged([331], [2], 5, 1)
     q = torch.randn(1, 2, 3, WIDTH)
@@ -176,7 +176,7 @@ def test_splits_are_joined_in_several_rounds(twin, monkeypatch, few_lines, split
 @pytest.mark.parametrize("programs", [1, 7, 128, 264, 512, 5000])
 def test_splits_hold_every_row(programs):
     """The kernel's use of a plan: its splits cover the row, and there are enough of them."""
-    split_plan = importlib.import_module("mtpkit.kernels.attention.decode").split_plan
+    split_plan = importlib.import_module("mtpkit.kernels.attention.triton").split_plan
     for span in (16, 64, 100, 1024, 8192, 8208, 131072):
         splits, fill, longest = split_plan(programs, span, 64)
         assert splits == 1 or programs * splits < 1024 + programs
@@ -210,13 +210,13 @@ def test_null_rows_are_finite_and_change_nothing(twin):
 
 def split_of(rows: int, tables: torch.Tensor, block_size: int) -> tuple[int, int, int]:
     """The plan of the Triton twin for fp32 rows of two groups and few queries."""
-    decode = importlib.import_module("mtpkit.kernels.attention.decode")
+    decode = importlib.import_module("mtpkit.kernels.attention.triton")
     tiles = decode.decode_tiles(6, WIDTH, torch.float32)
     return decode.split_plan(2 * rows, tables.shape[1] * block_size, tiles.n)
 
 
 def test_a_row_has_the_same_bits_in_batches_that_are_split_alike(twin):
-    """Contexts of part of a tile and of many."""
+    """Contexts fill part of a tile, or many tiles."""
     contexts = [5, 300, 9, 170]
     caches, tables, _ = make_paged(contexts, [3] * 4, 4)
     q, contexts = torch.randn(4, 3, 4, WIDTH), torch.tensor(contexts)
@@ -272,7 +272,7 @@ def test_prefill(twin, contexts, lens, heads, kv_heads):
 
 @pytest.mark.parametrize("m", [16, 32])
 def test_prefill_in_many_tiles(twin, m):
-    """Tiles that begin and end in the middle of a token's heads, after positions that all of a tile's queries see."""
+    """Tiles begin and end in the middle of a token's heads, after positions that all queries of a tile see."""
     if twin.name == "reference":
         pytest.skip("has no tiles")
     tiles = importlib.import_module("mtpkit.kernels.attention.tile").Tiles(m, 16, 4, 2)

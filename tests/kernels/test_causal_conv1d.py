@@ -133,7 +133,7 @@ def test_a_window_that_is_not_taken_back_would_be_seen(twin, shift):
 
 
 def test_worked_example(twin):
-    """The docstring's: window a b c, new tokens x y z."""
+    """The example of the docstring: window a b c, new tokens x y z."""
     weight = parameters(4)[0].to(twin.device)
     state = torch.zeros(1, 5, CHANNELS, device=twin.device)
     state[0, :3] = torch.tensor([1.0, 2.0, 3.0], device=twin.device)[:, None]

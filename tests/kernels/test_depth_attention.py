@@ -18,7 +18,7 @@ HEADS = [(8, 8), (4, 2), (8, 1)]
 
 
 class Inputs(NamedTuple):
-    """Arguments of depth_attention with depths 2..k in one list; an empty list: of sequence_attention."""
+    """Arguments of depth_attention with depths 2..k in one list; an empty list stands for sequence_attention."""
 
     q: Tensor
     k: Tensor
@@ -89,7 +89,7 @@ def errors(twin: Twin, inputs: Inputs, docs: Tensor | None, dtype=torch.float32)
 
 
 def distance(have: Tensor, want: Tensor) -> float:
-    """`relative`, but beside numbers of order 1: a query that sees one entry has no gradient, nor has that key."""
+    """`relative`, or the absolute error of small values: a query that sees one entry has no gradient, nor its key."""
     return relative(have, want) if want.abs().max() > 0.1 else (have.double() - want).abs().max().item()
 
 
@@ -140,7 +140,7 @@ def test_a_packed_document_is_as_if_alone(twin, depths):
 
 @pytest.mark.parametrize("depths", [1, 2])
 def test_blocks_of_other_documents_are_not_read(twin, depths):
-    """Their NaN would show through a weight of zero."""
+    """NaN in unused entries would show even through a weight of zero."""
     if twin.name == "reference":
         pytest.skip("reads all")
     docs, inputs = documents((64, 33, 31, 64)), make(192, depths, 2, 1)
@@ -156,7 +156,7 @@ def test_blocks_of_other_documents_are_not_read(twin, depths):
 
 
 def test_views_of_a_fused_projection(twin):
-    """[s, b, ..] turned to [b, s, ..], as the layers have it; the output lies in memory as the queries do."""
+    """Inputs are [s, b, ..] transposed to [b, s, ..], as in the layers; the output has the strides of the queries."""
     projected = torch.randn(21, 2, 2, 4, 6, device=twin.device, requires_grad=True)
     fused = projected.transpose(0, 1)
     inputs = Inputs(fused[..., :2, :].reshape(2, 21, 4, 6), fused[..., 2, :], fused[..., 3, :], [])

@@ -10,7 +10,7 @@ from mtpkit.kernels.dispatch import CHOICE, pick
 
 
 class OnGpu(torch.Tensor):
-    """A tensor on the CPU that says it is on a GPU."""
+    """A CPU tensor that reports to be on a GPU."""
 
     is_cuda = True
 
@@ -42,7 +42,7 @@ def test_a_gpu_takes_the_kernel_and_a_cpu_the_reference(op):
 
 
 def test_what_asks_for_a_gradient_takes_the_reference(op):
-    """Wherever it stands among the arguments."""
+    """The tensor that needs a gradient may be any of the arguments."""
     plain, wanting = on_gpu(), on_gpu(requires_grad=True)
     for arguments, named in (
         ((wanting,), {}),

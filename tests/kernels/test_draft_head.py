@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 LOGIT_SHAPES = [(1, 1), (3, 17), (2, 4099), (5, 9000)]
 HEAD_SHAPES = [(1, 3, 17), (3, 63, 40), (16, 64, 128), (17, 130, 40), (33, 65, 96), (64, 129, 130)]
-"""Rows of hidden states, vocabulary, hidden size; with blocks that are full and not, in each direction."""
+"""Rows of hidden states, vocabulary, hidden size; with full and partly empty blocks in each dimension."""
 
 
 def heads(rows, vocabulary, width, dtype=torch.float32):
@@ -19,7 +19,7 @@ def heads(rows, vocabulary, width, dtype=torch.float32):
 
 
 def low(twin):
-    """16 bits; Triton's interpreter multiplies the bit patterns of bf16."""
+    """The 16-bit dtype of a twin; Triton's interpreter multiplies the bit patterns of bf16."""
     return torch.float16 if twin.name == "interpreter" else torch.bfloat16
 
 
@@ -41,7 +41,7 @@ def test_argmax(twin, shape, dtype):
 @pytest.mark.parametrize("programs", [3, 6, 1000])
 @pytest.mark.parametrize("places", [(0, 8999), (5, 6, 7), (4095, 4096), (17, 4096 + 17, 8192 + 17), (8998, 8999)])
 def test_first_of_ties(twin, places, programs, monkeypatch):
-    """Within a block, over the blocks of a program, over programs."""
+    """Equal logits lie within a block, in blocks of one program, or in those of several."""
     monkeypatch.setattr(twin("draft_head"), "PROGRAMS", programs, raising=False)
     logits = torch.randn(3, 9000).clamp_max(3)
     logits[:, list(places)] = 4.0
@@ -59,7 +59,7 @@ def test_argmax_of_equal_and_masked_logits(twin):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary, place", [(1, 0), (17, 16), (9000, 0), (9000, 5000), (9000, 8999)])
 def test_no_token_of_invalid_logits(twin, vocabulary, place, dtype):
-    """One NaN or +inf anywhere, or -inf everywhere."""
+    """A row is invalid with one NaN or +inf anywhere, or -inf everywhere."""
     logits = torch.randn(5, vocabulary).to(dtype)
     logits[1, place], logits[2, place], logits[3] = math.nan, math.inf, -math.inf
     want = [int(logits[0].argmax()), NO_TOKEN, NO_TOKEN, NO_TOKEN, int(logits[4].argmax())]
@@ -67,7 +67,7 @@ def test_no_token_of_invalid_logits(twin, vocabulary, place, dtype):
 
 
 def test_parts_of_many_rows(twin):
-    """Programs that read several blocks, and a last one that reads fewer."""
+    """Programs read several blocks, and the last one fewer."""
     if twin.name == "interpreter":
         pytest.skip("a thousand programs")
     logits = torch.randn(700, 20_000)
@@ -95,7 +95,7 @@ def test_a_pruned_vocabulary(twin, rows):
 
 
 def test_first_of_equal_tokens(twin):
-    """Equal rows of the weight in one tile, and in two."""
+    """Equal rows of the weight lie in one tile, or in two."""
     hidden, weight = torch.ones(2, 16), torch.zeros(150, 16)
     weight[[70, 71, 149]] = 1.0
     assert twin("draft_head").linear_argmax(hidden.to(twin.device), weight.to(twin.device)).tolist() == [70, 70]
@@ -118,7 +118,7 @@ def test_strided_hidden_states(twin):
 @pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_row_of_nan_has_no_token(twin, rows, mapped):
-    """And the others do not notice it."""
+    """The other rows do not change."""
     hidden, weight = heads(rows, 130, 40)
     token_ids = torch.arange(130) + 7 if mapped else torch.arange(130)
     want = token_ids[(hidden @ weight.t()).argmax(-1)]

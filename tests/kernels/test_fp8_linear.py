@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtpkit.kernels.fp8_linear import FP8, FP8_MAX, reference
+from mtpkit.kernels.linear import FP8, FP8_MAX, reference
 from tests.kernels.recurrence import relative
 
 
@@ -11,7 +11,7 @@ from tests.kernels.recurrence import relative
 @pytest.mark.parametrize("shape", [(1, 1), (3, 16), (2, 5, 100), (7, 600)])
 def test_rows_come_back_within_the_bound(twin, shape, dtype):
     x = (torch.randn(shape) * torch.logspace(-6, 4, shape[-1])).to(twin.device, dtype)
-    values, scale = twin("fp8_linear").quantize_rows(x)
+    values, scale = twin("linear").quantize_rows(x)
     assert values.dtype == FP8 and values.shape == x.shape and scale.shape == (*x.shape[:-1], 1)
     largest = x.double().abs().amax(-1, keepdim=True)
     assert torch.allclose(scale.double() * FP8_MAX, largest)
@@ -27,8 +27,8 @@ def test_views_and_rows_of_zeros(twin):
     wide = torch.randn(4, 3, 40).to(twin.device)
     wide[1] = 0
     for x in (wide[:, 1], wide[:, :, 3:19], wide[:, 2, ::2]):
-        values, scale = twin("fp8_linear").quantize_rows(x)
-        want, want_scale = twin("fp8_linear").quantize_rows(x.contiguous())
+        values, scale = twin("linear").quantize_rows(x)
+        want, want_scale = twin("linear").quantize_rows(x.contiguous())
         assert torch.equal(values.float(), want.float()) and torch.equal(scale, want_scale)
         assert (values[1].float() == 0).all() and (scale[1] == 1).all()
 
@@ -38,7 +38,7 @@ def test_twins_agree_to_the_bit(twin):
         pytest.skip("the interpreter cuts off what a GPU rounds")
     x = torch.randn(9, 130).bfloat16()
     want, want_scale = (t.to(twin.device) for t in reference.quantize_rows(x))
-    values, scale = twin("fp8_linear").quantize_rows(x.to(twin.device))
+    values, scale = twin("linear").quantize_rows(x.to(twin.device))
     assert torch.equal(values.float(), want.float()) and torch.equal(scale, want_scale)
 
 
@@ -46,7 +46,7 @@ def test_twins_agree_to_the_bit(twin):
 def test_linear(twin, rows, width, outputs):
     if twin.name == "interpreter":
         pytest.skip("the product is torch's, on a GPU")
-    module = twin("fp8_linear")
+    module = twin("linear")
     x, weight = torch.randn(rows, width).to(twin.device).bfloat16(), torch.randn(outputs, width).to(twin.device)
     values, scale = module.quantize_rows(weight)
     y = module.fp8_linear(x, values, scale)

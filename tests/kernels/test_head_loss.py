@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mtpkit.kernels.head_loss import draft_tokens, fold, log_probs, matches, number_tokens, row_losses
+from mtpkit.kernels.head_loss.slices import draft_tokens, fold, log_probs, matches, number_tokens, row_losses
 
 pytestmark = [  # the interpreter's loops, and lanes that are behind the row
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -18,12 +18,12 @@ SHAPES = [(1, 1, 1), (1, 4, 63), (3, 5, 130), (2, 7, 500)]
 PADDING = 3
 """Elements between rows."""
 TOLERANCE = 2e-6
-"""Relative to the largest number, for fp32."""
+"""Error in fp32 relative to the largest number."""
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(twin, monkeypatch):
-    """Rows of several blocks though the shapes are small."""
+    """Make rows take several blocks though the shapes are small."""
     if twin.name == "interpreter":
         monkeypatch.setattr(twin("head_loss"), "BLOCK", 256)
 
@@ -54,7 +54,7 @@ def definition(teacher, students, mask, targets, kind, temperature=1.0, top_k=0)
 
 
 def in_buffer(logits, device):
-    """The same numbers with NaN behind each row."""
+    """Copy the numbers into rows with NaN behind each."""
     spread = torch.full((len(logits), logits.shape[1] + PADDING), torch.nan, dtype=logits.dtype, device=device)
     spread[:, : logits.shape[1]] = logits.to(device)
     return spread[:, : logits.shape[1]]
@@ -153,7 +153,7 @@ def test_matches_take_the_first_of_equals(twin, cuts):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_logits(twin, kind):
-    """Some distributions are on one token, so that others' probabilities are 0 in fp32."""
+    """Some distributions have all mass on one token, so that the other probabilities are 0 in fp32."""
     teacher, students, mask, targets = make_logits(2, 6, 300, spread=100.0)
     inputs = (teacher + 1000, students - 1000, mask, targets)
     want, want_gradient = definition(*inputs, kind)
@@ -178,7 +178,7 @@ def test_low_precision_is_that_of_the_gradient_alone(twin, kind):
 @pytest.mark.parametrize("whose", [0, 1], ids=["teacher", "student"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_that_are_not_finite_are_no_match_and_their_loss_is_not_finite(twin, kind, whose, bad, cut):
-    """One logit or all of a row, of one position; nothing of the others changes."""
+    """One logit of a row or all of them are invalid, at one position; the results of other positions do not change."""
     teacher, _, _, targets = make_logits(1, 6, 500)
     students, mask = teacher.clone(), torch.ones(1, 6, dtype=torch.bool)  # all of them match
     want, _, _ = compute(twin, teacher, students, mask, targets, kind, cuts=[cut] if cut else ())

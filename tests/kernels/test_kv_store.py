@@ -1,4 +1,4 @@
-"""Keys and values land where they are told, and nowhere else."""
+"""Keys and values are written to their slots, and nowhere else."""
 
 import pytest
 import torch

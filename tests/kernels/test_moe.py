@@ -25,7 +25,7 @@ def draw_logits(tokens: int, experts: int, device: str = "cpu") -> tuple[torch.T
 
 
 def dense(expert_ids, weights, experts: int) -> torch.Tensor:
-    """[T, E] weights, refusing an expert that a token has twice."""
+    """Scatter weights to [T, E]; fails if a token has an expert twice."""
     assert expert_ids.dtype == torch.int64 and weights.dtype == torch.float32
     assert all(len(set(row)) == len(row) for row in expert_ids.tolist())
     return torch.zeros(len(expert_ids), experts).scatter(1, expert_ids.cpu(), weights.cpu())
@@ -156,7 +156,7 @@ def test_no_tokens(twin: Twin):
 
 
 def test_rows_do_not_mix_and_calls_repeat(twin: Twin):
-    """A row of NaN is alone with it, though it shares its experts' blocks, and the same call gives the same bits."""
+    """A row of NaN does not spread to rows in the same experts' blocks, and the same call gives the same bits."""
     arguments = draw(6, 2, 2, 64, 32, "relu2", twin.device)
     first = twin("moe").expert_mlp(**arguments)
     assert torch.equal(first, twin("moe").expert_mlp(**arguments))
@@ -184,7 +184,7 @@ def test_many_experts(tokens, activation):
 
 @pytest.mark.gpu
 def test_a_graph_repeats_with_other_experts():
-    """What is captured goes to no experts in particular."""
+    """The experts of the captured call are arbitrary."""
     twin = Twin("cuda", "cuda")
     arguments = draw(8, 32, 4, 256, 192, "relu2", "cuda")
     logits, bias = draw_logits(8, 32, "cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtpkit.kernels.mtp_input import reference
+from mtpkit.kernels.norm import reference
 from tests.kernels.recurrence import relative
 
 EPS = 1e-5
@@ -32,7 +32,7 @@ def definition(token_ids, hidden, embedding, enorm_weight, hnorm_weight):
 def test_mtp_input(twin, dtype, tokens, width):
     arguments = draw(tokens, width, dtype)
     on_device = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=twin.device) for t in arguments]
-    have = twin("mtp_input").mtp_input(*(a.copy_(b) for a, b in zip(on_device, arguments, strict=True)), EPS)
+    have = twin("norm").mtp_input(*(a.copy_(b) for a, b in zip(on_device, arguments, strict=True)), EPS)
     want = definition(*arguments)
     # Triton's interpreter cuts bf16 off instead of rounding.
     bound = 2 * relative(reference.mtp_input(*arguments, EPS), want) + (2**-7 if twin.name == "interpreter" else 1e-6)
@@ -46,5 +46,5 @@ def test_embedding_comes_first(twin):
     hidden = torch.tensor([[2.0, -2.0], [-4.0, 4.0]])
     ones = torch.ones(2)
     arguments = (t.to(twin.device) for t in (torch.tensor([2, 0]), hidden, embedding, ones, 10 * ones))
-    have = twin("mtp_input").mtp_input(*arguments, 0.0).cpu()
+    have = twin("norm").mtp_input(*arguments, 0.0).cpu()
     assert torch.allclose(have, torch.tensor([[1.0, -1.0, 10.0, -10.0], [1.0, 1.0, -10.0, 10.0]]))

@@ -31,7 +31,7 @@ def draw(shape, dtype=torch.float32, wider=0):
 
 
 def place(twin, *tensors):
-    """The tensors on the twin's device, strides kept."""
+    """Move tensors to the twin's device and keep their strides."""
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=twin.device).copy_(t) for t in tensors]
 
 
@@ -63,7 +63,7 @@ def test_gated_rms_norm(twin, dtype, heads, group):
 
 
 def test_sequences_of_a_batch(twin):
-    """[s, b, h] seen from [b, s, h]: no view of it has one row stride."""
+    """The input is [s, b, h] transposed to [b, s, h]: no view of it has a single row stride."""
     x, z = draw((2, 3, 34)).transpose(0, 1), draw((2, 3, 34), wider=4).transpose(0, 1)
     weight = draw((34,))
     have = twin("norm").gated_rms_norm(*place(twin, x, z, weight), 17, EPS)
@@ -71,7 +71,7 @@ def test_sequences_of_a_batch(twin):
 
 
 def test_many_narrow_rows(twin):
-    """Several rows a program, the last program partly empty."""
+    """A program has several rows, and the last program is partly empty."""
     x, weight = draw((67, 60)), draw((60,))
     assert relative(twin("norm").rms_norm(*place(twin, x, weight), EPS).cpu(), definition(x, weight)) < 1e-5
 

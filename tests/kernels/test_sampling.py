@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conver
 
 
 def run(twin, name, *args):
-    """A function of a twin with its tensors on the twin's device; the result on the CPU."""
+    """Run an op of a twin with tensors on the twin's device; returns the result on the CPU."""
     on_device = (arg.to(twin.device) if isinstance(arg, torch.Tensor) else arg for arg in args)
     return getattr(twin("sampling"), name)(*on_device).cpu()
 
@@ -46,7 +46,7 @@ def distribution(row, temperature, top_k=None, top_p=None, min_p=None):
 
 
 def check(twin, rows, temperature, top_k=None, top_p=None, min_p=None):
-    """Probabilities follow the definition, and a token drawn without them is the one their sums tell."""
+    """Probabilities follow the definition, and `sample_logits` draws the token that their cumulative sum gives."""
     count = len(rows)
     temperatures = torch.tensor(temperature) if isinstance(temperature, list) else torch.full((count,), temperature)
     filters = [None if f is None else torch.as_tensor(f).expand(count) for f in (top_k, top_p, min_p)]
@@ -104,7 +104,7 @@ def test_uniforms_are_the_same_bits_everywhere(twin, count, stream):
 
 
 def test_branches_of_a_position_have_numbers_of_their_own(twin):
-    """Branch 0 is what there is without branches; a branch is the last word of philox's counter."""
+    """No branches means branch 0; a branch is the last word of philox's counter."""
     seeds, positions = torch.tensor([5, 5, 5, 9]), torch.tensor([7, 7, 7, 7])
     branches = torch.tensor([0, 1, 2**32 - 1, 1])
     got = run(twin, "uniform", seeds, positions, 2, branches)
@@ -154,7 +154,7 @@ def test_filters_of_one_row_do_not_touch_another(twin):
 
 
 def test_equal_logits(twin):
-    """All that equal the k-th stay; top-p takes equal ones by index."""
+    """Top-k keeps all tokens that equal the k-th; top-p takes equal ones in the order of their indices."""
     row = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -0.0, 2.0, 0.0]])
     kept = check(twin, row, 1.0, top_k=3)[0] > 0
     assert kept.nonzero()[:, 0].tolist() == [1, 2, 3, 4, 5, 7]
@@ -232,7 +232,7 @@ def test_rows_apart_in_memory(twin):
 
 
 def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary_or_none(twin, monkeypatch):
-    """They may hold NaN, and temperatures that are; the rows beside them notice nothing."""
+    """Padding rows may hold NaN logits and temperatures; other rows do not change."""
     if twin.name == "reference":
         pytest.skip("batches are padded for CUDA graphs")
     monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))
@@ -254,7 +254,7 @@ def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary_or_none(twin, monk
 @pytest.mark.parametrize("vocab_size, place", [(200, 0), (200, 199), (5000, 4500)])
 @pytest.mark.parametrize("filters", [(None, None, None), (20, 0.9, 0.05), (150, 0.99, 0.0)])
 def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, vocab_size, place, filters):
-    """One NaN or +inf anywhere, or -inf everywhere; of the filters and temperatures none hides or feigns it."""
+    """A row is invalid with one NaN or +inf anywhere, or -inf everywhere; no filter or temperature changes that."""
     if twin.name == "interpreter" and vocab_size == 5000 and filters[0] == 150:
         pytest.skip("takes too long")
     monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))

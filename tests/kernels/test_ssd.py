@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpkit.kernels.chunks import chunks
+from mtpkit.kernels.device import chunks
 from mtpkit.kernels.ssd import ssd_chunk_scan
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative, scan, step
@@ -127,7 +127,7 @@ def test_a_wrong_argument_would_be_seen(name):
 
 
 def make_rows(lens: tuple[int, ...], device: str, dtype=torch.float32, sizes=(HEADS, WIDTH, 2, STATE)) -> dict:
-    """Rows of tokens one behind the other, as slices of wider tensors."""
+    """Concatenated rows of tokens, as slices of wider tensors."""
     heads, width, groups, state = sizes
     generator = torch.Generator().manual_seed(len(lens))
 

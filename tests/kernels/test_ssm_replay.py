@@ -10,7 +10,7 @@ from tests.kernels.recurrence import relative
 from tests.kernels.test_ssm_update import LIMITS, TOLERANCE, views
 
 BF16_TOLERANCE = 2**-8 + 2**-12
-"""The rounding of an output, and of what tensor cores multiply."""
+"""Rounding of an output and of the operands of tensor cores."""
 
 
 class Rows:
@@ -107,13 +107,13 @@ def run(rows: Rows, steps: int, captured: bool) -> float:
 
 
 def test_widths_of_whole_blocks(twin):
-    """Loads of the state without a mask."""
+    """The state is loaded without a mask."""
     assert run(Rows(twin, 3, 2, 10, (4, 16, 2, 16), torch.float32), 12, captured=False) < TOLERANCE
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_of_many_rows(dtype):
-    """The widths of a model: the second kernel starts before the first has ended, and takes as many heads as it may."""
+    """Widths of a model, and as many heads per program as the kernel takes."""
     rows = Rows(Twin("cuda", "cuda"), 70, 4, ring_length(4), (32, 64, 8, 128), dtype)
     assert run(rows, 60, captured=True) < (TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE)

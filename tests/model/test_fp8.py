@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtpkit.errors import UserError
-from mtpkit.kernels.fp8_linear import quantize_rows
+from mtpkit.kernels.linear import quantize_rows
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
 from mtpkit.model.fp8 import is_fp8, use_fp8_base
 from tests.model.toy import CONFIG, toy_tokens

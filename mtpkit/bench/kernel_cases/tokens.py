@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
-from mtpkit.kernels import acceptance, draft_head, sampling
-from mtpkit.kernels import mtp_input as inputs
+from mtpkit.kernels import acceptance, draft_head, norm, sampling
 
 
 def mtp_input(shapes: Shapes) -> Case:
@@ -22,7 +21,7 @@ def mtp_input(shapes: Shapes) -> Case:
         return shapes.ints(vocab_size, count), shapes.normal(count, hidden), *weights, config.layernorm_epsilon
 
     return Case(
-        inputs.mtp_input,
+        norm.mtp_input,
         f"[{count}, {2 * hidden}]",
         lambda: more((None, None, shapes.normal(vocab_size, hidden))),
         lambda args: 4 * size(args[1]) + size(args[0], args[3], args[4]),

@@ -16,7 +16,7 @@ from torch import Tensor
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import attention as ops
-from mtpkit.kernels import fp8_linear as fp8
+from mtpkit.kernels import linear as linears
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
@@ -108,7 +108,7 @@ def quantize_rows(shapes: Shapes, length: int) -> Case:
         return out[0].float() * out[1]
 
     return Case(
-        fp8.quantize_rows,
+        linears.quantize_rows,
         f"[{length}, {hidden}]",
         lambda: (shapes.normal(length, hidden),),
         lambda args: size(args[0]) + args[0].numel() + 4 * length,
@@ -122,10 +122,10 @@ def fp8_linear(shapes: Shapes, length: int) -> Case:
     hidden = shapes.config.hidden_size
 
     def make() -> Args:
-        return shapes.normal(length, hidden), *fp8.quantize_rows(shapes.normal(hidden, hidden, std=hidden**-0.5))
+        return shapes.normal(length, hidden), *linears.quantize_rows(shapes.normal(hidden, hidden, std=hidden**-0.5))
 
     return Case(
-        fp8.fp8_linear,
+        linears.fp8_linear,
         f"[{length}, {hidden}] x [{hidden}, {hidden}]",
         make,
         lambda args: size(args[0], *args),

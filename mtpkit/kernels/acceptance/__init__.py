@@ -5,5 +5,3 @@ from mtpkit.kernels.dispatch import pick
 
 accept_matching = pick(reference.accept_matching)
 accept_rejection = pick(reference.accept_rejection)
-
-__all__ = ["accept_matching", "accept_rejection"]

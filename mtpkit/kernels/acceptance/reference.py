@@ -33,11 +33,7 @@ def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple
 
 
 def accept_rejection(
-    draft_token_ids: Tensor,
-    draft_probs: Tensor,
-    target_probs: Tensor,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
+    draft_token_ids: Tensor, draft_probs: Tensor, target_probs: Tensor, accept_uniforms: Tensor, sample_uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Exact rejection sampling of drafts that were drawn from q (Leviathan et al., 2023; Chen et al., 2023).
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Acceptance of drafts in Triton. It reads only the probabilities of the drafts and of the position where a row stops.
 
 Padding rows may hold anything: they yield a token of the vocabulary or `NO_TOKEN`, and accept at most K drafts.
@@ -9,30 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels import NO_TOKEN
-from mtpkit.kernels.device import with_rows
-from mtpkit.kernels.sampling.draw import chunk_size, first_above, pick_chunk
+from mtpkit.kernels.device import NO_TOKEN, strided, with_rows
+from mtpkit.kernels.sampling.weights import chunk_size, first_above, pick_chunk
 
 MATCHING_ROWS = 32
 """Rows per program of `accept_matching`."""
-_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["drafts", "choices"])
 def _matching_kernel(
-    drafts,
-    draft_row,
-    draft_depth,
-    choices,
-    choice_row,
-    choice_depth,
-    accepted,
-    token_ids,
-    rows,
-    depths,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    drafts, choices, strides, accepted, token_ids, rows, depths, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
+    draft_row, draft_depth, choice_row, choice_depth = strides
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     depth = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (depth <= depths)
@@ -45,19 +32,10 @@ def _matching_kernel(
 
 
 @triton.jit
-def _stop(
-    drafts,
-    draft_probs,
-    target_probs,
-    accept_uniforms,
-    strides,
-    row,
-    depths,
-    vocab_size,
-    WIDTH: tl.constexpr,
-):
+def _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDTH):
     """The number of accepted drafts of the row, and its drafts [WIDTH]."""
-    draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth = strides
+    draft_row, draft_depth, u_row, u_depth = strides
+    draft_probs, q_row, q_depth, target_probs, p_row, p_depth = probs
     depth = tl.arange(0, WIDTH)
     inside = depth < depths
     draft = tl.load(drafts + row * draft_row + depth * draft_depth, mask=inside, other=0)
@@ -70,10 +48,10 @@ def _stop(
 
 
 @triton.jit
-def _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size):
+def _weights(probs, row, stop, index, depths, vocab_size):
     """p and the residual (p - q)+ of the tokens `index`, at the position where the row stops; q is 0 after the last
     draft."""
-    _draft_row, _draft_depth, q_row, q_depth, p_row, p_depth, _u_row, _u_depth = strides
+    draft_probs, q_row, q_depth, target_probs, p_row, p_depth = probs
     inside = index < vocab_size
     far = stop.to(tl.int64)
     p = tl.load(target_probs + row * p_row + far * p_depth + index, mask=inside, other=0.0).to(tl.float32)
@@ -84,17 +62,9 @@ def _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab
 @triton.jit(do_not_specialize_on_alignment=["drafts", "accept_uniforms"])
 def _sums_kernel(
     drafts,
-    draft_probs,
-    target_probs,
     accept_uniforms,
-    draft_row,
-    draft_depth,
-    q_row,
-    q_depth,
-    p_row,
-    p_depth,
-    u_row,
-    u_depth,
+    strides,
+    probs,
     sums,
     depths,
     vocab_size,
@@ -104,10 +74,9 @@ def _sums_kernel(
 ):
     """Store sums [2, R, num_chunks] float64: the mass of p and of the residual in each chunk, where the row stops."""
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
-    strides = (draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth)
-    stop, _draft = _stop(drafts, draft_probs, target_probs, accept_uniforms, strides, row, depths, vocab_size, WIDTH)
+    stop, _draft = _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDTH)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    p, residual = _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size)
+    p, residual = _weights(probs, row, stop, index, depths, vocab_size)
     tl.store(sums + tl.program_id(0), tl.sum(p, 0))
     tl.store(sums + tl.num_programs(0) + tl.program_id(0), tl.sum(residual, 0))
 
@@ -115,17 +84,9 @@ def _sums_kernel(
 @triton.jit(do_not_specialize_on_alignment=["drafts", "accept_uniforms", "sample_uniforms"])
 def _rejection_kernel(
     drafts,
-    draft_probs,
-    target_probs,
     accept_uniforms,
-    draft_row,
-    draft_depth,
-    q_row,
-    q_depth,
-    p_row,
-    p_depth,
-    u_row,
-    u_depth,
+    strides,
+    probs,
     sums,
     sample_uniforms,
     s_row,
@@ -140,8 +101,7 @@ def _rejection_kernel(
     CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    strides = (draft_row, draft_depth, q_row, q_depth, p_row, p_depth, u_row, u_depth)
-    stop, draft = _stop(drafts, draft_probs, target_probs, accept_uniforms, strides, row, depths, vocab_size, WIDTH)
+    stop, draft = _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDTH)
     each = tl.arange(0, CHUNKS)
     here = sums + row * num_chunks + each
     p_sums = tl.load(here, mask=each < num_chunks, other=0.0)
@@ -151,9 +111,9 @@ def _rejection_kernel(
     uniform = tl.load(sample_uniforms + row * s_row + stop * s_depth)
     chunk, threshold = pick_chunk(tl.where(any_residual, residual_sums, p_sums), uniform, CHUNKS)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    p, residual = _weights(draft_probs, target_probs, strides, row, stop, index, depths, vocab_size)
+    p, residual = _weights(probs, row, stop, index, depths, vocab_size)
     token = chunk * CHUNK + first_above(tl.where(any_residual, residual, p), threshold, CHUNK)
-    token = tl.where(tl.sum(p_sums, 0) > 0, token, _NO_TOKEN)
+    token = tl.where(tl.sum(p_sums, 0) > 0, token, NO_TOKEN)
     depth = tl.arange(0, WIDTH)
     out = tl.where(depth < stop, draft, tl.where(depth == stop, token, 0))
     tl.store(accepted + row, stop.to(tl.int64))
@@ -167,9 +127,8 @@ def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple
     if rows:
         _matching_kernel[(triton.cdiv(rows, MATCHING_ROWS),)](
             draft_token_ids,
-            *draft_token_ids.stride(),
             sampled_token_ids,
-            *sampled_token_ids.stride(),
+            (*draft_token_ids.stride(), *sampled_token_ids.stride()),
             accepted,
             token_ids,
             rows,
@@ -182,14 +141,10 @@ def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple
 
 
 def accept_rejection(
-    draft_token_ids: Tensor,
-    draft_probs: Tensor,
-    target_probs: Tensor,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
+    draft_token_ids: Tensor, draft_probs: Tensor, target_probs: Tensor, accept_uniforms: Tensor, sample_uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
-    draft_probs, target_probs = with_rows(draft_probs), with_rows(target_probs)
+    probs = (*strided(with_rows(draft_probs)), *strided(with_rows(target_probs)))
     rows, depths = draft_token_ids.shape
     vocab_size = target_probs.shape[2]
     accepted, token_ids = _results(rows, depths, target_probs.device)
@@ -198,17 +153,8 @@ def accept_rejection(
     chunk = chunk_size(vocab_size)
     num_chunks, width = triton.cdiv(vocab_size, chunk), triton.next_power_of_2(1 + depths)
     sums = torch.empty(2, rows, num_chunks, dtype=torch.float64, device=target_probs.device)
-    inputs = (
-        draft_token_ids,
-        draft_probs,
-        target_probs,
-        accept_uniforms,
-        *draft_token_ids.stride(),
-        *draft_probs.stride()[:2],
-        *target_probs.stride()[:2],
-        *accept_uniforms.stride(),
-        sums,
-    )
+    strides = (*draft_token_ids.stride(), *accept_uniforms.stride())
+    inputs = (draft_token_ids, accept_uniforms, strides, probs, sums)
     _sums_kernel[(rows * num_chunks,)](*inputs, depths, vocab_size, num_chunks, WIDTH=width, CHUNK=chunk, num_warps=4)
     _rejection_kernel[(rows,)](
         *inputs,

@@ -3,5 +3,3 @@ from mtpkit.kernels.dispatch import pick
 
 relu2 = pick(reference.relu2, differentiable=True)
 swiglu = pick(reference.swiglu, differentiable=True)
-
-__all__ = ["relu2", "swiglu"]

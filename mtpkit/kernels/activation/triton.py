@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Activations in Triton, computed in fp32 and rounded once; the backwards need only the input."""
 
 import torch

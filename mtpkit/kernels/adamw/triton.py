@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """AdamW in one pass over gradient, weights and moments."""
 
 import triton
@@ -10,19 +9,7 @@ BLOCK, NUM_WARPS = 4096, 8
 
 @triton.jit
 def _adamw_kernel(
-    grad,
-    master,
-    exp_avg,
-    exp_avg_sq,
-    size,
-    shrink,
-    rate,
-    gain1,
-    beta2,
-    gain2,
-    root,
-    eps,
-    BLOCK: tl.constexpr,
+    grad, master, exp_avg, exp_avg_sq, size, shrink, rate, gain1, beta2, gain2, root, eps, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size

@@ -5,5 +5,3 @@ depth_attention = pick(reference.depth_attention, differentiable=True)
 paged_attention = pick(reference.paged_attention)
 prefill_attention = pick(reference.prefill_attention)
 sequence_attention = pick(reference.sequence_attention, differentiable=True)
-
-__all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]

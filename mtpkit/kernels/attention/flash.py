@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="attr-defined"
 """Training attention in Triton: flash attention (Dao 2023, FlashAttention-2, arXiv:2307.08691) with a backward.
 
 One set of kernels serves both ops: a plain sequence is depth 1 with no later depth. The running softmax of a query
@@ -7,36 +7,149 @@ blocks outside the documents of a query block are skipped. torch's own flash ker
 their backward is not deterministic.
 """
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mtpkit.kernels.attention.flash_backward import Saved, attend_backward
-from mtpkit.kernels.attention.flash_forward import attend_forward
-from mtpkit.kernels.attention.flash_tile import Bounds, document_bounds
-from mtpkit.kernels.device import with_rows
+from mtpkit.kernels.attention.flash_backward import attend_backward
+from mtpkit.kernels.attention.tile import (
+    Bounds,
+    Inputs,
+    Tiles,
+    document_bounds,
+    empty_state,
+    fold,
+    load_numbers,
+    load_rows,
+    row_dot,
+    rows_of,
+    score_scale,
+    store_rows,
+)
+from mtpkit.kernels.device import padded, with_rows
+
+
+def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
+    """Tiles of M queries of one head against N keys at a time."""
+    if dtype.itemsize > 2:
+        return Tiles(32, 16, num_warps=8, num_stages=2)
+    if width > 128:
+        return Tiles(64, 32, num_warps=8, num_stages=2)
+    return Tiles(128, 64, num_warps=8 if width > 64 else 4, num_stages=3)
+
+
+@triton.jit
+def _attend(queries, token, oldest, state, inputs, batch, group, first, last, length, scale, WIDTH, N, MASKED):
+    """Fold the keys first .. last - 1 into a running softmax; first is a multiple of N.
+
+    If MASKED, query m sees the keys oldest[m] .. token[m]. If not, it sees all keys, and last is a multiple of N.
+    """
+    D: tl.constexpr = queries.shape[1]
+    for start in range(first, last, N):
+        keys = load_rows(inputs.k, batch, group, start, length, WIDTH, N, D)
+        values = load_rows(inputs.v, batch, group, start, length, WIDTH, N, D)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if MASKED:
+            place = (start + tl.arange(0, N))[None, :]
+            scores = tl.where((place <= token[:, None]) & (place >= oldest[:, None]), scores, float("-inf"))
+        state = fold(state, scores, values, scale, MASKED)
+    return state
+
+
+@triton.jit(do_not_specialize=["length"])
+def _forward_kernel(
+    inputs,
+    start_ptr,
+    out,
+    lse_ptr,
+    scale,
+    length,
+    REP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Compute M queries of one head per program; queries with the most keys run first."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    head, batch = tl.program_id(1), tl.program_id(2)
+    group = head // REP
+    token = first + tl.arange(0, M)
+    end = tl.minimum(first + M, length)
+    queries = load_rows(inputs.q, batch, head, first, length, WIDTH, M, D)
+    acc, best, total = empty_state(M, D)
+    for depth in tl.static_range(len(inputs.later_k)):
+        keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTH, M, D)
+        scores = row_dot(queries, keys) * scale
+        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTH, M, D).to(tl.float32)
+        higher = tl.maximum(best, scores)
+        weights, fade = tl.exp2(scores - higher), tl.exp2(best - higher)
+        total = total * fade + weights
+        acc = acc * fade[:, None] + values * weights[:, None]
+        best = higher
+    # Some query sees each of the keys low .. end - 1; all queries see the keys full_low .. full_end - 1.
+    full_end = (first + 1) // N * N
+    if start_ptr is None:
+        oldest = tl.zeros([M], tl.int32)
+        low, full_low = 0, 0
+    else:
+        oldest = load_numbers(start_ptr, batch, token, length)
+        low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
+        full_low = tl.load(start_ptr + batch.to(tl.int64) * length + end - 1)
+        full_low = tl.minimum(tl.cdiv(full_low, N) * N, full_end)
+    state = acc, best, total
+    state = _attend(queries, token, oldest, state, inputs, batch, group, low, full_low, length, scale, WIDTH, N, True)
+    state = _attend(
+        queries, token, oldest, state, inputs, batch, group, full_low, full_end, length, scale, WIDTH, N, False
+    )
+    acc, best, total = _attend(
+        queries, token, oldest, state, inputs, batch, group, full_end, end, length, scale, WIDTH, N, True
+    )
+    store_rows(out, acc / total[:, None], batch, head, first, length, WIDTH, M, D)
+    line = (batch * tl.num_programs(1) + head).to(tl.int64)
+    tl.store(lse_ptr + line * length + token, best + tl.log2(total), mask=token < length)
+
+
+def _attend_forward(inputs: Inputs, bounds: Bounds | None) -> tuple[Tensor, Tensor]:
+    """The output in the dtype and strides of q, and log2 of the sum of exponentials, [b, heads, s] fp32."""
+    q = inputs.q.data
+    batch, length, heads, width = q.shape
+    tiles = forward_tiles(width, q.dtype)
+    out = torch.empty_like(q)
+    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    _forward_kernel[(triton.cdiv(length, tiles.m), heads, batch)](
+        inputs,
+        None if bounds is None else bounds.start,
+        rows_of(out),
+        lse,
+        score_scale(width),
+        length,
+        REP=heads // inputs.k.data.shape[2],
+        WIDTH=width,
+        D=padded(width),
+        **tiles.launch(),
+    )
+    return out, lse
 
 
 class _DepthAttention(Function):
     @staticmethod
-    def forward(ctx, bounds, *inputs):
-        q, k, v, *later = map(with_rows, inputs)
-        count = len(later) // 2
-        out, lse = attend_forward(q, k, v, later[:count], later[count:], bounds)
-        ctx.save_for_backward(q, k, v, out, lse, *(bounds or ()), *later)
+    def forward(ctx, bounds, *tensors):
+        tensors = tuple(with_rows(tensor) for tensor in tensors)
+        out, lse = _attend_forward(Inputs.of(tensors), bounds)
+        ctx.save_for_backward(out, lse, *(bounds or ()), *tensors)
         ctx.packed = bounds is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        bounds = Bounds(*rest[:2]) if ctx.packed else None
-        later = rest[2:] if ctx.packed else rest
-        count = len(later) // 2
-        saved = Saved(q, k, v, later[:count], later[count:], out, lse)
-        grad_q, grad_k, grad_v, *grad_later = attend_backward(with_rows(grad_out), saved, bounds)
-        return None, grad_q, grad_k, grad_v, *grad_later[0], *grad_later[1]
+        out, lse, *rest = ctx.saved_tensors
+        bounds, tensors = (Bounds(*rest[:2]), rest[2:]) if ctx.packed else (None, rest)
+        return None, *attend_backward(with_rows(grad_out), Inputs.of(tensors), out, lse, bounds)
 
 
 def sequence_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:

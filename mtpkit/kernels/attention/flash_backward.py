@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,attr-defined"
+# mypy: disable-error-code="attr-defined"
 """Backward of flash attention over depth 1's sequence and the later depths of a position itself.
 
 Three kernels compute the gradients of the queries, of depth 1's keys and values, and of the later depths' keys and
@@ -7,16 +7,23 @@ from q, k and the forward's log-sum-exp. delta is the dot product of a query's o
 (FlashAttention-2, section 3.1.2).
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.attention.flash_tile import Bounds, load_numbers, load_rows, row_dot, rows_of, store_rows
-from mtpkit.kernels.attention.tile import Tiles, padded, score_scale
+from mtpkit.kernels.attention.tile import (
+    Bounds,
+    Inputs,
+    Tiles,
+    load_numbers,
+    load_rows,
+    row_dot,
+    rows_of,
+    score_scale,
+    store_rows,
+)
+from mtpkit.kernels.device import padded
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -44,25 +51,9 @@ def diagonal_rows(width: int) -> int:
     return max(16, 4096 // padded(width))
 
 
-class Saved(NamedTuple):
-    """Inputs and results of the forward; lse as `attend_forward` returns it."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    later_k: Sequence[Tensor]
-    later_v: Sequence[Tensor]
-    out: Tensor
-    lse: Tensor
-
-
 @triton.jit(do_not_specialize=["length"])
 def _query_kernel(
-    q,
-    k,
-    v,
-    later_k,
-    later_v,
+    inputs,
     start_ptr,
     out,
     grad_out,
@@ -82,15 +73,15 @@ def _query_kernel(
     head, batch = tl.program_id(1), tl.program_id(2)
     group, line = head // REP, batch * tl.num_programs(1) + head
     token = first + tl.arange(0, M)
-    queries = load_rows(q, batch, head, first, length, WIDTH, M, D)
+    queries = load_rows(inputs.q, batch, head, first, length, WIDTH, M, D)
     pull = load_rows(grad_out, batch, head, first, length, WIDTH, M, D)
     lse = load_numbers(lse_ptr, line, token, length)
     delta = row_dot(load_rows(out, batch, head, first, length, WIDTH, M, D), pull)
     tl.store(delta_ptr + line.to(tl.int64) * length + token, delta, mask=token < length)
     acc = tl.zeros([M, D], tl.float32)
-    for depth in tl.static_range(len(later_k)):
-        own_k = load_rows(later_k[depth], batch, group, first, length, WIDTH, M, D)
-        own_v = load_rows(later_v[depth], batch, group, first, length, WIDTH, M, D)
+    for depth in tl.static_range(len(inputs.later_k)):
+        own_k = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTH, M, D)
+        own_v = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTH, M, D)
         weight = tl.exp2(row_dot(queries, own_k) * scale - lse)
         acc += (weight * (row_dot(pull, own_v) - delta))[:, None] * own_k.to(tl.float32)
     low = 0
@@ -99,8 +90,8 @@ def _query_kernel(
         oldest = load_numbers(start_ptr, batch, token, length)
         low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
     for start in range(low, tl.minimum(first + M, length), N):
-        keys = load_rows(k, batch, group, start, length, WIDTH, N, D)
-        values = load_rows(v, batch, group, start, length, WIDTH, N, D)
+        keys = load_rows(inputs.k, batch, group, start, length, WIDTH, N, D)
+        values = load_rows(inputs.v, batch, group, start, length, WIDTH, N, D)
         place = (start + tl.arange(0, N))[None, :]
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         seen = (place <= token[:, None]) & (place >= oldest[:, None])
@@ -112,9 +103,7 @@ def _query_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _key_kernel(
-    q,
-    k,
-    v,
+    inputs,
     end_ptr,
     grad_out,
     lse_ptr,
@@ -133,8 +122,8 @@ def _key_kernel(
     first."""
     first, group, batch = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
     place = first + tl.arange(0, N)
-    keys = load_rows(k, batch, group, first, length, WIDTH, N, D)
-    values = load_rows(v, batch, group, first, length, WIDTH, N, D)
+    keys = load_rows(inputs.k, batch, group, first, length, WIDTH, N, D)
+    values = load_rows(inputs.v, batch, group, first, length, WIDTH, N, D)
     last = length
     until = tl.where(place < length, length, 0)
     if end_ptr is not None:
@@ -146,7 +135,7 @@ def _key_kernel(
         line = batch * (tl.num_programs(1) * REP) + head
         for start in range(first, last, M):
             token = start + tl.arange(0, M)
-            queries = load_rows(q, batch, head, start, length, WIDTH, M, D)
+            queries = load_rows(inputs.q, batch, head, start, length, WIDTH, M, D)
             pull = load_rows(grad_out, batch, head, start, length, WIDTH, M, D)
             lse = load_numbers(lse_ptr, line, token, length)
             delta = load_numbers(delta_ptr, line, token, length)
@@ -162,9 +151,7 @@ def _key_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _diagonal_kernel(
-    q,
-    later_k,
-    later_v,
+    inputs,
     grad_out,
     lse_ptr,
     delta_ptr,
@@ -180,14 +167,14 @@ def _diagonal_kernel(
     """Store the gradients of the later depths' keys and values at M positions of one group, summed over its heads."""
     first, group, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     token = first + tl.arange(0, M)
-    for depth in tl.static_range(len(later_k)):
-        keys = load_rows(later_k[depth], batch, group, first, length, WIDTH, M, D)
-        values = load_rows(later_v[depth], batch, group, first, length, WIDTH, M, D)
+    for depth in tl.static_range(len(inputs.later_k)):
+        keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTH, M, D)
+        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTH, M, D)
         acc_k, acc_v = tl.zeros([M, D], tl.float32), tl.zeros([M, D], tl.float32)
         for member in range(REP):
             head = group * REP + member
             line = batch * (tl.num_programs(1) * REP) + head
-            queries = load_rows(q, batch, head, first, length, WIDTH, M, D)
+            queries = load_rows(inputs.q, batch, head, first, length, WIDTH, M, D)
             pull = load_rows(grad_out, batch, head, first, length, WIDTH, M, D)
             lse = load_numbers(lse_ptr, line, token, length)
             delta = load_numbers(delta_ptr, line, token, length)
@@ -199,60 +186,39 @@ def _diagonal_kernel(
         store_rows(grad_later_v[depth], acc_v, batch, group, first, length, WIDTH, M, D)
 
 
-def attend_backward(
-    grad_out: Tensor,
-    saved: Saved,
-    bounds: Bounds | None,
-    for_queries: Tiles | None = None,
-    for_keys: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of q, k, v, and of the later depths' keys and values, each in the dtype of its tensor."""
-    q, k, v, later_k, later_v, out, lse = saved
+def attend_backward(grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, bounds: Bounds | None) -> list[Tensor]:
+    """Gradients of q, k, v, of the later depths' keys and of their values, each in the dtype of its tensor.
+
+    out and lse are those of the forward; grad_out [b, s, heads, d] has contiguous channels.
+    """
+    q, k = inputs.q.data, inputs.k.data
     batch, length, heads, width = q.shape
-    groups = k.shape[2]
-    delta = torch.empty_like(lse)
-    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
-    grad_later_k, grad_later_v = ([torch.empty_like(t) for t in later] for later in (later_k, later_v))
-    later = [tuple(rows_of(t) for t in depths) for depths in (later_k, later_v, grad_later_k, grad_later_v)]
+    groups, pull, delta = k.shape[2], rows_of(grad_out), torch.empty_like(lse)
+    grads = [torch.empty_like(rows.data) for rows in (*inputs[:3], *inputs.later_k, *inputs.later_v)]
+    to = Inputs.of(grads)
     common = dict(REP=heads // groups, WIDTH=width, D=padded(width))
     numbers = (score_scale(width), length)
-    tiles = for_queries or query_tiles(width, q.dtype)
+    tiles = query_tiles(width, q.dtype)
     _query_kernel[(triton.cdiv(length, tiles.m), heads, batch)](
-        *map(rows_of, (q, k, v)),
-        *later[:2],
+        inputs,
         None if bounds is None else bounds.start,
-        *map(rows_of, (out, grad_out)),
+        rows_of(out),
+        pull,
         lse,
         delta,
-        rows_of(grad_q),
+        to.q,
         *numbers,
         **tiles.launch(),
         **common,
     )
-    tiles = for_keys or key_tiles(width, q.dtype)
+    tiles = key_tiles(width, q.dtype)
+    end = None if bounds is None else bounds.end
     _key_kernel[(triton.cdiv(length, tiles.n), groups, batch)](
-        *map(rows_of, (q, k, v)),
-        None if bounds is None else bounds.end,
-        rows_of(grad_out),
-        lse,
-        delta,
-        *map(rows_of, (grad_k, grad_v)),
-        *numbers,
-        **tiles.launch(),
-        **common,
+        inputs, end, pull, lse, delta, to.k, to.v, *numbers, **tiles.launch(), **common
     )
-    if later_k:
+    if inputs.later_k:
         rows = diagonal_rows(width)
         _diagonal_kernel[(triton.cdiv(length, rows), groups, batch)](
-            rows_of(q),
-            *later[:2],
-            rows_of(grad_out),
-            lse,
-            delta,
-            *later[2:],
-            *numbers,
-            M=rows,
-            num_warps=4,
-            **common,
+            inputs, pull, lse, delta, to.later_k, to.later_v, *numbers, M=rows, num_warps=4, **common
         )
-    return grad_q, grad_k, grad_v, grad_later_k, grad_later_v
+    return grads

@@ -1,7 +1,408 @@
-"""The Triton twins of attention."""
+# mypy: disable-error-code="attr-defined"
+"""Attention over a paged cache in Triton, for decode steps and prefill chunks; attention over sequences is in `flash`.
 
-from mtpkit.kernels.attention.decode import paged_attention
+All queries of a row that read the same keys are stacked in one dimension: T tokens times the REP = heads / kv_heads
+heads of a group. Query m belongs to token m // REP and to head m % REP of the group. A decode step thus fills a tensor
+core tile and reads each key once. Its context is split over programs (flash-decoding), and a second kernel combines
+their results.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
 from mtpkit.kernels.attention.flash import depth_attention, sequence_attention
-from mtpkit.kernels.attention.prefill import prefill_attention
+from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
+from mtpkit.kernels.device import PROGRAMS, padded, strided
 
 __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]
+
+_UNSPECIALIZED = ["tokens", "span", "fill", "longest", "width", "rows"]
+"""Numbers that change from step to step and must not trigger a recompilation."""
+_UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr"]
+"""Tensors that may be slices, whose alignment must not trigger a recompilation."""
+_MAX_PROGRAMS = 1024
+"""Limit on programs that are added to shorten the longest split: empty programs are not free."""
+_LONG = 8192
+"""Most positions that a program should read, within `_MAX_PROGRAMS`."""
+_FEW_LINES = 2048
+"""Up to this many lines of output, each is combined by a program of its own, so that a batch of one fills the GPU."""
+
+
+def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for `queries` queries per row and group, of `width` channels each; loads of keys and values dominate."""
+    if dtype.itemsize > 2 or width > 256:
+        return Tiles(16, 32 if width <= 128 else 16, num_warps=8, num_stages=3)
+    m = min(64, max(16, triton.next_power_of_2(queries)))
+    return Tiles(m, 64 if width <= 128 else 32, num_warps=4, num_stages=3)
+
+
+def split_plan(programs: int, span: int, n: int) -> tuple[int, int, int]:
+    """Plan the splits of rows of up to `span` positions, where one split per row makes `programs` programs.
+
+    Returns:
+        (splits launched per row, splits that a row should use, positions of the longest split)
+    """
+    most = triton.cdiv(span, n)
+    fill = min(most, triton.cdiv(PROGRAMS, programs))
+    splits = max(fill, min(triton.cdiv(span, _LONG), triton.cdiv(_MAX_PROGRAMS, programs)))
+    return splits, fill, triton.cdiv(triton.cdiv(span, splits), n) * n
+
+
+def prefill_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for up to `queries` queries per row and group, of `width` channels each."""
+    if dtype.itemsize > 2 or width > 256:
+        return Tiles(32, 16, num_warps=8, num_stages=2)
+    n = 64 if width <= 128 else 32
+    if queries <= 16:
+        return Tiles(16, n, num_warps=4, num_stages=3)
+    if queries <= 64:
+        return Tiles(64, n, num_warps=4, num_stages=3)
+    return Tiles(128, n, num_warps=8, num_stages=3)
+
+
+def _grouped(q: Tensor, dims: int, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    """q as [..., kv_heads, heads / kv_heads, d] with `dims` dimensions."""
+    # The only layouts that the kernels can address.
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()
+    return q if q.dim() == dims else q.unflatten(-2, (key_cache.shape[2], -1))
+
+
+def _sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
+    """Compile-time arguments of a kernel, given q from `_grouped`."""
+    groups, rep, width = q.shape[-3:]
+    return dict(GROUPS=groups, REP=rep, WIDTH=width, BLOCK_SIZE=key_cache.shape[1], D=padded(width), **tiles.launch())
+
+
+@triton.jit
+def _load_queries(q_ptr, m, count, q_token, q_head, REP, WIDTH, D):
+    """Load the queries `m` [M] of the row and group at `q_ptr` as [M, D]; zero from query `count` and from channel
+    WIDTH on."""
+    channel = tl.arange(0, D)[None, :]
+    place = (m // REP).to(tl.int64) * q_token + (m % REP) * q_head
+    return tl.load(q_ptr + place[:, None] + channel, mask=(m < count)[:, None] & (channel < WIDTH), other=0.0)
+
+
+@triton.jit
+def _load_blocks(table_ptr, place, last, BLOCK_SIZE):
+    """Load the int64 block numbers of the positions `place` [N] below `last`. Unsigned division is cheaper."""
+    return tl.load(table_ptr + place.to(tl.uint32) // BLOCK_SIZE, mask=place < last, other=0)
+
+
+@triton.jit
+def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH, N, MASKED):
+    """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
+
+    Args:
+        q: [M, D].
+        newest: [M], the last position that each query sees, used if MASKED. If not, all queries see all positions, and
+            last is a multiple of N.
+        state: as from `empty_state`.
+        cache: pointers to the head's keys and values in slot 0, whose slots are SLOT elements apart, and to the row's
+            block table.
+        scale: scale of the scores times log2(e).
+
+    Returns:
+        The new state.
+    """
+    key_ptr, value_ptr, table_ptr = cache
+    D: tl.constexpr = q.shape[1]
+    channel = tl.arange(0, D)[None, :]
+    place = first + tl.arange(0, N)
+    # Loaded one round ahead, so that the addresses of keys and values are ready in time.
+    block = _load_blocks(table_ptr, place, last, BLOCK_SIZE)
+    for start in range(first, last, N):
+        place = start + tl.arange(0, N)
+        slot = block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE
+        offset = (slot * SLOT)[:, None] + channel
+        if MASKED:
+            # Entries beyond may be NaN, and NaN times a weight of zero is NaN.
+            inside = (place < last)[:, None] & (channel < WIDTH)
+            keys = tl.load(key_ptr + offset, mask=inside, other=0.0)
+            values = tl.load(value_ptr + offset, mask=inside, other=0.0)
+        elif WIDTH < D:
+            keys = tl.load(key_ptr + offset, mask=channel < WIDTH, other=0.0)
+            values = tl.load(value_ptr + offset, mask=channel < WIDTH, other=0.0)
+        else:
+            keys = tl.load(key_ptr + offset)
+            values = tl.load(value_ptr + offset)
+        block = _load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(place[None, :] <= newest[:, None], scores, float("-inf"))
+        state = fold(state, scores, values.to(q.dtype), scale, MASKED)
+    return state
+
+
+@triton.jit
+def _row_range(lens_ptr, row, plan, N):
+    """Context length of a row, its number of positions with the new tokens, and positions per split."""
+    tokens, span, fill, longest = plan
+    context = tl.load(lens_ptr + row).to(tl.int32)
+    end = tl.minimum(context + tokens, span)
+    length = ((end + fill - 1) // fill + N - 1) // N * N
+    return context, end, tl.minimum(tl.maximum(length, N), longest)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+def _decode_kernel(
+    q_rows,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    lens_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    scale,
+    tokens,
+    span,
+    fill,
+    longest,
+    width,
+    GROUPS: tl.constexpr,
+    REP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Compute one split of a row for M queries of one kv group per program.
+
+    A row that needs only one split gets its output here. For other rows, split s stores its part of the output in part
+    [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R, splits, tokens * heads].
+    """
+    q_ptr, q_row, q_token, q_group, q_head = q_rows
+    row, split = tl.program_id(1), tl.program_id(2)
+    group = tl.program_id(0) % GROUPS
+    context, end, length = _row_range(lens_ptr, row, (tokens, span, fill, longest), N)
+    first = split * length
+    if first >= end:
+        return
+    m = tl.program_id(0) // GROUPS * M + tl.arange(0, M)
+    count = tokens * REP
+    q_base = q_ptr + row.to(tl.int64) * q_row + group * q_group
+    q = _load_queries(q_base, m, count, q_token, q_head, REP, WIDTH, D)
+    last = tl.minimum(first + length, end)
+    cache = key_ptr + group * WIDTH, value_ptr + group * WIDTH, table_ptr + row.to(tl.int64) * width
+    slot: tl.constexpr = GROUPS * WIDTH
+    state = empty_state(M, D)
+    newest = context + m // REP
+    acc, best, total = _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True)
+    # Queries that see no position of this split have best = -inf; lse becomes -inf too.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None]
+    heads = GROUPS * REP
+    line = m // REP * heads + group * REP + m % REP
+    channel = tl.arange(0, D)[None, :]
+    mask = (m < count)[:, None] & (channel < WIDTH)
+    if length >= end:
+        place = (row.to(tl.int64) * tokens * heads + line) * WIDTH
+        tl.store(out_ptr + place[:, None] + channel, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        place = (row.to(tl.int64) * tl.num_programs(2) + split) * tokens * heads + line
+        tl.store(part_ptr + place[:, None] * WIDTH + channel, acc, mask=mask)
+        tl.store(lse_ptr + place, best + tl.log2(total), mask=m < count)
+
+
+@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "splits"], do_not_specialize_on_alignment=_UNALIGNED)
+def _combine_kernel(
+    lens_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    tokens,
+    span,
+    fill,
+    longest,
+    splits,
+    lines,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    L: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Combine the splits of L of the row's `lines` = tokens * heads per program, S splits at a time."""
+    row = tl.program_id(0)
+    _, end, length = _row_range(lens_ptr, row, (tokens, span, fill, longest), N)
+    if length >= end:
+        return
+    used = (end + length - 1) // length
+    line = tl.program_id(1) * L + tl.arange(0, L)
+    channel = tl.arange(0, D)[None, None, :]
+    acc = tl.full([L, D], 0.0, tl.float32)
+    best = tl.full([L], float("-inf"), tl.float32)
+    total = tl.full([L], 0.0, tl.float32)
+    for start in range(0, used, S):
+        split = start + tl.arange(0, S)
+        place = (row.to(tl.int64) * splits + split[:, None]) * lines + line[None, :]
+        inside = (split < used)[:, None] & (line < lines)[None, :]
+        lse = tl.load(lse_ptr + place, mask=inside, other=float("-inf"))
+        mask = inside[:, :, None] & (channel < WIDTH)
+        part = tl.load(part_ptr + place[:, :, None] * WIDTH + channel, mask=mask, other=0.0)
+        higher = tl.maximum(best, tl.max(lse, 0))
+        # Finite from the first round on, since split 0 holds position 0; -inf only for lines past the last.
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(lse - shift[None, :])
+        fade = tl.exp2(best - shift)
+        total = total * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
+        best = higher
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    channel = tl.arange(0, D)[None, :]
+    place = (row.to(tl.int64) * lines + line)[:, None] * WIDTH + channel
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(line < lines)[:, None] & (channel < WIDTH))
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """See the reference. `splits` fixes the number of splits per row, whatever the batch."""
+    q = _grouped(q, 5, key_cache, value_cache)
+    rows, tokens, groups, rep, width = q.shape
+    tiles = tiles or decode_tiles(tokens * rep, width, q.dtype)
+    across = groups * triton.cdiv(tokens * rep, tiles.m)
+    span = block_tables.shape[1] * key_cache.shape[1]
+    fill, longest = splits or 1, span + tiles.n
+    if splits is None:
+        splits, fill, longest = split_plan(rows * across, span, tiles.n)
+    plan = tokens, span, fill, longest
+    lines = tokens * groups * rep
+    out = q.new_empty(rows, tokens, groups * rep, width)
+    joined = rows * splits * lines if splits > 1 else 0
+    part, lse = (q.new_empty(size, dtype=torch.float32) for size in (joined * width, joined))
+    if out.numel() == 0:
+        return out
+    _decode_kernel[(across, rows, splits)](
+        strided(q),
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        out,
+        part,
+        lse,
+        score_scale(width),
+        *plan,
+        block_tables.stride(0),
+        **_sizes(q, key_cache, tiles),
+    )
+    if splits > 1:
+        at_once = 1 if rows * lines <= _FEW_LINES else 8
+        _combine_kernel[(rows, triton.cdiv(lines, at_once))](
+            context_lens,
+            out,
+            part,
+            lse,
+            *plan,
+            splits,
+            lines,
+            WIDTH=width,
+            N=tiles.n,
+            L=at_once,
+            S=16 // at_once,
+            D=padded(width),
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+def _prefill_kernel(
+    q_rows,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    lens_ptr,
+    start_ptr,
+    out_ptr,
+    scale,
+    rows,
+    width,
+    GROUPS: tl.constexpr,
+    REP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Compute M queries of one row and kv group per program.
+
+    The tiles of row r are numbered from start[r] * REP // M + r on, which leaves a number for each row's partial tile;
+    programs whose number belongs to no tile return at once. A row's tiles with the longest context run first.
+    """
+    q_ptr, q_token, q_group, q_head = q_rows
+    tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    zero = tl.load(start_ptr)
+    row = -1
+    for start in range(0, rows, 128):
+        index = start + tl.arange(0, 128)
+        begin = tl.load(start_ptr + index, mask=index < rows, other=0) - zero
+        row += tl.sum(((index < rows) & (begin * REP // M + index <= tile)).to(tl.int32), 0)
+    begin = tl.load(start_ptr + row) - zero
+    count = ((tl.load(start_ptr + row + 1) - zero - begin) * REP).to(tl.int32)
+    first = ((tile - row - begin * REP // M) * M).to(tl.int32)
+    if first >= count:
+        return
+    context = tl.load(lens_ptr + row).to(tl.int32)
+    m = first + tl.arange(0, M)
+    q = _load_queries(q_ptr + begin * q_token + group * q_group, m, count, q_token, q_head, REP, WIDTH, D)
+    newest = context + m // REP
+    cache = key_ptr + group * WIDTH, value_ptr + group * WIDTH, table_ptr + row.to(tl.int64) * width
+    slot: tl.constexpr = GROUPS * WIDTH
+    seen_by_all = (context + first // REP + 1) // N * N
+    end = context + (tl.minimum(first + M, count) - 1) // REP + 1
+    state = empty_state(M, D)
+    state = _attend(q, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False)
+    acc, _, total = _attend(q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True)
+    channel = tl.arange(0, D)[None, :]
+    place = ((begin + m // REP) * (GROUPS * REP) + group * REP + m % REP) * WIDTH
+    mask = (m < count)[:, None] & (channel < WIDTH)
+    tl.store(out_ptr + place[:, None] + channel, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    lens: tuple[int, ...],
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """See the reference. A few short chunks of equal length run as decode rows, whose contexts are split."""
+    q = _grouped(q, 4, key_cache, value_cache)
+    count, groups, rep, width = q.shape
+    chosen = tiles or prefill_tiles(max(lens) * rep, width, q.dtype)
+    blocks = count * rep // chosen.m + len(lens)
+    if tiles is None and len(set(lens)) == 1 and 2 * blocks * groups <= PROGRAMS:
+        rows = q.unflatten(0, (len(lens), lens[0]))
+        return paged_attention(rows, key_cache, value_cache, block_tables, context_lens).flatten(0, 1)
+    out = q.new_empty(count, groups * rep, width)
+    _prefill_kernel[(blocks, groups)](
+        strided(q),
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        query_start,
+        out,
+        score_scale(width),
+        len(lens),
+        block_tables.stride(0),
+        **_sizes(q, key_cache, chosen),
+    )
+    return out

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,assignment"
+# mypy: disable-error-code="assignment"
 """Depthwise causal convolution with silu in Triton, for decode steps and prefill chunks."""
 
 import torch
@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.chunks import chunks
-from mtpkit.kernels.device import PROGRAMS
+from mtpkit.kernels.device import PROGRAMS, chunks, strided
+
+_CHUNK, _BLOCK = 16, 512
+"""Tokens and channels per program of `causal_conv1d_varlen`."""
 
 
 @triton.jit
-def _load_tap(weight_ptr, channel, inside, j: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+def _load_tap(weight_ptr, channel, inside, j, WIDTH, PACKED):
     """Tap j of each channel in fp32. PACKED: the four bf16 taps of a channel are read as one int64, in one load."""
     if PACKED:
         four = tl.load(weight_ptr + channel, mask=inside, other=0)
@@ -27,24 +29,35 @@ def _taps(weight: Tensor) -> tuple[Tensor, bool]:
 
 
 @triton.jit
-def _load_bias(bias_ptr, channel, inside):
-    if bias_ptr is None:
-        return tl.zeros(channel.shape, tl.float32)
-    else:
-        return tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+def _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED):
+    """The taps of each channel and its bias, in fp32."""
+    taps = ()
+    for j in tl.static_range(WIDTH):
+        taps = taps + (_load_tap(weight_ptr, channel, inside, j, WIDTH, PACKED),)  # noqa: RUF005
+    bias = tl.zeros(channel.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    return taps, bias
+
+
+@triton.jit
+def _convolve(inputs, taps, bias, t, WIDTH):
+    """silu of the convolution that ends with input t + WIDTH - 1."""
+    total = bias
+    for j in tl.static_range(WIDTH):
+        total += taps[j] * inputs[t + j].to(tl.float32)
+    return total / (1.0 + tl.exp(-total))
 
 
 @triton.jit
 def _update_kernel(
-    x_ptr,
+    x_rows,
     state_ptr,
     weight_ptr,
     bias_ptr,
     slots_ptr,
     committed_ptr,
     y_ptr,
-    x_row,
-    x_token,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -53,6 +66,7 @@ def _update_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute BLOCK channels of one row per program."""
+    x_ptr, x_row, x_token = x_rows
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -70,15 +84,9 @@ def _update_kernel(
         inputs = inputs + (tl.load(window_ptrs + i * CHANNELS, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
     for t in tl.static_range(TOKENS):
         inputs = inputs + (tl.load(x_ptrs + t * x_token, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
-    taps = ()
-    for j in tl.static_range(WIDTH):
-        taps = taps + (_load_tap(weight_ptr, channel, inside, j, WIDTH, PACKED),)  # noqa: RUF005
-    bias = _load_bias(bias_ptr, channel, inside)
+    taps, bias = _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED)
     for t in tl.static_range(TOKENS):
-        total = bias
-        for j in tl.static_range(WIDTH):
-            total += taps[j] * inputs[t + j]
-        y = total / (1.0 + tl.exp(-total))
+        y = _convolve(inputs, taps, bias, t, WIDTH)
         tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # a thread may write columns that another thread still reads
     for i in tl.static_range(1, WIDTH - 1 + TOKENS):
@@ -86,50 +94,38 @@ def _update_kernel(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    slots: Tensor,
-    committed: Tensor,
-    *,
-    block: int | None = None,
-    num_warps: int | None = None,
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, committed: Tensor
 ) -> Tensor:
-    """See the reference. `block`: channels per program."""
+    """See the reference."""
     rows, tokens, channels = x.shape
     width = weight.shape[-1]
-    assert x.stride(2) == 1 and state.is_contiguous() and weight.is_contiguous()
+    assert state.is_contiguous() and weight.is_contiguous()
     taps, packed = _taps(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if block is None:
-        block = 1024
-        while block > 128 and rows * triton.cdiv(channels, block) < 2 * PROGRAMS:
-            block //= 2
+    block = 1024  # channels per program
+    while block > 128 and rows * triton.cdiv(channels, block) < 2 * PROGRAMS:
+        block //= 2
     _update_kernel[(triton.cdiv(channels, block), rows)](
-        x,
+        strided(x),
         state,
         taps,
         bias,
         slots.contiguous(),
         committed.contiguous(),
         y,
-        *x.stride()[:2],
         CHANNELS=channels,
         COLUMNS=state.shape[1],
         WIDTH=width,
         TOKENS=tokens,
         PACKED=packed,
         BLOCK=block,
-        num_warps=num_warps or max(1, block // 256),
+        num_warps=max(1, block // 256),
     )
     return y
 
 
 @triton.jit
-def _load_input(
-    x_ptrs, initial_ptrs, at, i: tl.constexpr, row_start, inside, x_token, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
-):
+def _load_input(x_ptrs, initial_ptrs, at, i, row_start, inside, x_token, CHANNELS, WIDTH):
     """Load input i of the WIDTH - 1 inputs before token `at` of a row, from the row or from its initial window."""
     place = at + (i - WIDTH + 1)
     old_ptrs = initial_ptrs + (place - row_start + (WIDTH - 1)) * CHANNELS
@@ -168,16 +164,10 @@ def _varlen_kernel(
         inputs = inputs + (_load_input(x_ptrs, initial_ptrs, start, i, row_start, inside, x_token, CHANNELS, WIDTH),)  # noqa: RUF005
     for t in tl.static_range(BLOCK_T):
         inputs = inputs + (tl.load(x_ptrs + (start + t) * x_token, mask=inside & (start + t < end), other=0.0),)  # noqa: RUF005
-    taps = ()
-    for j in tl.static_range(WIDTH):
-        taps = taps + (_load_tap(weight_ptr, channel, inside, j, WIDTH, PACKED),)  # noqa: RUF005
-    bias = _load_bias(bias_ptr, channel, inside)
+    taps, bias = _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED)
     y_ptrs = y_ptr + start * CHANNELS + channel
     for t in tl.static_range(BLOCK_T):
-        total = bias
-        for j in tl.static_range(WIDTH):
-            total += taps[j] * inputs[t + j].to(tl.float32)
-        y = total / (1.0 + tl.exp(-total))
+        y = _convolve(inputs, taps, bias, t, WIDTH)
         tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside & (start + t < end))
     if end == row_end:
         for i in tl.static_range(WIDTH - 1):
@@ -186,25 +176,17 @@ def _varlen_kernel(
 
 
 def causal_conv1d_varlen(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial: Tensor,
-    lens: tuple[int, ...],
-    *,
-    block_t: int = 16,
-    block: int = 512,
-    num_warps: int = 4,
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor, lens: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. A program computes `block` channels of `block_t` tokens."""
+    """See the reference."""
     tokens, channels = x.shape
     width = weight.shape[-1]
     assert x.stride(1) == 1 and weight.is_contiguous()
-    parts = chunks(lens, block_t, x.device)
+    parts = chunks(lens, _CHUNK, x.device)
     taps, packed = _taps(weight)
     y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     windows = torch.empty(len(lens), width - 1, channels, dtype=x.dtype, device=x.device)
-    _varlen_kernel[(triton.cdiv(channels, block), len(parts.row))](
+    _varlen_kernel[(triton.cdiv(channels, _BLOCK), len(parts.row))](
         x,
         initial.contiguous(),
         taps,
@@ -218,8 +200,8 @@ def causal_conv1d_varlen(
         CHANNELS=channels,
         WIDTH=width,
         PACKED=packed,
-        BLOCK_T=block_t,
-        BLOCK=block,
-        num_warps=num_warps,
+        BLOCK_T=_CHUNK,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
     return y, windows

@@ -3,5 +3,3 @@ from mtpkit.kernels.draft_head import reference
 
 argmax = pick(reference.argmax)
 linear_argmax = pick(reference.linear_argmax)
-
-__all__ = ["argmax", "linear_argmax"]

@@ -1,10 +1,7 @@
-# mypy: disable-error-code="no-untyped-def"
 """Best token in Triton: each program finds the best of one part of the vocabulary, and a second kernel the best part.
 
 NaN is treated as +inf, so that the largest logit tells without another pass whether the row is valid.
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels import NO_TOKEN
-from mtpkit.kernels.device import MULTIPROCESSORS, SMALLEST_DOT, with_rows
+from mtpkit.kernels.device import MULTIPROCESSORS, NO_TOKEN, WIDE_TILE, Tile, padded, with_rows
 from mtpkit.kernels.draft_head.reference import to_token_ids
 
 BLOCK = 4096
@@ -24,23 +20,9 @@ STREAM_ROWS = 64
 """For up to this many rows of hidden states the weight is streamed once, and no logits are written."""
 CHUNK_ROWS = 1024
 """With more rows, the number of rows whose logits are in memory at a time."""
-_NO_TOKEN = tl.constexpr(NO_TOKEN)
-
-
-class Tile(NamedTuple):
-    """Rows and columns of the weight that a program of `linear_argmax` multiplies at a time; pipeline stages; warps."""
-
-    block_n: int
-    block_k: int
-    num_stages: int
-    num_warps: int
-
-
 TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4)}
 """Tiles by padded number of rows of hidden states: two programs per multiprocessor with three tiles in flight each. The
 tile of the weight grows with the rows, since every program reads all hidden states from the cache."""
-WIDE_TILE = Tile(64, 16, 2, 4)
-"""Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay in registers."""
 
 
 @triton.jit
@@ -119,12 +101,11 @@ def _best_part_kernel(values, indices, token_ids, out, parts, MAPPED: tl.constex
     best = tl.min(tl.where(value == top, index, 2147483647), axis=0).to(tl.int64)
     if MAPPED:
         best = tl.load(token_ids + best).to(tl.int64)
-    tl.store(out + row, tl.where(tl.abs(top) < float("inf"), best, _NO_TOKEN))
+    tl.store(out + row, tl.where(tl.abs(top) < float("inf"), best, NO_TOKEN))
 
 
-def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    values = torch.empty(rows, parts, dtype=torch.float32, device=device)
-    return values, torch.empty(rows, parts, dtype=torch.int32, device=device)
+def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(rows, parts, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
 
 
 def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Tensor:
@@ -175,9 +156,9 @@ def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> T
     rows, width = hidden.shape
     if not rows:
         return torch.empty(0, dtype=torch.int64, device=hidden.device)
-    padded = max(SMALLEST_DOT, triton.next_power_of_2(rows))
+    block_m = padded(rows)
     wide = hidden.dtype == torch.float32
-    tile = WIDE_TILE if wide else TILES[padded]
+    tile = WIDE_TILE if wide else TILES[block_m]
     parts = triton.cdiv(len(weight), tile.block_n)
     values, indices = _part_buffers(rows, parts, hidden.device)
     _linear_part_kernel[(parts,)](
@@ -190,12 +171,9 @@ def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> T
         width,
         hidden.stride(0),
         weight.stride(0),
-        ROWS=padded,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN=width % tile.block_k == 0,
+        ROWS=block_m,
+        EVEN=tile.fits(width),
         PRECISION="ieee" if wide else None,
-        num_stages=tile.num_stages,
-        num_warps=tile.num_warps,
+        **tile.launch(),
     )
     return _best_part(values, indices, token_ids)

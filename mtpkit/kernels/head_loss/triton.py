@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Losses of draft heads in Triton: each logit is read twice (for `tv` three times), and its gradient is written once.
 
 A program holds one block of a teacher row in registers and loops over the students' rows of that position, so that the
@@ -24,7 +23,7 @@ _BASE = tl.constexpr(3)  # index of the teacher's first statistic, BASE_PEAK
 
 
 @triton.jit
-def _place(width, BLOCK: tl.constexpr):
+def _place(width, BLOCK):
     """The position of this program, its slice of the vocabulary, its columns, and which of these exist."""
     parts = tl.cdiv(width, BLOCK)
     part = tl.program_id(0) % parts
@@ -62,26 +61,10 @@ def _half_sign(x):
 
 
 @triton.jit
-def _statistics_kernel(
-    teacher,
-    teacher_stride,
-    students,
-    student_stride,
-    slots,
-    targets,
-    floor,
-    out,
-    positions,
-    depths,
-    rows,
-    width,
-    temperature,
-    scale,
-    KIND: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _statistics_kernel(chunk, sizes, out, KIND: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """Store the statistics in out [P, 7, S], see `slices`."""
+    teacher, teacher_stride, students, student_stride, slots, targets, floor = chunk
+    positions, depths, rows, width, temperature, scale = sizes
     row, part, column, inside = _place(width, BLOCK)
     t = _load(teacher, row, teacher_stride, column, inside)
     base_peak = tl.max(t, axis=0)
@@ -117,22 +100,11 @@ def _statistics_kernel(
 
 @triton.jit
 def _second_pass_kernel(
-    teacher,
-    teacher_stride,
-    students,
-    student_stride,
-    slots,
-    targets,
-    floor,
+    chunk,
+    sizes,
     whole,
     pulls,
     out,
-    positions,
-    depths,
-    rows,
-    width,
-    temperature,
-    scale,
     GRADIENT: tl.constexpr,
     KIND: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -140,6 +112,8 @@ def _second_pass_kernel(
     BLOCK: tl.constexpr,
 ):
     """Overwrite the students' logits with their gradient, or store loss and pull of `tv` in out [P, 2, S]."""
+    teacher, teacher_stride, students, student_stride, slots, targets, floor = chunk
+    positions, depths, rows, width, temperature, scale = sizes
     row, part, column, inside = _place(width, BLOCK)
     each = tl.arange(0, DEPTHS)
     any_slot = tl.max(tl.load(slots + each * positions + row, mask=each < depths, other=-1), axis=0).to(tl.int64)
@@ -189,15 +163,15 @@ class HeadLoss:
         self.students, self.depths = students, len(mask)
         self.parts = triton.cdiv(students.shape[1], BLOCK)
         self.grid = (mask.shape[1] * self.parts,)
-        self.logits = (teacher, teacher.stride(0), students, students.stride(0), slots, targets.contiguous())
-        self.floor = slots if floor is None else floor.contiguous()
+        logits = (teacher, teacher.stride(0), students, students.stride(0))
+        self.chunk = (*logits, slots, targets.contiguous(), slots if floor is None else floor.contiguous())
         self.sizes = (mask.shape[1], self.depths, *students.shape, temperature, _LOG2_E / temperature)
         self.settings = dict(KIND=kind, TOP_K=floor is not None, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
     def statistics(self) -> Tensor:
         """See the reference."""
         out = self._empty(NUM_STATISTICS)
-        _statistics_kernel[self.grid](*self.logits, self.floor, out, *self.sizes, **self.settings)
+        _statistics_kernel[self.grid](self.chunk, self.sizes, out, **self.settings)
         return out
 
     def overlap(self, whole: Tensor) -> Tensor:
@@ -212,12 +186,11 @@ class HeadLoss:
 
     def _second_pass(self, whole: Tensor, pulls: Tensor, out: Tensor, gradient: bool) -> None:
         _second_pass_kernel[self.grid](
-            *self.logits,
-            self.floor,
+            self.chunk,
+            self.sizes,
             whole.contiguous(),
             pulls.contiguous(),
             out,
-            *self.sizes,
             GRADIENT=gradient,
             DEPTHS=triton.next_power_of_2(self.depths),
             **self.settings,

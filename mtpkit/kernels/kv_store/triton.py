@@ -1,28 +1,27 @@
-# mypy: disable-error-code="no-untyped-def"
 """Write new keys and values into a paged cache, in Triton."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import strided
+
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _store_kernel(
-    key_ptr,
-    value_ptr,
+    key_rows,
+    value_rows,
     key_cache_ptr,
     value_cache_ptr,
     slots_ptr,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
     """Copy HEADS_BLOCK heads of one token per program; both caches are contiguous."""
+    key_ptr, key_token, key_head = key_rows
+    value_ptr, value_token, value_head = value_rows
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -38,33 +37,24 @@ def _store_kernel(
 
 
 def store_kv(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    *,
-    program_elements: int = 1024,
-    num_warps: int = 4,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, *, program_elements: int = 1024
 ) -> None:
     """See the reference. A program copies about `program_elements` elements of the keys and as many of the values."""
     tokens, kv_heads, width = key.shape
     if tokens == 0:
         return
-    assert key.stride(2) == value.stride(2) == 1 and key_cache.is_contiguous() and value_cache.is_contiguous()
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()
     width_block = triton.next_power_of_2(width)
     heads_block = min(triton.next_power_of_2(kv_heads), max(1, program_elements // width_block))
     _store_kernel[(tokens, triton.cdiv(kv_heads, heads_block))](
-        key,
-        value,
+        strided(key),
+        strided(value),
         key_cache,
         value_cache,
         slots,
-        *key.stride()[:2],
-        *value.stride()[:2],
         KV_HEADS=kv_heads,
         WIDTH=width,
         HEADS_BLOCK=heads_block,
         WIDTH_BLOCK=width_block,
-        num_warps=num_warps,
+        num_warps=4,
     )

@@ -1,13 +1,18 @@
-"""A linear with the ops around it in a layer: the norm of its input, and activation and residual of its output."""
+"""Linears: with the ops around them in a layer (norm, activation, residual), and in fp8."""
 
 from types import ModuleType
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.kernels.activation import reference as activations
 from mtpkit.kernels.norm import reference as norms
+
+FP8 = torch.float8_e4m3fn
+"""e4m3 (Micikevicius et al. 2022, arXiv:2209.05433); tensors in it have one scale per row."""
+FP8_MAX = torch.finfo(FP8).max
 
 
 def linear(
@@ -61,3 +66,31 @@ def compose(
         return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
     y = activations.relu2(F.linear(x, weight))
     return y if residual is None else y + residual
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise x [..., n] to fp8, each row scaled so that its largest magnitude becomes 448.
+
+    An entry x of a row with largest magnitude a is restored as x (1 + d) + e with |d| <= 1/16, |e| <= a / 448 / 1024.
+
+    Returns:
+        values [..., n] e4m3, and the scales that restore them, [..., 1] fp32; 1 for a row of zeros.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True) / FP8_MAX
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply x by the transpose of an fp8 weight, with sums and scaling in fp32. No gradient.
+
+    Args:
+        x: [M, in], quantised here.
+        weight, scale: [out, in] e4m3 and [out, 1] fp32, from `quantize_rows`.
+
+    Returns:
+        [M, out] in the dtype of x.
+    """
+    values, rows = quantize_rows(x)
+    return (values.float() @ weight.float().t() * rows * scale.t()).to(x.dtype)

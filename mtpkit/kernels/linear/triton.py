@@ -1,13 +1,14 @@
-# mypy: disable-error-code="no-untyped-def"
 """Linear of a few rows in Triton: one pass over the weight, fused with norm, activation and residual.
 
 The norm's factor 1 / rms is one number per row and is applied after the product; the same loop over K sums the squares.
 (A gated norm has its own kernel: fused, its silu would be recomputed for every tile of outputs, which costs more than
 it saves.) If one program per tile of outputs would leave the GPU idle, several programs share the input channels; the
 last to finish adds up the parts, always in the same order.
+
+In fp8, a kernel quantises with one program per row, and torch picks cuBLAS or CUTLASS for the product.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import triton
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm as norms
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, with_rows
-from mtpkit.kernels.linear.reference import compose
+from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, Tile, as_rows, padded, with_rows
+from mtpkit.kernels.linear.reference import FP8, FP8_MAX, compose
 
 MAX_ROWS = 16
 """Most rows that the kernel takes; with more, cuBLAS makes better use of tensor cores."""
@@ -25,34 +26,19 @@ _MAX_SPLITS = 8
 """Most splits of the input channels; more would leave a program too few tiles to overlap."""
 
 
-class Tile(NamedTuple):
-    """Outputs and input channels that a program multiplies at a time; programs that share the outputs; pipeline stages;
-    warps."""
-
-    block_n: int
-    block_k: int
-    splits: int
-    num_stages: int
-    num_warps: int
-
-    def fits(self, width: int) -> bool:
-        """Whether `width` input channels divide into whole tiles for every program."""
-        return width % (self.splits * self.block_k) == 0
-
-
 TILES: dict[tuple[int, int], Tile] = {
-    (18560, 4096): Tile(64, 128, 1, 3, 4),
-    (21504, 4096): Tile(64, 128, 1, 3, 4),
-    (131072, 4096): Tile(64, 128, 1, 4, 4),
-    (6144, 4096): Tile(64, 128, 4, 3, 4),
-    (4096, 4096): Tile(64, 128, 4, 4, 4),
-    (4096, 8192): Tile(64, 128, 4, 4, 4),
-    (4096, 21504): Tile(64, 128, 4, 4, 4),
+    (18560, 4096): Tile(64, 128, 3, 4),
+    (21504, 4096): Tile(64, 128, 3, 4),
+    (131072, 4096): Tile(64, 128, 4, 4),
+    (6144, 4096): Tile(64, 128, 3, 4, splits=4),
+    (4096, 4096): Tile(64, 128, 4, 4, splits=4),
+    (4096, 8192): Tile(64, 128, 4, 4, splits=4),
+    (4096, 21504): Tile(64, 128, 4, 4, splits=4),
 }
 """Tiles by (N, K) of the weight. All programs are resident at once, except with the vocabulary's weight, so that they
 share the bandwidth evenly and end together. 64 outputs are the fewest that Hopper's tensor cores take from shared
 memory as their left operand."""
-_OTHER = Tile(64, 128, 1, 3, 4)
+_OTHER = Tile(64, 128, 3, 4)
 """Tile of other weights, before `splits` is chosen."""
 _RESIDENT = 3
 """Programs with this tile that a multiprocessor holds at once."""
@@ -74,7 +60,7 @@ def choose_tile(outputs: int, width: int) -> Tile | None:
 
 
 @triton.jit
-def _store_part(products, squares, product, square, live, NORMED: tl.constexpr):
+def _store_part(products, squares, product, square, live, NORMED):
     """Store one program's sums for the last program of its tile."""
     tl.store(products, product, mask=live)
     if NORMED:
@@ -83,7 +69,7 @@ def _store_part(products, squares, product, square, live, NORMED: tl.constexpr):
 
 
 @triton.jit
-def _sum_parts(products, squares, live, PART: tl.constexpr, SPLITS: tl.constexpr, NORMED: tl.constexpr):
+def _sum_parts(products, squares, live, PART, SPLITS, NORMED):
     """Add up all parts of a tile; the pointers are those of the first part, and parts are PART elements apart."""
     product = tl.zeros(products.shape, tl.float32)
     square = tl.zeros(squares.shape, tl.float32)
@@ -215,10 +201,10 @@ def linear(
     x = with_rows(x)
     residual = None if residual is None else with_rows(residual)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    padded = max(SMALLEST_DOT, triton.next_power_of_2(rows))
+    block_m = padded(rows)
     tiles, parts, counters = triton.cdiv(outputs, chosen.block_n), None, None
     if chosen.splits > 1:
-        parts = torch.empty(tiles, chosen.splits, padded, chosen.block_n + 1, device=x.device)
+        parts = torch.empty(tiles, chosen.splits, block_m, chosen.block_n + 1, device=x.device)
         counters = _counters_of(x.device, tiles)
     _linear_kernel[(tiles, chosen.splits)](
         x,
@@ -237,11 +223,40 @@ def linear(
         WIDTH=width,
         SPAN=width // chosen.splits,
         RELU2=activation is not None,
-        ROWS=padded,
-        BLOCK_N=chosen.block_n,
-        BLOCK_K=chosen.block_k,
+        ROWS=block_m,
         NARROW=NARROW,
-        num_stages=chosen.num_stages,
-        num_warps=chosen.num_warps,
+        **chosen.launch(),
     )
     return out
+
+
+@triton.jit
+def _quantize_kernel(x, values, scales, width, stride, MAX: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    entry = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(entry), 0), MAX)
+    scale = tl.where(scale > 0, scale, 1.0)
+    scaled = tl.minimum(tl.maximum(tl.div_rn(entry, scale), -MAX), MAX)
+    tl.store(values + row * width + column, scaled.to(values.dtype.element_ty), mask=mask)
+    tl.store(scales + row, scale)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    rows = as_rows(x)
+    values = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scales = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(rows.shape[1])
+    warps = min(16, max(1, block // 512))
+    _quantize_kernel[(len(rows),)](
+        rows, values, scales, rows.shape[1], rows.stride(0), MAX=FP8_MAX, BLOCK=block, num_warps=warps
+    )
+    return values, scales
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """See the reference. x must be bf16; in and out must be multiples of 16."""
+    values, rows = quantize_rows(x)
+    return torch._scaled_mm(values, weight.t(), rows, scale.t(), out_dtype=x.dtype, use_fast_accum=True)

@@ -3,5 +3,3 @@ from mtpkit.kernels.moe import reference
 
 route = pick(reference.route)
 expert_mlp = pick(reference.expert_mlp)
-
-__all__ = ["expert_mlp", "route"]

@@ -15,12 +15,7 @@ Activation = Literal["relu2", "swiglu"]
 
 
 def route(
-    logits: Tensor,
-    bias: Tensor,
-    top_k: int,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
+    logits: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, num_groups: int = 1, top_groups: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token by sigmoid scores (DeepSeek-V3, arXiv:2412.19437), as megatron-core does.
 

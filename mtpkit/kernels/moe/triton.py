@@ -1,10 +1,11 @@
-# mypy: disable-error-code="no-untyped-def"
 """Mixture of experts in Triton without host-device syncs: every grid has the size of the worst case.
 
 A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert into blocks of a
 fixed size, and the last block of an expert is padded. A program multiplies one block by one tile of its expert's
 weight. With few tokens there are many small blocks, each of which streams an expert's weights once; with many tokens,
 blocks fill the tensor cores.
+
+Routing has one program per token, which searches for the best expert k times.
 """
 
 from typing import NamedTuple
@@ -14,11 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, SMALLEST_DOT, with_rows
+from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, load, padded, with_rows
+from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Activation
-from mtpkit.kernels.moe.routing import route
-
-__all__ = ["expert_mlp", "route"]
 
 _SORT_CHUNK = 2048
 """Pairs that a program of the sort reads at a time."""
@@ -26,73 +25,45 @@ _COMBINE_BLOCK = 1024
 """Channels of a token per program of the final sum."""
 
 
-class Tile(NamedTuple):
-    """Outputs and input channels that a program multiplies at a time; pipeline stages; warps."""
-
-    block_n: int
-    block_k: int
-    num_stages: int
-    num_warps: int
-
-
 TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
 """Tiles by pairs per block."""
-_WIDE_TILE = Tile(64, 16, 2, 4)
-"""Tile for fp32, which tensor cores do not multiply at full precision."""
 
 
 @triton.jit
 def _sort_kernel(
-    ids_ptr,
-    order_ptr,
-    experts_ptr,
-    used_ptr,
-    pairs,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the pairs of one expert in order, and the expert of each block that they fill."""
+    """Store the pairs of one expert in order, and the expert of each block that they fill; `blocks`: see `_Blocks`."""
     expert = tl.program_id(0)
     bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
         ids = tl.load(ids_ptr + start + lane, mask=start + lane < pairs, other=EXPERTS).to(tl.int32)
         counts += tl.histogram(ids, BINS)
-    blocks = tl.where(bin < EXPERTS, (counts + BLOCK - 1) // BLOCK, 0)
-    first = tl.sum(tl.where(bin < expert, blocks, 0))
-    own = tl.sum(tl.where(bin == expert, blocks, 0))
+    sizes = tl.where(bin < EXPERTS, (counts + BLOCK - 1) // BLOCK, 0)
+    first = tl.sum(tl.where(bin < expert, sizes, 0))
+    own = tl.sum(tl.where(bin == expert, sizes, 0))
     if expert == 0:
-        tl.store(used_ptr, tl.sum(blocks))
+        tl.store(blocks.used, tl.sum(sizes))
     place = first * BLOCK
     if own > 0:
         for start in range(0, pairs, CHUNK):
             pair = start + lane
             mine = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32) == expert
-            tl.store(order_ptr + place + tl.cumsum(mine.to(tl.int32), 0) - 1, pair, mask=mine)
+            tl.store(blocks.order + place + tl.cumsum(mine.to(tl.int32), 0) - 1, pair, mask=mine)
             place += tl.sum(mine.to(tl.int32))
         padding = place + tl.arange(0, BLOCK)
-        tl.store(order_ptr + padding, pairs, mask=padding < (first + own) * BLOCK)
+        tl.store(blocks.order + padding, pairs, mask=padding < (first + own) * BLOCK)
         for block in range(first, first + own):
-            tl.store(experts_ptr + block, expert)
+            tl.store(blocks.experts + block, expert)
 
 
 @triton.jit
-def _dot(a, b, acc, NARROW: tl.constexpr):
+def _dot(a, b, acc, NARROW):
     if NARROW is None:
         return tl.dot(a, b, acc, input_precision="ieee")
     else:
         return tl.dot(a.to(NARROW), b.to(NARROW), acc)
-
-
-@triton.jit
-def _load_weight(ptrs, inside, WHOLE: tl.constexpr):
-    """Load a weight, zero where a channel is not `inside`; WHOLE: all are inside."""
-    if WHOLE:
-        return tl.load(ptrs)
-    else:
-        return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -101,9 +72,7 @@ def _expert_kernel(
     weight_ptr,
     scale_ptr,
     out_ptr,
-    order_ptr,
-    experts_ptr,
-    used_ptr,
+    blocks,
     pairs,
     outputs,
     x_stride,
@@ -118,13 +87,13 @@ def _expert_kernel(
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
     The weight is the left operand of the product, whose other side may be as narrow as 16."""
     block = tl.program_id(1)
-    if block >= tl.load(used_ptr):
+    if block >= tl.load(blocks.used):
         return
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     ROWS: tl.constexpr = 2 if GATED else 1
-    expert = tl.load(experts_ptr + block).to(tl.int64)
-    pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    expert = tl.load(blocks.experts + block).to(tl.int64)
+    pair = tl.load(blocks.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     real, live = (pair < pairs)[None, :], (n < outputs)[:, None]
     x_ptrs = x_ptr + (pair // SHARED_BY).to(tl.int64)[None, :] * x_stride + k[:, None]
@@ -135,11 +104,11 @@ def _expert_kernel(
     value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, WIDTH, BLOCK_K):
         inside = start + k < WIDTH
-        w = _load_weight(weight_ptrs + start, inside[None, :], WHOLE)
+        w = load(weight_ptrs + start, inside[None, :], WHOLE)
         x = tl.load(x_ptrs + start, mask=real & inside[:, None], other=0.0)
         product = _dot(w, x, product, NARROW)
         if GATED:
-            w = _load_weight(weight_ptrs + outputs * WIDTH + start, inside[None, :], WHOLE)
+            w = load(weight_ptrs + outputs * WIDTH + start, inside[None, :], WHOLE)
             value = _dot(w, x, value, NARROW)
     if ACTIVATION == "relu2":
         product = tl.where(product < 0, 0.0, product * product)  # tl.maximum would turn a NaN into 0
@@ -188,7 +157,7 @@ def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
     sorted_ = _Blocks(ints(blocks, size), ints(blocks), ints(1))
     _sort_kernel[(experts,)](
         expert_ids,
-        *sorted_,
+        sorted_,
         pairs,
         EXPERTS=experts,
         BINS=triton.next_power_of_2(experts + 1),
@@ -201,7 +170,7 @@ def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
 
 def block_size(pairs: int, experts: int) -> int:
     """Pairs per block: about as many as an expert has."""
-    return min(max(TILES), max(SMALLEST_DOT, triton.next_power_of_2(triton.cdiv(pairs, experts))))
+    return min(max(TILES), padded(triton.cdiv(pairs, experts)))
 
 
 def expert_mlp(
@@ -213,10 +182,8 @@ def expert_mlp(
     activation: Activation,
     residual: Tensor | None = None,
     size: int | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
-    """See the reference. Each expert's output is rounded before the sum. `size` and `tile` override `block_size` and
-    `TILES`."""
+    """See the reference. Each expert's output is rounded before the sum. `size` overrides `block_size`."""
     assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
     (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
@@ -226,19 +193,19 @@ def expert_mlp(
     residual = None if residual is None else with_rows(residual)
     size = size or block_size(pairs, experts)
     blocks = _sort(expert_ids.contiguous(), experts, size)
-    tile = tile or (TILES[size] if x.dtype == torch.bfloat16 else _WIDE_TILE)
+    tile = TILES[size] if x.dtype == torch.bfloat16 else WIDE_TILE
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
 
     def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, shared_by: int, act: str) -> None:
         # swiglu needs two accumulators, one for the gate and one for the value.
-        block_n = tile.block_n // 2 if act == "swiglu" and tile.block_n > 64 else tile.block_n
-        _expert_kernel[(triton.cdiv(out.shape[1], block_n), len(blocks.experts))](
+        own = tile._replace(block_n=tile.block_n // 2) if act == "swiglu" and tile.block_n > 64 else tile
+        _expert_kernel[(triton.cdiv(out.shape[1], own.block_n), len(blocks.experts))](
             source,
             weight,
             scale,
             out,
-            *blocks,
+            blocks,
             pairs,
             out.shape[1],
             source.stride(0),
@@ -246,11 +213,8 @@ def expert_mlp(
             SHARED_BY=shared_by,
             ACTIVATION=act,
             BLOCK_M=size,
-            BLOCK_N=block_n,
-            BLOCK_K=tile.block_k,
             NARROW=NARROW if x.dtype == torch.bfloat16 else None,
-            num_stages=tile.num_stages,
-            num_warps=tile.num_warps,
+            **own.launch(),
         )
 
     multiply(x, fc1, None, hidden, top_k, activation)
@@ -265,3 +229,96 @@ def expert_mlp(
         BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(width)),
     )
     return out
+
+
+@triton.jit
+def _best(values, taken, index):
+    """The index of the largest value that is not taken, the first among equals; NaN counts as the smallest."""
+    values = tl.where(values == values, values, -1e30)
+    values = tl.where(taken, float("-inf"), values)
+    return tl.min(tl.where((values == tl.max(values)) & ~taken, index, 2147483647))
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride,
+    scale,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
+    token = tl.program_id(0).to(tl.int64)
+    row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    index = row[:, None] * GROUP + column[None, :]
+    real = (row < NUM_GROUPS)[:, None] & (column < GROUP)[None, :]
+    logits = tl.load(logits_ptr + token * stride + index, mask=real, other=0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits))
+    ranked = scores + tl.load(bias_ptr + index, mask=real, other=0.0)
+    taken = ~real
+    if NUM_GROUPS > 1:
+        # The score of a group is the sum of its best TOP_K // TOP_GROUPS experts.
+        left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
+        value = tl.zeros([ROWS], tl.float32)
+        for _ in tl.static_range(TOP_K // TOP_GROUPS):
+            best = tl.max(left, 1)
+            value += best
+            first = tl.min(tl.where(left == best[:, None], column[None, :], COLUMNS), 1)
+            left = tl.where(column[None, :] == first[:, None], float("-inf"), left)
+        out = row >= NUM_GROUPS
+        for _ in tl.static_range(TOP_GROUPS):
+            out = out | (row == _best(value, out, row))
+        taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
+    chosen, total = tl.zeros([PLACES], tl.float32), 0.0
+    for k in tl.static_range(TOP_K):
+        best = _best(ranked, taken, index)
+        score = tl.sum(tl.where(index == best, scores, 0.0))
+        taken = taken | (index == best)
+        chosen = tl.where(place == k, score, chosen)
+        total += score
+        tl.store(ids_ptr + token * TOP_K + k, best.to(tl.int64))
+    if TOP_K > 1:
+        chosen = chosen / (total + 1e-20)
+    tl.store(weights_ptr + token * TOP_K + place, chosen * scale, mask=place < TOP_K)
+
+
+def route(
+    logits: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, num_groups: int = 1, top_groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """See the reference. Padding tokens may be NaN and go to some experts too.
+
+    Group sizes that are no power of two run the reference, which does not wait for the device either.
+    """
+    tokens, experts = logits.shape
+    assert logits.dtype == bias.dtype == torch.float32 and logits.stride(1) == 1
+    group = experts // num_groups
+    if num_groups > 1 and group != triton.next_power_of_2(group):
+        return reference.route(logits, bias, top_k, scale, num_groups, top_groups)
+    expert_ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    if tokens:
+        _route_kernel[(tokens,)](
+            logits,
+            bias,
+            expert_ids,
+            weights,
+            logits.stride(0),
+            scale,
+            TOP_K=top_k,
+            NUM_GROUPS=num_groups,
+            TOP_GROUPS=top_groups,
+            GROUP=group,
+            ROWS=triton.next_power_of_2(num_groups),
+            COLUMNS=triton.next_power_of_2(group),
+            PLACES=triton.next_power_of_2(top_k),
+            num_warps=1,
+        )
+    return expert_ids, weights

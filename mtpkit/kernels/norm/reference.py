@@ -1,5 +1,6 @@
 """Root mean square norms (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,3 +22,22 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
     """
     gated = (x.float() * F.silu(z.float())).unflatten(-1, (-1, group_size))
     return F.rms_norm(gated, (group_size,), eps=eps).flatten(-2).to(x.dtype) * weight
+
+
+def mtp_input(
+    token_ids: Tensor, hidden: Tensor, embedding: Tensor, enorm_weight: Tensor, hnorm_weight: Tensor, eps: float
+) -> Tensor:
+    """Make the input of an MTP depth's `eh_proj`: enorm(embedding of the token) beside hnorm(hidden) (DeepSeek-V3,
+    arXiv:2412.19437, section 2.2).
+
+    Args:
+        token_ids: [T] int64, the token `depth` places after each position.
+        hidden: [T, h] of any row stride, hidden states of the depth before.
+        embedding: [V, h].
+        enorm_weight, hnorm_weight: [h], weights of the two RMS norms.
+
+    Returns:
+        [T, 2h] in the dtype of `hidden`, embedding first.
+    """
+    embedded = rms_norm(F.embedding(token_ids, embedding), enorm_weight, eps)
+    return torch.cat([embedded, rms_norm(hidden, hnorm_weight, eps)], -1)

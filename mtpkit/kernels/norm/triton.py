@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """RMS norms in Triton: each program keeps its rows (or one group of a row) in registers and reads and writes them
 once."""
 
@@ -7,14 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import as_rows
+from mtpkit.kernels.device import as_rows, strided
 
 TILE = 2048
 """Elements per program where it takes several narrow rows."""
 
 
 @triton.jit
-def normalise(value, weight, column, width, eps):
+def _normalise(value, weight, column, width, eps):
     """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column]."""
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / width + eps)
     return value * scale * tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -26,12 +25,14 @@ def _rms_norm_kernel(x, weight, out, eps, rows, width, stride, ROWS: tl.constexp
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < width)
     value = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    normed = normalise(value, weight, column, width, eps)
+    normed = _normalise(value, weight, column, width, eps)
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gated_rms_norm_kernel(x, z, weight, out, eps, groups, width, x_stride, z_stride, BLOCK: tl.constexpr):
+def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOCK: tl.constexpr):
+    x, x_stride = x_rows
+    z, z_stride = z_rows
     row = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
     column = tl.arange(0, BLOCK)[None, :]
@@ -39,11 +40,33 @@ def _gated_rms_norm_kernel(x, z, weight, out, eps, groups, width, x_stride, z_st
     start = group * width
     value = tl.load(x + row * x_stride + start + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_stride + start + column, mask=mask, other=0.0).to(tl.float32)
-    normed = normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps)
+    normed = _normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps)
     tl.store(out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
-def tile(width: int) -> dict[str, int]:
+@triton.jit
+def _norm_row(source, weight, out, eps, width, BLOCK):
+    column = tl.arange(0, BLOCK)[None, :]
+    value = tl.load(source + column, mask=column < width, other=0.0).to(tl.float32)
+    normed = _normalise(value, weight, column, width, eps)
+    tl.store(out + column, normed.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _mtp_input_kernel(token_ids, hidden_rows, embedding_rows, norms, out, eps, width, BLOCK: tl.constexpr):
+    hidden, hidden_stride = hidden_rows
+    embedding, embedding_stride = embedding_rows
+    enorm_weight, hnorm_weight = norms
+    token = tl.program_id(0).to(tl.int64)
+    out += token * 2 * width
+    if tl.program_id(1) == 0:
+        row = tl.load(token_ids + token).to(tl.int64)
+        _norm_row(embedding + row * embedding_stride, enorm_weight, out, eps, width, BLOCK)
+    else:
+        _norm_row(hidden + token * hidden_stride, hnorm_weight, out + width, eps, width, BLOCK)
+
+
+def _tile(width: int) -> dict[str, int]:
     """Rows, columns and warps of a program for rows of `width`: 16 elements per thread."""
     block = triton.next_power_of_2(width)
     rows = max(1, TILE // block)
@@ -52,7 +75,7 @@ def tile(width: int) -> dict[str, int]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the reference."""
-    rows, out, settings = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), tile(x.shape[-1])
+    rows, out, settings = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), _tile(x.shape[-1])
     grid = (triton.cdiv(len(rows), settings["ROWS"]),)
     _rms_norm_kernel[grid](rows, weight, out, eps, *rows.shape, rows.stride(0), **settings)
     return out
@@ -64,16 +87,36 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups, block = x.shape[-1] // group_size, triton.next_power_of_2(group_size)
     _gated_rms_norm_kernel[(len(left) * groups,)](
-        left,
-        right,
+        strided(left),
+        strided(right),
         weight,
         out,
         eps,
         groups,
         group_size,
-        left.stride(0),
-        right.stride(0),
         BLOCK=block,
         num_warps=min(8, max(1, block // 256)),
+    )
+    return out
+
+
+def mtp_input(
+    token_ids: Tensor, hidden: Tensor, embedding: Tensor, enorm_weight: Tensor, hnorm_weight: Tensor, eps: float
+) -> Tensor:
+    """See the reference. Gather, both norms and the concatenation are one launch, two programs per token."""
+    hidden, token_ids = as_rows(hidden), token_ids.contiguous()
+    tokens, width = hidden.shape
+    out = torch.empty(tokens, 2 * width, dtype=hidden.dtype, device=hidden.device)
+    block = triton.next_power_of_2(width)
+    _mtp_input_kernel[(tokens, 2)](
+        token_ids,
+        strided(hidden),
+        strided(embedding),
+        (enorm_weight, hnorm_weight),
+        out,
+        eps,
+        width,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
     )
     return out

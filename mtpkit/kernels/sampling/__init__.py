@@ -8,5 +8,3 @@ apply_penalties = pick(reference.apply_penalties)
 probabilities = pick(reference.probabilities)
 sample = pick(reference.sample)
 sample_logits = pick(reference.sample_logits)
-
-__all__ = ["apply_penalties", "probabilities", "sample", "sample_logits", "uniform"]

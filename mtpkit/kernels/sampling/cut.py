@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Find where top-k, top-p and min-p cut a row, without a sort: one program per row.
 
 The weight of a logit x is w(x) = 2^((x - m) * scale), its probability up to a factor, with m the row's largest logit
@@ -16,10 +15,19 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from mtpkit.kernels.sampling.draw import first_above
 from mtpkit.kernels.sampling.search import search, settle, weight_from
-from mtpkit.kernels.sampling.weights import bisect, has_token, key_of, row_statistics, scale_of, value_of, weight_of
+from mtpkit.kernels.sampling.weights import (
+    bisect,
+    first_above,
+    has_token,
+    key_of,
+    row_statistics,
+    scale_of,
+    value_of,
+    weight_of,
+)
 
 GROUP = tl.constexpr(32)
 """Neighbouring tokens in a group."""
@@ -39,6 +47,17 @@ class Tuning(NamedTuple):
     """Pipeline stages of a pass: tiles in flight, the current one included."""
     num_warps: int = 16
     max_registers: int = 128
+
+
+class Cut(NamedTuple):
+    """The cut of N rows, and the weight of the tokens that it keeps."""
+
+    t: Tensor
+    """[N] float32."""
+    last: Tensor
+    """[N] int32."""
+    weight: Tensor
+    """[N] float32."""
 
 
 FEW, MANY = Tuning(), Tuning(tile=2048, pivot_tile=1024, num_warps=8)
@@ -66,9 +85,7 @@ def _bound(row, heads, inside, k, p, floor, total, num_groups):
 
 
 @triton.jit
-def _filters(
-    top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr
-):
+def _filters(top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K, TOP_P, MIN_P):
     """(k, p, floor) of a row, where floor is the smallest logit that min-p keeps; V, 1 and -inf if a filter is off."""
     floor = tl.full([], float("-inf"), tl.float32)
     k, p = tl.zeros([], tl.int32) + vocab_size, tl.full([], 1.0, tl.float32)
@@ -82,9 +99,7 @@ def _filters(
 
 
 @triton.jit
-def _cut_groups(
-    row, buffer, found, num_found, bound, floor, k, p, total, uniform, DRAW: tl.constexpr, ROOM: tl.constexpr
-):
+def _cut_groups(row, buffer, found, num_found, bound, floor, k, p, total, uniform, DRAW, ROOM):
     """(t, last, weight of the kept tokens, token drawn) of a row whose tokens >= bound are in the groups `found`
     [HEADS]."""
     line, vocab_size, m, scale = row
@@ -125,22 +140,7 @@ def _cut_groups(
 
 
 @triton.jit
-def _cut_row(
-    row,
-    buffer,
-    bound,
-    floor,
-    k,
-    p,
-    total,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    ROOM: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOT_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _cut_row(row, buffer, bound, floor, k, p, total, TOP_K, TOP_P, MIN_P, ROOM, TILE, PIVOT_TILE, STAGES):
     """(t, last, weight of the kept tokens) of any row."""
     vocab_size = row[1]
     t = floor
@@ -161,24 +161,17 @@ def _cut_row(
 @triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "uniforms"])
 def cut_kernel(
     logits,
-    row_stride,
     temperature,
-    maxima,
-    sums,
     top_k,
     top_p,
     min_p,
     heads,
+    num_groups,
     buffers,
-    cut_t,
-    cut_last,
-    cut_weight,
+    cut,
     uniforms,
     uniform_stride,
     tokens,
-    vocab_size,
-    num_chunks,
-    num_groups,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
@@ -190,7 +183,7 @@ def cut_kernel(
     PIVOT_TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Store the cut of each row, cut_t and cut_last [N], and the weight of the kept tokens, cut_weight [N].
+    """Store the cut of each row.
 
     With DRAW, also store the token of each row that `_cut_groups` cuts, and -1 for other rows. Rows of temperature 0
     and invalid rows have no cut.
@@ -202,14 +195,15 @@ def cut_kernel(
     if heat == 0:
         return
     scale = scale_of(heat)
-    m, parts = row_statistics(maxima, sums, place, scale, num_chunks, CHUNKS)
+    vocab_size = logits.vocab_size
+    m, parts = row_statistics(logits, place, scale, CHUNKS)
     if not has_token(m):
         return
     kept = tl.sum(parts, 0)
     last = tl.zeros([], tl.int32) + vocab_size
     k, p, t = _filters(top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K, TOP_P, MIN_P)
     if (k < vocab_size) | (p < 1) | (t > float("-inf")):
-        row = (logits + place * row_stride, vocab_size, m, scale)
+        row = (logits.data + place * logits.stride, vocab_size, m, scale)
         buffer = buffers + place * ROOM
         group = tl.arange(0, HEADS)
         inside = group < num_groups
@@ -226,6 +220,6 @@ def cut_kernel(
             t, last, kept = _cut_row(
                 row, buffer, bound, t, k, p, kept, TOP_K, TOP_P, MIN_P, ROOM, TILE, PIVOT_TILE, STAGES
             )
-    tl.store(cut_t + place, t)
-    tl.store(cut_last + place, last)
-    tl.store(cut_weight + place, kept)
+    tl.store(cut.t + place, t)
+    tl.store(cut.last + place, last)
+    tl.store(cut.weight + place, kept)

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Find the cut of any row, even a flat one: passes over the row narrow an interval until its tokens fit into a buffer.
 
 A `row` is the tuple of its pointer, V, its largest logit m and its scale. Scalars named low and high are keys. Tokens
@@ -16,13 +15,13 @@ _COARSE = tl.constexpr(256)  # resolution of a guess in keys
 
 
 @triton.jit
-def _tile(line, start, vocab_size, TILE: tl.constexpr):
+def _tile(line, start, vocab_size, TILE):
     index = start + tl.arange(0, TILE)
     return index, tl.load(line + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def weight_from(row, floor, TILE: tl.constexpr, STAGES: tl.constexpr):
+def weight_from(row, floor, TILE, STAGES):
     """Total weight of the row's logits >= floor."""
     line, vocab_size, m, scale = row
     total = tl.zeros([TILE], tl.float32)
@@ -33,7 +32,7 @@ def weight_from(row, floor, TILE: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _guess(row, low, high, floor, target, most, BY_WEIGHT: tl.constexpr, ROOM: tl.constexpr):
+def _guess(row, low, high, floor, target, most, BY_WEIGHT, ROOM):
     """An interval that contains t but for a few cases in a thousand, from a sample of ROOM tokens across the row.
 
     The sample estimates the weight below t, which it does well because many tokens of little weight make it up.
@@ -63,9 +62,7 @@ def _pivot(low, high, part, by_value):
 
 
 @triton.jit
-def _narrow(
-    row, target, low, high, below, above, keys, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
-):
+def _narrow(row, target, low, high, below, above, keys, BY_WEIGHT, TILE, STAGES):
     """Narrow [low, high) to the part between two of eight `keys`; also return what logits >= low and >= high reach."""
     line, vocab_size, m, scale = row
     pivots = [value_of(key) for key in keys]
@@ -85,7 +82,7 @@ def _narrow(
 
 
 @triton.jit
-def _gather(row, low, high, buffer, ROOM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):
+def _gather(row, low, high, buffer, ROOM, TILE, STAGES):
     """Copy the logits in [low, high) and their indices to the buffer until it is full.
 
     Each lane of a thread has a column of the buffer to itself, so that threads exchange nothing.
@@ -115,7 +112,7 @@ def _gather(row, low, high, buffer, ROOM: tl.constexpr, TILE: tl.constexpr, STAG
 
 
 @triton.jit
-def _read_buffer(buffer, held, ROOM: tl.constexpr, TILE: tl.constexpr):
+def _read_buffer(buffer, held, ROOM, TILE):
     """For each of [ROOM] slots: whether it holds a token, the logit, and the token's index."""
     LANES: tl.constexpr = TILE // _RUN
     place = tl.arange(0, ROOM // LANES)[:, None]
@@ -139,7 +136,7 @@ def _nth_index(index, equal, nth, vocab_size):
 
 
 @triton.jit
-def _nth_in_row(row, t, nth, TILE: tl.constexpr, STAGES: tl.constexpr):
+def _nth_in_row(row, t, nth, TILE, STAGES):
     """Index of the nth token (from 1) whose logit is t."""
     line, vocab_size = row[0], row[1]
     seen = 0
@@ -165,19 +162,7 @@ def settle(t, m, scale, target, heavier, equal):
 
 
 @triton.jit
-def search(
-    row,
-    buffer,
-    bound,
-    floor,
-    target,
-    most,
-    BY_WEIGHT: tl.constexpr,
-    ROOM: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOT_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def search(row, buffer, bound, floor, target, most, BY_WEIGHT, ROOM, TILE, PIVOT_TILE, STAGES):
     """Cut at the largest t >= bound such that the tokens >= t reach the target; at the bound if there is none.
 
     Args:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Sampling in Triton, without a sort; see `cut` and `softmax`.
 
 A row of logits is read once for its statistics, and again if probabilities are written. A filtered row usually needs
@@ -9,15 +8,18 @@ All functions can be captured in a CUDA graph. Padding rows may hold anything; t
 `NO_TOKEN`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import MULTIPROCESSORS, with_rows
-from mtpkit.kernels.sampling import cut, draw, reference, softmax
+from mtpkit.kernels.sampling import cut, reference, softmax
+from mtpkit.kernels.sampling.cut import GROUP, Cut
+from mtpkit.kernels.sampling.weights import Logits, chunk_size
+
+Filters = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""top_k, top_p and min_p; None: no row uses the filter."""
 
 BLOCK = 1024
 """Elements per program of the elementwise kernels."""
@@ -63,11 +65,7 @@ def _penalties_kernel(
     slots,
     drafts,
     out,
-    logits_stride,
-    mask_stride,
-    counts_stride,
-    draft_row,
-    draft_depth,
+    strides,
     num_drafted,
     num_slots,
     vocab_size,
@@ -75,6 +73,7 @@ def _penalties_kernel(
     DEPTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    logits_stride, mask_stride, counts_stride, draft_row, draft_depth = strides
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     index = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     inside = index < vocab_size
@@ -146,10 +145,7 @@ def apply_penalties(
             slots,
             drafts,
             out,
-            logits.stride(0),
-            prompt_mask.stride(0),
-            output_counts.stride(0),
-            *drafts.stride(),
+            (logits.stride(0), prompt_mask.stride(0), output_counts.stride(0), *drafts.stride()),
             rows * (1 + depths),
             len(output_counts),
             logits.shape[1],
@@ -171,22 +167,11 @@ def probabilities(
     """See the reference."""
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if probs.numel():
-        rows = _Rows.of(logits, temperature, filtered=any(f is not None for f in (top_k, top_p, min_p)))
-        bounds = rows.cut(top_k, top_p, min_p) if rows.heads is not None else None
-        t, last, weight = bounds or (rows.maxima,) * 3
-        softmax.probabilities_kernel[(rows.count * rows.num_chunks,)](
-            *rows.logits_and_statistics,
-            rows.best,
-            t,
-            last,
-            weight,
-            probs,
-            rows.vocab_size,
-            rows.num_chunks,
-            CUT=bounds is not None,
-            CHUNK=rows.chunk,
-            CHUNKS=rows.padded_chunks,
-            num_warps=4,
+        filters = (top_k, top_p, min_p)
+        rows, temperature, heads, sizes = _read(logits, temperature, filters)
+        bounds = Cut(*[rows.maxima] * 3) if heads is None else _cut(rows, temperature, heads, filters)
+        softmax.probabilities_kernel[(len(logits) * rows.num_chunks,)](
+            rows, temperature, bounds, probs, CUT=heads is not None, num_warps=4, **sizes
         )
     return probs
 
@@ -197,25 +182,13 @@ def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
     count, vocab_size = weights.shape
     tokens = torch.empty(count, dtype=torch.int64, device=weights.device)
     if count:
-        chunk = draw.chunk_size(vocab_size)
+        chunk = chunk_size(vocab_size)
         num_chunks = triton.cdiv(vocab_size, chunk)
         sums = torch.empty(count, num_chunks, dtype=torch.float64, device=weights.device)
-        draw.sum_chunks_kernel[(count * num_chunks,)](
-            weights, sums, weights.stride(0), vocab_size, num_chunks, CHUNK=chunk, num_warps=4
-        )
-        draw.draw_kernel[(count,)](
-            weights,
-            sums,
-            uniforms,
-            uniforms.stride(0),
-            tokens,
-            weights.stride(0),
-            vocab_size,
-            num_chunks,
-            CHUNK=chunk,
-            CHUNKS=triton.next_power_of_2(num_chunks),
-            num_warps=8,
-        )
+        parts = (weights, weights.stride(0), vocab_size, num_chunks)
+        softmax.sum_chunks_kernel[(count * num_chunks,)](parts, sums, CHUNK=chunk, num_warps=4)
+        sizes = dict(CHUNK=chunk, CHUNKS=triton.next_power_of_2(num_chunks))
+        softmax.draw_kernel[(count,)](parts, sums, uniforms, uniforms.stride(0), tokens, num_warps=8, **sizes)
     return tokens
 
 
@@ -231,153 +204,93 @@ def sample_logits(
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if not len(tokens):
         return tokens
-    rows = _Rows.of(logits, temperature, filtered=any(f is not None for f in (top_k, top_p, min_p)))
-    t = last = kept_sums = rows.maxima
-    if rows.heads is not None:
-        t, last, _ = rows.cut(top_k, top_p, min_p, uniforms, tokens)
-        kept_sums = torch.empty(rows.count, rows.num_chunks, dtype=torch.float64, device=logits.device)
-        softmax.kept_sums_kernel[(rows.count * rows.num_chunks,)](
-            *rows.logits_and_statistics,
-            t,
-            last,
-            tokens,
-            kept_sums,
-            rows.vocab_size,
-            rows.num_chunks,
-            CHUNK=rows.chunk,
-            CHUNKS=rows.padded_chunks,
-            num_warps=4,
+    filters = (top_k, top_p, min_p)
+    rows, temperature, heads, sizes = _read(logits, temperature, filters)
+    kept_sums, bounds = rows.maxima, Cut(*[rows.maxima] * 3)
+    if heads is not None:
+        bounds = _cut(rows, temperature, heads, filters, uniforms, tokens)
+        kept_sums = torch.empty(len(logits), rows.num_chunks, dtype=torch.float64, device=logits.device)
+        softmax.kept_sums_kernel[(len(logits) * rows.num_chunks,)](
+            rows, temperature, bounds, tokens, kept_sums, num_warps=4, **sizes
         )
-    softmax.draw_logits_kernel[(rows.count,)](
-        *rows.logits_and_statistics,
-        rows.best,
-        t,
-        last,
+    softmax.draw_logits_kernel[(len(logits),)](
+        rows,
+        temperature,
+        bounds,
         kept_sums,
         uniforms,
         uniforms.stride(0),
         tokens,
-        rows.vocab_size,
-        rows.num_chunks,
-        CUT=rows.heads is not None,
-        CHUNK=rows.chunk,
-        CHUNKS=rows.padded_chunks,
+        CUT=heads is not None,
         num_warps=8,
+        **sizes,
     )
     return tokens
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Logits and their statistics from one pass."""
+def _read(
+    logits: Tensor, temperature: Tensor, filters: Filters
+) -> tuple[Logits, Tensor, Tensor | None, dict[str, int]]:
+    """Read logits [N, V] once.
 
-    logits: Tensor
-    """[N, V] with contiguous rows."""
-    temperature: Tensor
-    """[N]."""
-    chunk: int
-    maxima: Tensor
-    """[N, num_chunks] float32, largest logit of each chunk."""
-    sums: Tensor
-    """[N, num_chunks] float32, sum of each chunk's weights relative to its largest logit."""
-    best: Tensor
-    """[N, num_chunks] int32, best token of each chunk; only for greedy rows."""
-    heads: Tensor | None
-    """[N, groups] float32, largest logit of each group; None if no row is filtered."""
+    Returns:
+        The logits with their statistics; temperature [N]; the largest logit of each group, [N, groups] float32, or None
+        if no row is filtered; the sizes of chunks for later kernels.
+    """
+    logits, temperature = with_rows(logits), temperature.contiguous()
+    count, vocab_size = logits.shape
+    chunk, filtered = chunk_size(vocab_size), any(values is not None for values in filters)
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    maxima, sums = (torch.empty(count, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
+    best = torch.empty(count, num_chunks, dtype=torch.int32, device=logits.device)
+    heads = maxima
+    if filtered:
+        heads = maxima.new_empty(count, num_chunks * chunk // GROUP.value)
+    rows = Logits(logits, logits.stride(0), vocab_size, num_chunks, maxima, sums, best)
+    softmax.statistics_kernel[(count * num_chunks,)](
+        rows, temperature, heads, HEADS=filtered, CHUNK=chunk, GROUP=GROUP.value, num_warps=4
+    )
+    sizes = dict(CHUNK=chunk, CHUNKS=triton.next_power_of_2(num_chunks))
+    return rows, temperature, heads if filtered else None, sizes
 
-    @classmethod
-    def of(cls, logits: Tensor, temperature: Tensor, filtered: bool) -> "_Rows":
-        logits, temperature = with_rows(logits), temperature.contiguous()
-        count, vocab_size = logits.shape
-        chunk = draw.chunk_size(vocab_size)
-        num_chunks = triton.cdiv(vocab_size, chunk)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=logits.device)
-
-        maxima, sums = empty(count, num_chunks), empty(count, num_chunks)
-        best = empty(count, num_chunks, dtype=torch.int32)
-        heads = empty(count, num_chunks * chunk // cut.GROUP.value) if filtered else None
-        softmax.statistics_kernel[(count * num_chunks,)](
-            logits,
-            logits.stride(0),
-            temperature,
-            maxima,
-            sums,
-            best,
-            maxima if heads is None else heads,
-            vocab_size,
-            num_chunks,
-            HEADS=filtered,
-            CHUNK=chunk,
-            GROUP=cut.GROUP.value,
-            num_warps=4,
-        )
-        return cls(logits, temperature, chunk, maxima, sums, best, heads)
-
-    @property
-    def count(self) -> int:
-        return self.logits.shape[0]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.logits.shape[1]
-
-    @property
-    def num_chunks(self) -> int:
-        return self.maxima.shape[1]
-
-    @property
-    def padded_chunks(self) -> int:
-        return triton.next_power_of_2(self.num_chunks)
-
-    @property
-    def logits_and_statistics(self) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-        """First arguments of the later kernels."""
-        return self.logits, self.logits.stride(0), self.temperature, self.maxima, self.sums
-
-    def cut(
-        self,
-        top_k: Tensor | None,
-        top_p: Tensor | None,
-        min_p: Tensor | None,
-        uniforms: Tensor | None = None,
-        tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """t [N] float32, last [N] int32 and weight [N] float32, see `cut.cut_kernel`; also draws `tokens` if given."""
-        assert self.heads is not None
-        tuning = cut.FEW if self.count <= MULTIPROCESSORS else cut.MANY
-        device = self.logits.device
-        t, weight = (torch.empty(self.count, dtype=torch.float32, device=device) for _ in range(2))
-        last = torch.empty(self.count, dtype=torch.int32, device=device)
-        buffers = torch.empty(self.count, tuning.room, dtype=torch.int64, device=device)
-        filters = (t if f is None else f.contiguous() for f in (top_k, top_p, min_p))
-        cut.cut_kernel[(self.count,)](
-            *self.logits_and_statistics,
-            *filters,
-            self.heads,
-            buffers,
-            t,
-            last,
-            weight,
-            t if uniforms is None else uniforms,
-            0 if uniforms is None else uniforms.stride(0),
-            t if tokens is None else tokens,
-            self.vocab_size,
-            self.num_chunks,
-            self.heads.shape[1],
-            TOP_K=top_k is not None,
-            TOP_P=top_p is not None,
-            MIN_P=min_p is not None,
-            DRAW=tokens is not None,
-            CHUNKS=self.padded_chunks,
-            HEADS=triton.next_power_of_2(self.heads.shape[1]),
-            ROOM=tuning.room,
-            TILE=tuning.tile,
-            PIVOT_TILE=tuning.pivot_tile,
-            STAGES=tuning.stages,
-            num_warps=tuning.num_warps,
-            maxnreg=tuning.max_registers,
-            enable_fp_fusion=False,  # threads branch on sums, see `row_statistics`
-        )
-        return t, last, weight
+def _cut(
+    rows: Logits,
+    temperature: Tensor,
+    heads: Tensor,
+    filters: Filters,
+    uniforms: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> Cut:
+    """Find where the filters cut each row; also draw `tokens` if given, see `cut_kernel`."""
+    (count, num_groups), device = heads.shape, heads.device
+    tuning = cut.FEW if count <= MULTIPROCESSORS else cut.MANY
+    t, weight = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+    last = torch.empty(count, dtype=torch.int32, device=device)
+    top_k, top_p, min_p = filters
+    cut.cut_kernel[(count,)](
+        rows,
+        temperature,
+        *(t if values is None else values.contiguous() for values in filters),
+        heads,
+        num_groups,
+        torch.empty(count, tuning.room, dtype=torch.int64, device=device),
+        Cut(t, last, weight),
+        t if uniforms is None else uniforms,
+        0 if uniforms is None else uniforms.stride(0),
+        t if tokens is None else tokens,
+        TOP_K=top_k is not None,
+        TOP_P=top_p is not None,
+        MIN_P=min_p is not None,
+        DRAW=tokens is not None,
+        CHUNKS=triton.next_power_of_2(rows.num_chunks),
+        HEADS=triton.next_power_of_2(num_groups),
+        ROOM=tuning.room,
+        TILE=tuning.tile,
+        PIVOT_TILE=tuning.pivot_tile,
+        STAGES=tuning.stages,
+        num_warps=tuning.num_warps,
+        maxnreg=tuning.max_registers,
+        enable_fp_fusion=False,  # threads branch on sums, see `row_statistics`
+    )
+    return Cut(t, last, weight)

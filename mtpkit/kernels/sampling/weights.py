@@ -1,10 +1,39 @@
-# mypy: disable-error-code="no-untyped-def"
-"""Device functions that the sampling kernels share: logits as weights, and as integer keys in the same order."""
+"""What samplers and the acceptance of drafts share: weights of logits, their integer keys, and draws by inverse CDF.
+
+A row is cut into chunks. One kernel sums the weights of each chunk; a second picks the chunk that a uniform number
+falls into and then the token inside it, so that only that chunk is read twice.
+"""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+CHUNK = 4096
+"""Tokens per program; a vocabulary of 131072 takes 32 programs per row."""
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Tokens per program: `CHUNK`, or all of a smaller vocabulary."""
+    return min(CHUNK, max(32, triton.next_power_of_2(vocab_size)))
+
+
+class Logits(NamedTuple):
+    """Logits and their statistics from one pass, as kernels take them."""
+
+    data: Tensor
+    """[N, V] with contiguous rows."""
+    stride: int
+    vocab_size: int
+    num_chunks: int
+    maxima: Tensor
+    """[N, num_chunks] float32, largest logit of each chunk."""
+    sums: Tensor
+    """[N, num_chunks] float32, sum of each chunk's weights relative to its largest logit."""
+    best: Tensor
+    """[N, num_chunks] int32, best token of each chunk; only for greedy rows."""
 
 
 @triton.jit
@@ -26,7 +55,7 @@ def has_token(m):
 
 
 @triton.jit
-def row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS: tl.constexpr):
+def row_statistics(logits, row, scale, CHUNKS):
     """The row's largest logit m, and each chunk's sum of weights [CHUNKS].
 
     The sums are products. If the compiler fuses such a product with the first addition of a sum over threads, the
@@ -34,10 +63,11 @@ def row_statistics(maxima, sums, row, scale, num_chunks, CHUNKS: tl.constexpr):
     compiled without fusion, so that all its threads take the same branch.
     """
     chunk = tl.arange(0, CHUNKS)
-    inside = chunk < num_chunks
-    each = tl.load(maxima + row * num_chunks + chunk, mask=inside, other=float("-inf"))
+    inside = chunk < logits.num_chunks
+    place = row * logits.num_chunks + chunk
+    each = tl.load(logits.maxima + place, mask=inside, other=float("-inf"))
     m = tl.max(each, 0)
-    return m, tl.load(sums + row * num_chunks + chunk, mask=inside, other=0.0) * weight_of(each, m, scale)
+    return m, tl.load(logits.sums + place, mask=inside, other=0.0) * weight_of(each, m, scale)
 
 
 @triton.jit
@@ -55,7 +85,7 @@ def value_of(key):
 
 
 @triton.jit
-def bisect(x, measure, above, target, low, high, RESOLUTION: tl.constexpr):
+def bisect(x, measure, above, target, low, high, RESOLUTION):
     """Largest key in [low, high) for which `above` plus the `measure` of all x >= the key reaches the target; low if
     none does."""
     while low + RESOLUTION < high:
@@ -65,3 +95,26 @@ def bisect(x, measure, above, target, low, high, RESOLUTION: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def first_above(weights, threshold, SIZE):
+    """Index of the first positive weight of weights [SIZE] float64 at which the cumulative sum exceeds `threshold`; of
+    the last positive weight if no sum does.
+
+    Both rules guard against rounding: a parallel cumulative sum need not increase from one token to the next, and the
+    total that the threshold was computed from may differ in the last bits.
+    """
+    index = tl.arange(0, SIZE)
+    reached = (tl.cumsum(weights, 0) > threshold) & (weights > 0)
+    first = tl.min(tl.where(reached, index, SIZE), 0)
+    last = tl.max(tl.where(weights > 0, index, 0), 0)
+    return tl.where(first < SIZE, first, last)
+
+
+@triton.jit
+def pick_chunk(sums, uniform, SIZE):
+    """The chunk that `uniform` falls into, by the chunks' sums [SIZE] float64, and the threshold inside that chunk."""
+    threshold = uniform * tl.sum(sums, 0)
+    chunk = first_above(sums, threshold, SIZE)
+    return chunk, threshold - tl.sum(tl.where(tl.arange(0, SIZE) < chunk, sums, 0.0), 0)

@@ -1,7 +1,5 @@
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.ssd import reference
-from mtpkit.kernels.ssd.reference import ssd_chunk_scan
+from mtpkit.kernels.ssd.reference import ssd_chunk_scan as ssd_chunk_scan
 
 ssd_varlen = pick(reference.ssd_varlen)
-
-__all__ = ["ssd_chunk_scan", "ssd_varlen"]

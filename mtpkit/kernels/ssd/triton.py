@@ -5,7 +5,7 @@ import triton
 from megatron.core.ssm.ops import mamba_chunk_scan_combined_varlen
 from torch import Tensor
 
-from mtpkit.kernels.chunks import chunks
+from mtpkit.kernels.device import chunks
 from mtpkit.kernels.ssd import reference
 
 _CHUNK_SIZES = (64, 256)

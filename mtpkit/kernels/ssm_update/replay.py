@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """`ssm_replay_update` in Triton: the state is streamed once, and everything else is small.
 
 y is the state times C, plus old and new inputs times a matrix each. These matrices are products of B and C, which the
@@ -18,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT
-from mtpkit.kernels.ssm_update.ring import ring_capacity
-from mtpkit.kernels.ssm_update.tile import dot, largest_divisor, load, places, step_size
+from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, load, padded, strided
+from mtpkit.kernels.ssm_update.reference import ring_capacity
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
@@ -31,13 +29,61 @@ _SMALLEST_OUTPUT = 8
 
 
 @triton.jit
+def step_size(raw, bias, low, high):
+    """Compute clamp(softplus(raw + bias)) in fp32. The logarithm is the series of 2 artanh(s), s = u / (2 + u) <= 1/3,
+    since the device's approximate logarithm loses small step sizes."""
+    v = raw.to(tl.float32) + bias
+    u = tl.exp(-tl.abs(v))
+    s = u / (2.0 + u)
+    q = s * s
+    series = 1 / 11 + q * (1 / 13 + q * (1 / 15))
+    series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * series))))
+    return tl.minimum(tl.maximum(tl.maximum(v, 0.0) + 2.0 * s * series, low), high)
+
+
+@triton.jit
+def halves(a, NARROW):
+    """Split fp32 numbers into sums of two bf16 numbers, exact to 2^-16. The first is truncated, which is cheaper than
+    rounding."""
+    high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16).to(NARROW), (a - high).to(tl.bfloat16).to(NARROW)
+
+
+@triton.jit
+def dot(a, b, NARROW):
+    """Compute a @ b in fp32. With NARROW, one operand is bf16 or was converted from it; the other may be fp32."""
+    if NARROW is None:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif a.dtype == tl.float32:
+        high, rest = halves(a, NARROW)
+        return tl.dot(rest, b.to(NARROW), tl.dot(high, b.to(NARROW)))
+    elif b.dtype == tl.float32:
+        high, rest = halves(b, NARROW)
+        return tl.dot(a.to(NARROW), rest, tl.dot(a.to(NARROW), high))
+    else:
+        return tl.dot(a.to(NARROW), b.to(NARROW))
+
+
+@triton.jit
+def places(rows, row, e, t, LENGTH):
+    """Slot of a row, its number of committed entries, and the ring indices of its old entries and new tokens."""
+    slots_ptr, contexts_ptr, lens_ptr = rows
+    slot = tl.load(slots_ptr + row)
+    context, count = tl.load(contexts_ptr + row), tl.load(lens_ptr + row)
+    # Padding rows may have fewer positions than entries; the places must still not be negative.
+    old = slot * LENGTH + (((context - count) % LENGTH).to(tl.int32) + LENGTH + e) % LENGTH
+    new = slot * LENGTH + ((context % LENGTH).to(tl.int32) + t) % LENGTH
+    return slot, count, old, new
+
+
+@triton.jit
 def _of_head(tile, h, head):
     """Column `head` of the tile [X, H], where h is arange(H)."""
     return tl.sum(tl.where(h[None, :] == head, tile, 0.0), 1)
 
 
 @triton.jit
-def _new_steps(dt_ptrs, t, A, bias, low, high, TOKENS: tl.constexpr, FORGOTTEN: tl.constexpr):
+def _new_steps(dt_ptrs, t, A, bias, low, high, TOKENS, FORGOTTEN):
     """Step sizes of the tokens t [X] for the heads [H] at `dt_ptrs`, and cumulative log decays, both [X, H].
 
     The log decay between two tokens is a difference of two of these sums. Terms are bounded, so that a token that
@@ -52,33 +98,14 @@ def _new_steps(dt_ptrs, t, A, bias, low, high, TOKENS: tl.constexpr, FORGOTTEN: 
 @triton.jit
 def _replay_kernel(
     state_ptr,
-    ring_x_ptr,
-    ring_B_ptr,
-    ring_dt_ptr,
-    slots_ptr,
-    contexts_ptr,
-    lens_ptr,
-    x_ptr,
-    dt_ptr,
-    A_log_ptr,
-    B_ptr,
-    C_ptr,
-    D_ptr,
-    bias_ptr,
+    rings,
+    rows,
+    x_in,
+    dt_in,
+    B_in,
+    C_in,
+    parameters,
     y_ptr,
-    low,
-    high,
-    x_row,
-    x_token,
-    x_head,
-    dt_row,
-    dt_token,
-    B_row,
-    B_token,
-    B_group,
-    C_row,
-    C_token,
-    C_group,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -99,9 +126,15 @@ def _replay_kernel(
 ):
     """Compute BLOCK_P channels of each of BLOCK_H heads of one row and group per program, with STAGES states in flight.
 
-    WHOLE: every block is full. The kernel is longer than 70 lines because it has 45 arguments, most of them strides and
-    sizes, and because its parts share nearly all tiles, so that functions for them would need as many arguments again.
+    WHOLE: every block is full. The kernel is longer than 70 lines because its parts share nearly all tiles, so that
+    functions for them would need some thirty arguments each.
     """
+    ring_x_ptr, ring_B_ptr, ring_dt_ptr = rings
+    x_ptr, x_row, x_token, x_head = x_in
+    dt_ptr, dt_row, dt_token = dt_in
+    B_ptr, B_row, B_token, B_group = B_in
+    C_ptr, C_row, C_token, C_group = C_in
+    A_log_ptr, D_ptr, bias_ptr, low, high = parameters
     part, first, row = tl.program_id(0), tl.program_id(1) * BLOCK_H, tl.program_id(2).to(tl.int64)
     group = first // (HEADS // GROUPS)
     p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
@@ -110,7 +143,7 @@ def _replay_kernel(
     x_mask, state_mask = in_p[:, None] & is_new[None, :], in_p[:, None] & in_n[None, :]
     y_ptrs = y_ptr + (row * TOKENS + o[None, :]) * (HEADS * WIDTH) + first * WIDTH + p[:, None]
     y_mask = in_p[:, None] & is_out[None, :]
-    slot, count, old_place, new_place = places(slots_ptr, contexts_ptr, lens_ptr, row, e, t, LENGTH)
+    slot, count, old_place, new_place = places(rows, row, e, t, LENGTH)
     if slot < 0:
         for head in range(BLOCK_H):
             tl.store(y_ptrs + head * WIDTH, tl.zeros([BLOCK_P, BLOCK_O], y_ptr.dtype.element_ty), mask=y_mask)
@@ -204,67 +237,44 @@ def ssm_replay_update(
     block_h: None: `block_h` and `maxnreg` are those that are fastest on an H200.
     """
     (rows, tokens, heads, width), (groups, state_dim) = x.shape, B.shape[2:]
-    length = ring_x.shape[1]
-    assert tokens <= length - ring_capacity(length), f"{tokens} new tokens in a ring of {length}"
+    capacity = ring_capacity(length := ring_x.shape[1])
+    assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
     assert all(buffer.is_contiguous() for buffer in (state, ring_x, ring_B, ring_dt))
-    assert x.stride(3) == dt.stride(2) == B.stride(3) == C.stride(3) == 1
-    sizes = _sizes(x.shape, groups, state_dim, length)
-    block_p = min(block_p, max(SMALLEST_DOT, triton.next_power_of_2(width)))
+    block_n = padded(state_dim)
+    block_p = min(block_p, padded(width))
     if block_h is None:
         block_h, maxnreg = _heads_and_registers(rows * heads * triton.cdiv(width, block_p))
-    block_h = largest_divisor(heads // groups, block_h)
+    per_group = heads // groups
+    block_h = min(per_group & -per_group, block_h)  # a power of two that divides the heads of a group
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _replay_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
         state,
-        ring_x,
-        ring_B,
-        ring_dt,
-        slots.contiguous(),
-        context_lens.contiguous(),
-        ring_lens.contiguous(),
-        x,
-        dt,
-        A_log,
-        B,
-        C,
-        D,
-        dt_bias,
+        (ring_x, ring_B, ring_dt),
+        (slots.contiguous(), context_lens.contiguous(), ring_lens.contiguous()),
+        *map(strided, (x, dt, B, C)),
+        (A_log, D, dt_bias, *dt_limit),
         y,
-        *dt_limit,
-        *x.stride()[:3],
-        *dt.stride()[:2],
-        *B.stride()[:3],
-        *C.stride()[:3],
-        **sizes,
+        HEADS=heads,
+        WIDTH=width,
+        GROUPS=groups,
+        STATE=state_dim,
+        LENGTH=length,
+        CAPACITY=capacity,
+        TOKENS=tokens,
         BLOCK_H=block_h,
         BLOCK_P=block_p,
+        BLOCK_N=block_n,
+        BLOCK_E=padded(capacity),
+        BLOCK_T=padded(tokens),
+        BLOCK_O=max(_SMALLEST_OUTPUT, triton.next_power_of_2(tokens)),
         NARROW=NARROW if x.dtype == B.dtype == C.dtype == torch.bfloat16 else None,
         FORGOTTEN=_FORGOTTEN,
-        WHOLE=width % block_p == 0 and state_dim == sizes["BLOCK_N"],
+        WHOLE=width % block_p == 0 and state_dim == block_n,
         STAGES=num_stages if block_h > 1 else 1,
         num_warps=num_warps,
         maxnreg=maxnreg,
     )
     return y
-
-
-def _sizes(shape: torch.Size, groups: int, state_dim: int, length: int) -> dict[str, int]:
-    """Sizes that `_replay_kernel` is compiled for, given the shape of x, and the blocks that hold them."""
-    _, tokens, heads, width = shape
-    capacity = ring_capacity(length)
-    return {
-        "HEADS": heads,
-        "WIDTH": width,
-        "GROUPS": groups,
-        "STATE": state_dim,
-        "LENGTH": length,
-        "CAPACITY": capacity,
-        "TOKENS": tokens,
-        "BLOCK_N": max(SMALLEST_DOT, triton.next_power_of_2(state_dim)),
-        "BLOCK_E": max(SMALLEST_DOT, triton.next_power_of_2(capacity)),
-        "BLOCK_T": max(SMALLEST_DOT, triton.next_power_of_2(tokens)),
-        "BLOCK_O": max(_SMALLEST_OUTPUT, triton.next_power_of_2(tokens)),
-    }
 
 
 def _heads_and_registers(tiles: int) -> tuple[int, int | None]:

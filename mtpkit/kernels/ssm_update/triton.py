@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Mamba2's recurrence over the few tokens of a decode step, in Triton; `ssm_replay_update` is in `replay.py`."""
 
 import torch
@@ -6,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT
-from mtpkit.kernels.ssm_update.replay import ssm_replay_update
-from mtpkit.kernels.ssm_update.tile import step_size
+from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided
+from mtpkit.kernels.ssm_update.replay import ssm_replay_update, step_size
 
 __all__ = ["ssm_replay_update", "ssm_snapshot_update"]
 
@@ -18,27 +16,12 @@ def _snapshot_kernel(
     state_ptr,
     slots_ptr,
     committed_ptr,
-    x_ptr,
-    dt_ptr,
-    A_log_ptr,
-    B_ptr,
-    C_ptr,
-    D_ptr,
-    bias_ptr,
+    x_in,
+    dt_in,
+    B_in,
+    C_in,
+    parameters,
     y_ptr,
-    low,
-    high,
-    x_row,
-    x_token,
-    x_head,
-    dt_row,
-    dt_token,
-    B_row,
-    B_token,
-    B_group,
-    C_row,
-    C_token,
-    C_group,
     tokens,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -49,6 +32,11 @@ def _snapshot_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Compute BLOCK_P channels of one head of one row per program, token by token."""
+    x_ptr, x_row, x_token, x_head = x_in
+    dt_ptr, dt_row, dt_token = dt_in
+    B_ptr, B_row, B_token, B_group = B_in
+    C_ptr, C_row, C_token, C_group = C_in
+    A_log_ptr, D_ptr, bias_ptr, low, high = parameters
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // (HEADS // GROUPS)
     p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
@@ -88,34 +76,20 @@ def ssm_snapshot_update(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
-    *,
-    block_p: int | None = None,
-    num_warps: int = 4,
 ) -> Tensor:
-    """See the reference. `block_p`: channels of a head per program."""
+    """See the reference."""
     rows, tokens, heads, width = x.shape
     groups, state_dim = B.shape[2:]
-    assert state.is_contiguous() and x.stride(3) == dt.stride(2) == B.stride(3) == C.stride(3) == 1
+    assert state.is_contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if block_p is None:
-        block_p = _block_p(rows * heads, width, largest=32)
+    block_p = _block_p(rows * heads, width)
     _snapshot_kernel[(triton.cdiv(width, block_p), heads, rows)](
         state,
         slots.contiguous(),
         committed.contiguous(),
-        x,
-        dt,
-        A_log,
-        B,
-        C,
-        D,
-        dt_bias,
+        *map(strided, (x, dt, B, C)),
+        (A_log, D, dt_bias, *dt_limit),
         y,
-        *dt_limit,
-        *x.stride()[:3],
-        *dt.stride()[:2],
-        *B.stride()[:3],
-        *C.stride()[:3],
         tokens,
         HEADS=heads,
         WIDTH=width,
@@ -124,14 +98,14 @@ def ssm_snapshot_update(
         ENTRIES=state.shape[1],
         BLOCK_P=block_p,
         BLOCK_N=triton.next_power_of_2(state_dim),
-        num_warps=num_warps,
+        num_warps=4,
     )
     return y
 
 
-def _block_p(programs: int, width: int, largest: int) -> int:
+def _block_p(programs: int, width: int) -> int:
     """Channels per program, few enough to fill the GPU, where `programs` is the number of heads of all rows."""
-    block = min(largest, max(SMALLEST_DOT, triton.next_power_of_2(width)))
+    block = min(32, padded(width))
     while block > SMALLEST_DOT and programs * triton.cdiv(width, block) < PROGRAMS:
         block //= 2
     return block

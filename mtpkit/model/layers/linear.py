@@ -8,8 +8,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear as MegatronColumn
 from megatron.core.tensor_parallel import RowParallelLinear as MegatronRowParallelLinear
 from torch import Tensor
 
-from mtpkit.kernels.fp8_linear import fp8_linear
-from mtpkit.kernels.linear import linear
+from mtpkit.kernels.linear import fp8_linear, linear
 from mtpkit.kernels.norm import rms_norm
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
 from mtpkit.model.layers.recompute import linear_of
