@@ -1,4 +1,7 @@
-"""What the kernels share: sizes of the GPU that they are tuned for, tensor layouts, tiles, chunks of sequences."""
+"""What the kernels share: sizes of the GPU that they are tuned for, tensor layouts, tiles, chunks of sequences.
+
+In functions that kernels call, parameters in capitals are compile-time constants.
+"""
 
 import functools
 from dataclasses import dataclass
