@@ -128,6 +128,8 @@ class Taken(Counter):
 class Undo(State):
     """A state that is computed back: the rejected tokens are subtracted before the next step."""
 
+    taken: Taken
+
     @property
     def folded(self) -> Tensor:
         return self.tensors["state"]
@@ -150,7 +152,9 @@ class UndoSpec(StateSpec):
 class UndoToy(Toy):
     def advance(self, slots: Tensor, x: Tensor, committed: Committed) -> Tensor:
         start, last = self.state.folded[slots], self.state.tensors["x"]
-        for row, (slot, count) in enumerate(zip(slots.tolist(), committed.counts[Taken()].tolist(), strict=True)):
+        for row, (slot, count) in enumerate(
+            zip(slots.tolist(), committed.counts[self.state.taken].tolist(), strict=True)
+        ):
             for back in range(count):
                 start[row] = (start[row] - last[slot, WIDTH - 1 - back]) / DECAY
         after = averages(start, x)

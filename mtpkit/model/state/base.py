@@ -10,7 +10,7 @@ request.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -77,6 +77,12 @@ class Counter(ABC):
 class Newest(Counter):
     """The index of the newest token that stands among those that the last step fed; `start` where none of them does,
     which is at position 0 of states that are behind."""
+
+    @classmethod
+    def of(cls, written: int, sizes: StateSizes) -> Self:
+        """That of a state into whose first `written` places a step writes; one that is behind has what a chunk left
+        after them, where no step overwrites it."""
+        return cls(behind=sizes.behind, start=written if sizes.behind else 0)
 
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
         """See `Counter.after`."""
@@ -164,8 +170,8 @@ class StateSpec(ABC):
     """The sizes of one state of a layer. Subclasses are frozen dataclasses."""
 
     unit: ClassVar[Unit] = "slot"
-    kind: ClassVar[type[State]]
-    """What `make` makes, where that needs tensors alone."""
+    kind: ClassVar[Callable[..., State]]
+    """What has these sizes; its fields are the tensors and the counters."""
 
     @abstractmethod
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
@@ -173,7 +179,7 @@ class StateSpec(ABC):
 
     def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> State:
         """The state that has these tensors."""
-        return self.kind(tensors)
+        return self.kind(tensors, *self.counters(sizes))
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
         """What has to be counted for each request."""

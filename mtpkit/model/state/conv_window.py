@@ -4,22 +4,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Counter, Newest, Part, Saved, State, StateSizes, StateSpec
+from mtpkit.model.state.base import Committed, Newest, Part, Saved, State, StateSizes, StateSpec
 
 
 @dataclass(frozen=True)
 class ConvWindow(State):
     """Inputs of the convolution of one layer."""
 
-    taps: int
-    """Inputs before a token that it reads: the kernel's width - 1."""
     newest: Newest
     """Tells where the committed window starts."""
+    taps: int
+    """Inputs before a token that it reads: the kernel's width - 1."""
 
     @property
     def columns(self) -> Tensor:
-        """[slots, taps - 1 + decode width, channels], and, of a state that is behind, `taps` columns more that no step
-        overwrites: what a chunk left. With count c of `newest` the next token reads columns c .. c + taps - 1."""
+        """[slots, taps - 1 + decode width, channels]; of a window that is behind `taps` more, see `Newest.of`. With
+        count c of `newest` the next token reads columns c .. c + taps - 1."""
         return self.tensors["columns"]
 
     @property
@@ -46,21 +46,14 @@ class ConvWindowSpec(StateSpec):
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
-        columns = max(self._written(sizes), self.newest(sizes).start + self.kernel - 1)
+        (newest,) = self.counters(sizes)
+        columns = max(self.kernel - 2 + sizes.decode_width, newest.start + self.kernel - 1)
         return {"columns": Part((columns, self.channels))}
 
     def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> ConvWindow:
         """See `StateSpec.make`."""
-        return ConvWindow(tensors, self.kernel - 1, self.newest(sizes))
+        return ConvWindow(tensors, *self.counters(sizes), self.kernel - 1)
 
-    def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
+    def counters(self, sizes: StateSizes) -> tuple[Newest]:
         """See `StateSpec.counters`."""
-        return (self.newest(sizes),)
-
-    def newest(self, sizes: StateSizes) -> Newest:
-        """The counter of the committed window."""
-        return Newest(behind=sizes.behind, start=self._written(sizes) if sizes.behind else 0)
-
-    def _written(self, sizes: StateSizes) -> int:
-        """Columns that a step writes."""
-        return self.kernel - 2 + sizes.decode_width
+        return (Newest.of(self.kernel - 2 + sizes.decode_width, sizes),)

@@ -28,7 +28,7 @@ class Ring(Counter):
 
 @dataclass(frozen=True)
 class Replay(State):
-    """The recurrent state of one layer and the rings behind it, one a replayed input."""
+    """The recurrent state of one layer and, for each replayed input, the ring of what came after it."""
 
     ring: Ring
 
@@ -46,6 +46,7 @@ class Replay(State):
 class ReplaySpec(StateSpec):
     """Sizes of a recurrent state and of the inputs that are replayed to it, by name."""
 
+    kind = Replay
     shape: tuple[int, ...]
     inputs: Mapping[str, Part]
 
@@ -58,10 +59,6 @@ class ReplaySpec(StateSpec):
         length = self.ring(sizes).length
         rings = {n: replace(part, shape=(length, *part.shape), in_ring=True) for n, part in self.inputs.items()}
         return {"state": Part(self.shape, sizes.state_dtype), **rings}
-
-    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Replay:
-        """See `StateSpec.make`."""
-        return Replay(tensors, self.ring(sizes))
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
         """See `StateSpec.counters`."""

@@ -16,8 +16,8 @@ class Snapshot(State):
 
     @property
     def entries(self) -> Tensor:
-        """[slots, decode width, ...], the state after each token of a step, and, of a state that is behind, one more
-        that no step overwrites: what a chunk left."""
+        """[slots, decode width, ...], the state after each token of a step; of one that is behind one more, see
+        `Newest.of`."""
         return self.tensors["state"]
 
     @property
@@ -38,21 +38,14 @@ class Snapshot(State):
 class SnapshotSpec(StateSpec):
     """Sizes of a recurrent state that is kept after each token."""
 
+    kind = Snapshot
     shape: tuple[int, ...]
-
-    def newest(self, sizes: StateSizes) -> Newest:
-        """The counter of the committed entry."""
-        return Newest(behind=sizes.behind, start=sizes.decode_width if sizes.behind else 0)
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
-        entries = max(sizes.decode_width, self.newest(sizes).start + 1)
-        return {"state": Part((entries, *self.shape), sizes.state_dtype)}
-
-    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Snapshot:
-        """See `StateSpec.make`."""
-        return Snapshot(tensors, self.newest(sizes))
+        (newest,) = self.counters(sizes)
+        return {"state": Part((max(sizes.decode_width, newest.start + 1), *self.shape), sizes.state_dtype)}
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
         """See `StateSpec.counters`."""
-        return (self.newest(sizes),)
+        return (Newest.of(sizes.decode_width, sizes),)
