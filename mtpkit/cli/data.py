@@ -74,13 +74,13 @@ def prepare(
 ) -> None:
     """Tokenise and pack data once, into a directory that training maps: data.train=[OUTPUT].
 
-    Rows are conversations (messages, tools), prompt and response, or text; each text file is one text. Conversations
-    are rendered by the chat template, and what the assistant says is learnt: as the template's generation markers have
-    it, or as found in the rendered text. Samples without anything to learn are left out and named. Documents that are
-    longer than a sequence are split; sequences hold whole documents, first fit, and remember where each ends.
+    Rows are conversations (messages, tools), prompt and response, or text; a text file is one text. Conversations are
+    rendered by the chat template. The assistant's messages are learnt; the template's generation markers show where
+    they are, or they are located in the rendered text. Samples without anything to learn are left out and named.
+    Documents that are longer than a sequence are split, and sequences are packed first-fit.
 
-    The output is a data set of the package datasets, with a manifest, mtpkit_data.json; it is refused by training with
-    another tokenizer or sequence length.
+    The output is a data set of the package datasets, with a manifest, mtpkit_data.json. Training with another tokenizer
+    or sequence length refuses it.
     """
     from mtpkit.data import Columns, build_dataset
     from mtpkit.data import prepare as prepare_data
@@ -130,14 +130,14 @@ def regenerate(
     enforce_eager: options.EnforceEager = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that is there.")] = False,
 ) -> None:
-    """Let the base answer prompts: data of its own words, on which heads learn best.
+    """Let the base answer prompts: heads learn best from text that the base itself wrote.
 
     Rows with messages ask for the assistant's last answer (or, with --turns all, for each) after what came before it;
     rows with a prompt are continued; texts are cut into prompts of --prompt-length tokens. The answers are rows of
     prompt, completion, their token ids, and messages where there were any: what mtpkit data prepare reads.
 
-    Finished answers are kept in OUTPUT.partial. After a stop of any kind the same command goes on from there; each
-    prompt draws the random numbers that it would have drawn. OUTPUT appears when all are done, in their order.
+    Finished answers are kept in OUTPUT.partial. After a stop of any kind the same command goes on from there, and draws
+    the same random numbers for each prompt. OUTPUT appears when all answers are done, in the order of the prompts.
     """
     from mtpkit.checkpoint import find_companions
     from mtpkit.data import Columns
@@ -181,12 +181,12 @@ def cache(
 ) -> None:
     """Write the base's final hidden states of a training's sequences, to train its heads without the base in memory.
 
-    Training with cache=DIR in its settings writes them itself where they are missing; here it is done ahead, under
-    torchrun on all of its processes. They lie in shards of safetensors, in cache_dtype: by default in the training's
-    dtype, with which losses are the same; float8_e4m3fn takes half of bfloat16. Sizes are printed before anything is
-    written. After a stop of any kind the same command goes on with the shards that are missing.
+    Training with cache=DIR in its settings writes missing states itself; this command writes them ahead, under
+    torchrun on all of its processes. The states are stored in shards of safetensors, in cache_dtype: by default the
+    training's dtype, with which losses are the same; float8_e4m3fn takes half the room of bfloat16. Sizes are printed
+    before anything is written. After a stop of any kind the same command goes on with the missing shards.
 
-    A cache is refused by training with another base, tokenizer, data, sequence length, dtype or cache_dtype.
+    Training with another base, tokenizer, data, sequence length, dtype or cache_dtype refuses a cache.
     """
     import torch.distributed as dist
 
@@ -212,9 +212,9 @@ def draft_vocab(
     """Choose the tokens that drafts are made of: the most frequent ones of a data set.
 
     With a draft vocabulary the heads score fewer tokens, so that drafting takes less time. The output stays the
-    model's own: a token that is not in it is never drafted, but still chosen by the model. Take data like what the
-    model will write; the coverage printed is the share of its tokens that can be drafted. Tokens of prompts do not
-    count, special tokens are always included.
+    model's own: a token outside the vocabulary is never drafted, but the model still chooses it. Take data like the
+    text that the model will write; the coverage printed is the share of the data's tokens that can be drafted. Tokens
+    of prompts do not count; special tokens are always included.
 
     The file holds token_ids, vocab_size, coverage and files.
     """
