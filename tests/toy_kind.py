@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtpkit.config import SECTIONS, ModelConfig, Section
 from mtpkit.config.checked import checked
@@ -17,6 +18,7 @@ from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, Draw, LayerKind, Memory, Shape, register
+from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import Part, RecurrentSpec, Replay, Snapshot, StateSpec
 
 LETTER = "A"
@@ -32,26 +34,41 @@ class AverageConfig(Section):
     """Share of the average that each token leaves, at the start."""
 
 
-class Mixer(MegatronModule):
-    """m_t = a m_{t-1} + (1 - a) x_t in each channel, with x the norm of the input."""
+class Mixer(SplitOverRanks, MegatronModule):
+    """m_t = a m_{t-1} + (1 - a) x_t in each channel, with x the norm of the input. Ranks have their own channels."""
 
     layer_name: str
 
-    def __init__(self, config: Any, norm: type) -> None:
+    def __init__(self, config: Any, norm: type, row_linear: type, ranks: Any) -> None:
         super().__init__(config)
-        width = config.hidden_size
+        self.tp_group, width = ranks, config.hidden_size
         self.norm = norm(config=config, hidden_size=width, eps=config.layernorm_epsilon)
-        self.decay = nn.Parameter(torch.zeros(width))
-        self.out_proj = nn.Linear(width, width, bias=False)
+        self.decay = split_parameter(torch.zeros(width // ranks.size()))
+        self.out_proj = row_linear(
+            width,
+            width,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=ranks,
+        )
 
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """One vector for each request."""
-        width = len(self.decay)
-        return (RecurrentSpec((width,), {"x": Part((width,))}),)
+    def _own_channels(self, x: Tensor) -> Tensor:
+        """x [s / tp or s, b, h] to the channels of this rank at all places, [s, b, h / tp]."""
+        if self.tp_group.size() == 1:
+            return x
+        if self.config.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x)
+        else:
+            x = copy_to_tensor_model_parallel_region(x)
+        return x.chunk(self.tp_group.size(), -1)[self.tp_group.rank()]
 
     def forward(self, hidden: Tensor, inputs: Any) -> Tensor:
-        """hidden [s, b, h] to the same shape."""
-        x = self.norm(hidden)
+        """hidden [s, b, h] (s / tp under sequence parallelism) to the same shape."""
+        x = self._own_channels(self.norm(hidden))
         if isinstance(inputs, StepInput):
             means = self._step(x[:, 0], inputs)[:, None]
         elif isinstance(inputs, DepthInput):
@@ -61,7 +78,7 @@ class Mixer(MegatronModule):
                 means = self._next(means, x)
         else:
             means = self._scan(x, inputs.documents)
-        return self.out_proj(means)
+        return self.out_proj(means)[0]
 
     def _next(self, mean: Tensor, x: Tensor) -> Tensor:
         kept = torch.sigmoid(self.decay)
@@ -113,10 +130,12 @@ class Mixer(MegatronModule):
 class AverageLayer(MegatronModule):
     """A moving average and its residual connection."""
 
-    def __init__(self, config: Any, layer_number: int, norm: type, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, pg_collection: Any, norm: type, row_linear: type, **_: Any
+    ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.mixer = Mixer(config, norm)
+        self.mixer = Mixer(config, norm, row_linear, pg_collection.tp)
 
     def forward(self, hidden_states: Tensor, *_: Any, inference_context: Any = None, **__: Any) -> Tensor:
         """hidden_states [s, b, h] to the same shape."""
@@ -126,21 +145,23 @@ class AverageLayer(MegatronModule):
 class Average(LayerKind):
     """A moving average of each channel."""
 
-    name, section, slot, keeps_past = "average", AverageConfig, "G", True
+    name, section, slot, mixer = "average", AverageConfig, "G", "mixer"
     writes_residual = ("out_proj",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
-        """See `LayerKind`."""
-        return ModuleSpec(module=AverageLayer, params={"norm": backend.norm})
+        return ModuleSpec(module=AverageLayer, params={"norm": backend.norm, "row_linear": backend.row_linear})
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        """See `LayerKind`."""
         width = config.hidden_size
         return {"mixer.decay": (width,), "mixer.norm.weight": (width,), "mixer.out_proj.weight": (width, width)}
 
     def activations(self, config: ModelConfig) -> int:
-        """See `LayerKind`."""
         return 3 * config.hidden_size
+
+    def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
+        """One vector for each request."""
+        width = config.hidden_size // ranks
+        return (RecurrentSpec((width,), {"x": Part((width,))}),)
 
     def memory(self, config: ModelConfig) -> Memory:
         """One vector."""

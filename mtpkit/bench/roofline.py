@@ -23,9 +23,8 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
-from mtpkit.model.flops import FORWARD
+from mtpkit.model.flops import FORWARD, eh_proj_matrix
 from mtpkit.model.kinds import KINDS, caching_length
-from mtpkit.model.matrices import eh_proj_matrix
 
 StateRollback = Literal["replay", "snapshot"]
 

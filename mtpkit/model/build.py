@@ -3,7 +3,7 @@
 import math
 import re
 import zlib
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from megatron.core import parallel_state
@@ -13,11 +13,10 @@ from torch import nn
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import get_backend
-from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.kinds import KINDS, Draw, LayerKind, kinds_in
-from mtpkit.model.specs import megatron_pattern, stack_spec, transformer_config
+from mtpkit.model.hybrid import HybridModel, megatron_pattern, stack_spec, transformer_config
+from mtpkit.model.kinds import KINDS, Draw, LayerKind, kinds_in, layers_of
 from mtpkit.model.stages import Balance, first_layer, stage_patterns
-from mtpkit.model.state import KeepsState, StateSpec
+from mtpkit.model.state import StateSpec
 from mtpkit.platform import cpu_redirect, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
@@ -90,25 +89,19 @@ def build_model(
         )
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
         model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
-    for name, layer in caching_layers(model).items():
-        layer.layer_name = name
+    for name, layer, kind in layers_of(model):
+        if kind.mixer:
+            getattr(layer, kind.mixer).layer_name = name
     if init != "none":
         init_weights(model, config, seed, init=init)
     return (model if device is None else model.to(device)).eval()
 
 
-def caching_layers(model: HybridModel) -> dict[str, Any]:
-    """Mixers that keep keys and values or a state, by name, such as `decoder.layers.3` and `mtp.layers.0.layers.0`."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, KeepsState):
-            found[name.rpartition(".")[0].replace(".mtp_model_layer", "")] = module
-    return found
-
-
 def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:
-    """The states that each layer keeps, by the key it looks up in `StepInput.states`."""
-    return {name: layer.state_specs() for name, layer in caching_layers(model).items()}
+    """The states that each layer keeps on this rank, by the key it looks up in `StepInput.states`."""
+    ranks = model.config.tensor_model_parallel_size
+    specs = {name: kind.states(model.mtpkit_config, ranks) for name, _, kind in layers_of(model)}
+    return {name: states for name, states in specs.items() if states}
 
 
 @torch.no_grad()

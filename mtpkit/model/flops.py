@@ -1,4 +1,4 @@
-"""FLOPs per token of training heads, counted from a `ModelConfig` alone.
+"""Sizes of the heads' matrices and FLOPs per token of training them, counted from a `ModelConfig` alone.
 
 Counted are the weights that a token uses: of a mixture of experts those of the experts it is sent to. Embeddings,
 attention scores and recurrent states are left out.
@@ -6,7 +6,6 @@ attention scores and recurrent states are left out.
 
 from mtpkit.config import ModelConfig
 from mtpkit.model.kinds import KINDS
-from mtpkit.model.matrices import head_matrices
 
 FORWARD = 2
 """FLOPs per weight and token of a forward pass: a multiplication and an addition."""
@@ -14,6 +13,21 @@ TRAINED = 6
 """FLOPs per weight and token of a forward pass and the gradients of inputs and weights."""
 FROZEN = 4
 """FLOPs per weight and token of a forward pass and the gradient of the inputs: the lm_head's, which is not trained."""
+
+
+def eh_proj_matrix(config: ModelConfig) -> int:
+    """Elements of the projection with which a depth begins."""
+    return 2 * config.hidden_size**2
+
+
+def head_matrices(config: ModelConfig, all_experts: bool = False) -> int:
+    """Elements of the matrices of one depth without the lm_head: eh_proj, and what a token uses of its layers.
+
+    Args:
+        all_experts: count all routed experts, rather than those that a token is sent to.
+    """
+    layers = [KINDS[letter].matrices(config) for letter in config.mtp.pattern]
+    return eh_proj_matrix(config) + sum(layer.held if all_experts else layer.used for layer in layers)
 
 
 def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -> float:

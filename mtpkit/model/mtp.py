@@ -24,7 +24,7 @@ from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import mtp_input
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import caching_length
-from mtpkit.model.layers.recompute import keeping_inputs, linear_of
+from mtpkit.model.layers.base import keeping_inputs, linear_of
 
 DepthAttention = Literal["serving", "per_depth"]
 

@@ -13,9 +13,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
-from mtpkit.model.flops import FORWARD, FROZEN, TRAINED
+from mtpkit.model.flops import FORWARD, FROZEN, TRAINED, head_matrices
 from mtpkit.model.kinds import KINDS
-from mtpkit.model.matrices import head_matrices
 
 Balance = Literal["memory", "time"]
 """What stages have equally much of: bytes of weights, gradients and moments, or FLOPs of a training step."""

@@ -22,13 +22,14 @@ from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.checkpoint.builders import GOLDEN
 from tests.checkpoint.test_cli import convert
-from tests.checkpoint.toy_family import TOY
+from tests.checkpoint.toy_family import TOY, known
 from tests.toy_config import toy_config
 
 
 @pytest.fixture
-def toy_family(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "toy", TOY)
+def toy_family():
+    with known():
+        yield
 
 
 @pytest.fixture

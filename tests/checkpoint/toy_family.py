@@ -1,20 +1,22 @@
 """A family that mtpkit does not have: its own keys, names and numbering of layers, and tensors in other forms."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mtpkit.checkpoint.families import Family
+from mtpkit.checkpoint.families import FAMILIES, Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Settings
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
+from tests import toy_kind
 
-BLOCKS = {"look": "*", "think": "-"}
-"""Names of layers in the config of the family."""
+BLOCKS = {"look": "*", "think": "-", "drift": "A"}
+"""Names of layers in the config of the family; `drift` is the moving average of `toy_kind`."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,12 @@ def mlp(_: ModelConfig) -> Iterator[Entry]:
     yield one("narrow.weight", "mlp.linear_fc2.weight")
 
 
+def average(_: ModelConfig) -> Iterator[Entry]:
+    yield one("before.scale", "mixer.norm.weight")
+    yield one("fade", "mixer.decay")
+    yield one("after.weight", "mixer.out_proj.weight", Transposed())
+
+
 def mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
     own = megatron.mtp_depth(depth)
     yield one(f"drafter.{depth}.join.weight", f"{own}eh_proj.weight", SwapHalves())
@@ -103,6 +111,7 @@ TOY = Family(
         Key("head", "kv_channels", "attention", older="head_size"),
         Key("inner", "ffn_hidden_size", "mlp"),
         Key("noise", "init_std", default=0.02),
+        Key("fade", "average_decay", "average"),
         Fixed("squared", True, "activation", "relu2"),
         Blocks(),
         EndTokens("stop"),
@@ -114,8 +123,19 @@ TOY = Family(
         one("scale", megatron.FINAL_NORM),
         one("scores.weight", megatron.OUTPUT),
     ),
-    layers={"attention": attention, "mlp": mlp},
+    layers={"attention": attention, "mlp": mlp, "average": average},
     base_layer="block_{}.".format,
     mtp_outside=mtp_outside,
     mtp_layer=lambda config, depth, number: f"drafter.{depth}.{'ab'[number]}.",
 )
+
+
+@contextlib.contextmanager
+def known() -> Iterator[None]:
+    """The family and the layer kind that it names are there inside."""
+    with toy_kind.known():
+        FAMILIES[TOY.model_type] = TOY
+        try:
+            yield
+        finally:
+            del FAMILIES[TOY.model_type]

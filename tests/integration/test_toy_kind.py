@@ -1,27 +1,39 @@
-"""A layer kind from outside of mtpkit is built, trained, saved, loaded and decoded with like those within."""
+"""A layer kind and a family from outside of mtpkit pass all front doors: train, save, load, export, import, decode."""
 
 import json
+import random
+import shutil
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from safetensors.torch import load_file
 
 from mtpkit.bench.roofline import Roofline
 from mtpkit.checkpoint import load_config, load_model, save_model
+from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import UserError
-from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
+from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits
+from mtpkit.training import load_config as load_train_config
+from mtpkit.training import train
+from mtpkit.training.metrics import METRICS, read_metrics
 from tests import toy_kind
+from tests.checkpoint.toy_family import known
 from tests.engine.tiny import make_llm, record_drafts, teacher_forced_drafts
+from tests.ranks import run_ranks
 from tests.toy_config import toy_config
 
 VOCAB = 40
+DECAY = "mtp.layers.0.mtp_model_layer.layers.0.mixer.decay"
 MODELS = {"base and heads": ("MA*-A", "A-"), "heads with attention": ("M-A-", "A*-")}
 
 
-@pytest.fixture(autouse=True)
-def known_kind():
-    with toy_kind.known():
+@pytest.fixture(autouse=True, scope="module")
+def known_kind_and_family():
+    with known():
         yield
 
 
@@ -43,33 +55,120 @@ def test_its_section_is_in_files_of_models_that_have_it(tmp_path):
         toy_config(pattern="MA*-", average_decay=1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_heads_are_trained_and_megatrons_layout_keeps_them(name, tmp_path):
-    model = toy_model(*MODELS[name])
-    heads = [parameter for name, parameter in model.named_parameters() if name.startswith("mtp.")]
-    assert any(name.endswith("mixer.decay") for name, _ in model.named_parameters() if name.startswith("mtp."))
-    optimizer, ids, losses = torch.optim.AdamW(heads, lr=1e-2), tokens(24, batch=4), []
-    for _ in range(30):
-        with torch.no_grad():
-            hidden = base_forward(model, ids, SequenceInput())
-        states = list(unroll_depths(model, hidden, ids, 2))
-        parts = [
-            torch.nn.functional.cross_entropy(
-                compute_logits(model, state)[: -depth - 1].flatten(0, 1), ids.t()[depth + 1 :].flatten()
-            )
-            for depth, state in enumerate(states, 1)
-        ]
-        loss = torch.stack(parts).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-    save_model(model, tmp_path / "megatron")
-    loaded = load_model(tmp_path / "megatron", device="cpu")
-    assert load_config(tmp_path / "megatron") == model.mtpkit_config
-    want, got = dict(model.named_parameters()), dict(loaded.named_parameters())
-    assert want.keys() == got.keys() and all(torch.equal(want[key], got[key]) for key in want)
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer_dir):
+    """A base without heads in Megatron's layout, of the toy family, and its tokenizer."""
+    directory = tmp_path_factory.mktemp("base")
+    sizes = dict(vocab_size=300, mtp_pattern="", mtp_num_depths=0, init_std=0.3)
+    config = toy_config(family="toy", pattern="A*-A", average_decay=0.7, eos_token_ids=(0,), **sizes)
+    save_model(build_model(config, device="cpu", seed=2), directory)
+    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def settings(base, tmp_path_factory):
+    """Overrides of a short run, but for `output`."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("".join(random.Random(0).choices(["the cat sat on the mat\n", "def add(left, right):\n"], k=300)))
+    values = {
+        "model": base,
+        "data.train": f"[{text}]",
+        "data.sequence_length": 24,
+        "data.global_batch_size": 8,
+        "data.micro_batch_size": 4,
+        "heads.pattern": "A-",
+        "heads.num_depths": 3,
+        "optimizer.lr": 2e-2,
+        "optimizer.warmup_steps": 1,
+        "steps": 16,
+        "log_interval": 1,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def run(settings, tmp_path_factory):
+    """Directory of a run of one process."""
+    return train(load_train_config(None, [*settings, f"output={tmp_path_factory.mktemp('run')}"]))
+
+
+def trained_on_a_rank(rank: int, runs: list[list[str]]) -> None:
+    """Train with each run's settings; each has process groups of its own."""
+    with known():
+        for overrides in runs:
+            parallel_state.destroy_model_parallel()
+            train(load_train_config(None, overrides))
+
+
+def losses(run):
+    return [line["loss"] for line in read_metrics(run / METRICS) if line["kind"] == "train"]
+
+
+def test_the_trainer_trains_its_heads(base, run):
+    found = losses(run)
+    assert len(found) == 16 and sum(found[-3:]) < 0.8 * sum(found[:3])
+    before, model = load_model(base, device="cpu"), load_model(run, device="cpu")
+    assert model.mtpkit_config.hybrid_layer_pattern == "A*-A/A-/A-/A-" and load_config(run) == model.mtpkit_config
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], value) for name, value in before.named_parameters())
+    fresh = build_model(model.mtpkit_config, device="cpu").get_parameter(DECAY)
+    assert not torch.equal(parameters[DECAY], fresh)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_two_ranks_train_as_one(run, two_ranks, layout):
+    """Tensor-parallel ranks have their own channels of an average, and between layers their own part of a sequence."""
+    assert losses(two_ranks / layout) == pytest.approx(losses(run), rel=1e-3)
+    want, found = (load_model(path, device="cpu").state_dict() for path in (run, two_ranks / layout))
+    assert want.keys() == found.keys()
+    for name, value in want.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, rtol=2e-2, atol=2e-3)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(settings, tmp_path_factory):
+    """Directory of a run at each layout of two processes."""
+    out = tmp_path_factory.mktemp("ranks")
+    runs = [[*settings, f"parallel.{name}=2", f"output={out / name}"] for name in ("tensor", "pipeline")]
+    run_ranks(trained_on_a_rank, runs)
+    return out
+
+
+@pytest.fixture
+def exported(run, tmp_path):
+    """The trained model in the toy family's own layout."""
+    export_checkpoint(run, tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_its_family_exports_and_imports_it(run, exported, tmp_path):
+    import_checkpoint(exported, tmp_path / "back")
+    assert compare_weights(run, tmp_path / "back").identical and compare_weights(run, exported).identical
+    config = load_config(exported)
+    assert config == load_config(tmp_path / "back")
+    assert config.hybrid_layer_pattern == load_config(run).hybrid_layer_pattern == "A*-A/A-/A-/A-"
+    values = json.loads((exported / "config.json").read_text())
+    assert (values["blocks"], values["drafter"]) == (["drift", "look", "think", "drift"], ["drift", "think"])
+    assert values["model_type"] == "toy" and values["fade"] == 0.7
+    assert torch.equal(
+        load_file(exported / "model.safetensors")["drafter.0.a.fade"],
+        load_model(run, device="cpu").get_parameter(DECAY),
+    )
+
+
+@pytest.mark.parametrize("rollback", ["snapshot", "replay"])
+def test_what_was_exported_decodes(run, exported, rollback):
+    prompts = ["the cat", "def add(left", "mat\nthe"]
+    texts = {}
+    for directory in (run, exported):
+        for k in range(4):
+            llm = LLM(directory, num_speculative_tokens=k, state_rollback=rollback, max_model_len=96, device="cpu")
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+            texts[directory, k] = [output.outputs[0].token_ids for output in outputs]
+    first = texts[run, 0]
+    assert all(len(tokens) == 24 for tokens in first) and all(found == first for found in texts.values())
 
 
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mtpkit.model import mtp
-from mtpkit.model.layers import attention, linear, mlp
-from mtpkit.model.layers.recompute import keeping_inputs, linear_of
+from mtpkit.model.layers import attention, linear, residual
+from mtpkit.model.layers.base import keeping_inputs, linear_of
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.depths import run_depths
 from mtpkit.training.freeze import freeze_base
@@ -91,7 +91,7 @@ def made(monkeypatch):
 
         return linear_of(linear, noted, *inputs)
 
-    for module in (linear, mlp, mtp):
+    for module in (linear, residual, mtp):
         monkeypatch.setattr(module, "linear_of", watched)
     return found
 

@@ -60,5 +60,5 @@ def layers_of(model: Any, heads: bool = True) -> Iterator[tuple[str, Any, LayerK
         yield f"decoder.layers.{number}", layer, KINDS[stage[number]]
     for depth, head in enumerate(model.mtp.layers if heads and model.mtp_process else ()):
         for number, layer in enumerate(head.mtp_model_layer.layers):
-            name = f"mtp.layers.{depth}.mtp_model_layer.layers.{number}"
+            name = f"mtp.layers.{depth}.layers.{number}"
             yield name, layer, KINDS[config.mtp.pattern[number]]

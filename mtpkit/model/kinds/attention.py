@@ -16,6 +16,7 @@ from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.residual import AttentionLayer
+from mtpkit.model.state import PagedKVSpec, StateSpec
 
 _SCORES, _OUTPUT = 3.5, 8.0
 """Of weights that remember: the standard deviation of scores, which leaves each query a few keys; and how much more
@@ -25,13 +26,12 @@ than other layers the output projection gives, as there are few such layers."""
 class Attention(LayerKind):
     """Grouped-query attention."""
 
-    name, section, slot, keeps_past = "attention", AttentionConfig, "*", True
+    name, section, slot, mixer = "attention", AttentionConfig, "*", "self_attention"
     writes_residual = ("linear_proj",)
     divided = ("num_attention_heads",)
     divided_or_shared = ("num_query_groups",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
-        """See `LayerKind`."""
         qk_norm = dict(q_layernorm=backend.norm, k_layernorm=backend.norm) if config.attention.qk_layernorm else {}
         modules = SelfAttentionSubmodules(
             linear_qkv=backend.norm_column_linear,
@@ -44,7 +44,6 @@ class Attention(LayerKind):
         return ModuleSpec(module=AttentionLayer, submodules=parts)
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        """See `LayerKind`."""
         sizes, hidden = config.attention, config.hidden_size
         queries, keys = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
         norms = ("q_layernorm", "k_layernorm") if sizes.qk_layernorm else ()
@@ -56,8 +55,10 @@ class Attention(LayerKind):
         }
 
     def activations(self, config: ModelConfig) -> int:
-        """See `LayerKind`."""
         return 2 * config.attention.num_attention_heads * config.attention.kv_channels
+
+    def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
+        return (PagedKVSpec(max(1, config.attention.num_query_groups // ranks), config.attention.kv_channels),)
 
     def memory(self, config: ModelConfig) -> Memory:
         """Scores are q k^T, and their product with v."""

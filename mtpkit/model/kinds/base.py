@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mtpkit.config import ModelConfig, Section
 from mtpkit.model.backends import Backend
+from mtpkit.model.state import StateSpec
 
 Shape = tuple[int, ...]
 
@@ -93,8 +94,9 @@ class LayerKind(ABC):
     slot: ClassVar[str]
     """The letter of megatron-core's patterns whose place it takes there: its own, or that of a kind that is in no model
     with this one."""
-    keeps_past: ClassVar[bool] = False
-    """Whether layers keep something of earlier tokens: a state, or keys and values."""
+    mixer: ClassVar[str] = ""
+    """Module of a layer that keeps a state, or keys and values: it looks them up by its `layer_name`, which is set when
+    a model is built. Empty: layers keep nothing of earlier tokens."""
     fp8_products: ClassVar[bool] = True
     """Whether Transformer Engine can multiply in fp8: each product then needs a multiple of 8 tokens."""
     writes_residual: ClassVar[tuple[str, ...]] = ()
@@ -108,6 +110,11 @@ class LayerKind(ABC):
     def letter(self) -> str:
         """In patterns."""
         return self.section.letter
+
+    @property
+    def keeps_past(self) -> bool:
+        """Whether layers keep something of earlier tokens."""
+        return bool(self.mixer)
 
     @abstractmethod
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
@@ -125,8 +132,12 @@ class LayerKind(ABC):
         """The routed experts of a layer."""
         return Experts()
 
+    def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
+        """States that a layer keeps on one of so many tensor-parallel ranks."""
+        return ()
+
     def memory(self, config: ModelConfig) -> Memory:
-        """What a layer keeps of earlier tokens."""
+        """Elements that a layer keeps of earlier tokens, and FLOPs of reading them."""
         return Memory()
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:

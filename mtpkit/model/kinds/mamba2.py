@@ -16,6 +16,7 @@ from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.residual import MambaLayer
+from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
 
 ROWS, CHANNELS = ("z", "x", "B", "C", "dt"), ("x", "B", "C")
 """Parts of `in_proj` and of the convolution, each a tensor of its own in checkpoints."""
@@ -27,23 +28,20 @@ _DECAYS = (0.02, 0.2)
 class Mamba2(LayerKind):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
 
-    name, section, slot, keeps_past = "mamba2", Mamba2Config, "M", True
+    name, section, slot, mixer = "mamba2", Mamba2Config, "M", "mixer"
     writes_residual = ("out_proj",)
     divided = ("num_heads", "num_groups")
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
-        """See `LayerKind`."""
         linears = MambaMixerSubmodules(in_proj=backend.norm_column_linear, out_proj=backend.row_linear)
         mixer = ModuleSpec(module=MambaMixer, submodules=linears)
         return ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add))
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
-        """See `LayerKind`."""
         names = ("num_heads", "head_dim", "state_dim", "num_groups")
         return {f"mamba_{name}": getattr(config.mamba2, name) for name in names}
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        """See `LayerKind`."""
         sizes, hidden = config.mamba2, config.hidden_size
         rows = {"z": sizes.inner, "x": sizes.inner, "B": sizes.bc_width, "C": sizes.bc_width, "dt": sizes.num_heads}
         return {
@@ -57,8 +55,18 @@ class Mamba2(LayerKind):
         }
 
     def activations(self, config: ModelConfig) -> int:
-        """See `LayerKind`."""
         return 3 * config.mamba2.inner + 4 * config.mamba2.bc_width
+
+    def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
+        sizes = config.mamba2
+        heads, groups = sizes.num_heads // ranks, sizes.num_groups // ranks
+        inputs = {
+            "x": Part((heads, sizes.head_dim)),
+            "B": Part((groups, sizes.state_dim)),
+            "dt": Part((heads,), torch.float32),  # after softplus
+        }
+        recurrent = RecurrentSpec((heads, sizes.head_dim, sizes.state_dim), inputs)
+        return ConvWindowSpec(sizes.conv_kernel, (sizes.inner + 2 * sizes.bc_width) // ranks), recurrent
 
     def memory(self, config: ModelConfig) -> Memory:
         """The state takes up x B^T and is read out by C."""

@@ -11,8 +11,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlpConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import LayerKind, Shape
-from mtpkit.model.layers.mlp import MLP
-from mtpkit.model.layers.residual import MLPLayer
+from mtpkit.model.layers.residual import MLP, MLPLayer
 
 
 def network(config: ModelConfig, name: str, outer: int, inner: int) -> dict[str, Shape]:
@@ -34,21 +33,17 @@ class Mlp(LayerKind):
     divided = ("ffn_hidden_size",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
-        """See `LayerKind`."""
         linears = MLPSubmodules(linear_fc1=backend.norm_column_linear, linear_fc2=backend.row_linear)
         mlp = partial(MLP.as_mlp_submodule, submodules=linears)
         return ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add))
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        """See `LayerKind`."""
         hidden = config.hidden_size
         matrices = network(config, "mlp.linear_fc{}.weight", hidden, config.mlp.ffn_hidden_size)
         return {"mlp.linear_fc1.layer_norm_weight": (hidden,), **matrices}
 
     def activations(self, config: ModelConfig) -> int:
-        """See `LayerKind`."""
         return 2 * config.mlp.ffn_hidden_size
 
     def blocks(self, name: str, config: ModelConfig) -> int:
-        """See `LayerKind`."""
         return gated_blocks(name, config)

@@ -28,14 +28,12 @@ class Moe(LayerKind):
     divided = ("ffn_hidden_size", "shared_expert_intermediate_size")
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
-        """See `LayerKind`."""
         theirs = get_moe_module_spec_for_backend(backend.moe_provider, num_experts=config.moe.num_experts)
         mlp = partial(MoELayer, *theirs.args, **theirs.keywords)
         parts = TransformerLayerSubmodules(pre_mlp_layernorm=backend.norm, mlp=mlp, mlp_bda=get_bias_dropout_add)
         return ModuleSpec(module=MixtureLayer, submodules=parts)
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
-        """See `LayerKind`."""
         sizes = config.moe
         grouped = sizes.router_num_groups > 1
         return dict(
@@ -56,7 +54,6 @@ class Moe(LayerKind):
         )
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        """See `LayerKind`."""
         hidden, sizes = config.hidden_size, config.moe
         shapes: dict[str, Shape] = {
             "pre_mlp_layernorm.weight": (hidden,),
@@ -72,13 +69,10 @@ class Moe(LayerKind):
         return shapes
 
     def experts(self, config: ModelConfig) -> Experts:
-        """See `LayerKind`."""
         return Experts(config.moe.num_experts, config.moe.router_topk, (_EXPERTS.format(1), _EXPERTS.format(2)))
 
     def activations(self, config: ModelConfig) -> int:
-        """See `LayerKind`."""
         return config.moe.router_topk * (config.moe.ffn_hidden_size + config.hidden_size)
 
     def blocks(self, name: str, config: ModelConfig) -> int:
-        """See `LayerKind`."""
         return gated_blocks(name, config)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
 from mtpkit.kernels.kv_store import store_kv
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
-from mtpkit.model.state import PagedKV, PagedKVSpec, StateSpec
+from mtpkit.model.state import PagedKV
 
 
 class CoreAttention(nn.Module):
@@ -48,10 +48,6 @@ class SelfAttention(MegatronSelfAttention):
 
     layer_name: str
     """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
-
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """What this layer keeps for a token."""
-        return (PagedKVSpec(self.num_query_groups_per_partition, self.hidden_size_per_attention_head),)
 
     def forward(
         self,

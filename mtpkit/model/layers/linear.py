@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mtpkit.kernels.linear import fp8_linear, linear
 from mtpkit.kernels.norm import rms_norm
+from mtpkit.model.layers.base import linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
-from mtpkit.model.layers.recompute import linear_of
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
@@ -53,7 +53,6 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.layer_norm_weight = norm_weight(input_size, config)
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""

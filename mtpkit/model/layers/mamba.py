@@ -8,20 +8,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_varlen
 from mtpkit.kernels.dispatch import no_grad, on_kernels
 from mtpkit.kernels.ssd import ssd_chunk_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.layers.norm import GatedRMSNorm
-from mtpkit.model.state import ConvWindow, ConvWindowSpec, Part, RecurrentSpec, Replay, Snapshot, StateSpec
+from mtpkit.model.state import ConvWindow, Replay, Snapshot
 
 
 class ScanInputs(NamedTuple):
@@ -34,7 +30,7 @@ class ScanInputs(NamedTuple):
     C: Tensor
 
 
-class MambaMixer(MegatronModule):
+class MambaMixer(SplitOverRanks, MegatronModule):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060) with the parameters and sharding of Megatron's mixer."""
 
     layer_name: str
@@ -66,20 +62,15 @@ class MambaMixer(MegatronModule):
             **common,
         )
         self.in_proj.weight.partition_sizes = list(self._in_proj_parts().values())
-        device, dtype = torch.cuda.current_device(), config.params_dtype
-
-        def sharded(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-            parameter = nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
-            parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
-            return parameter
-
-        self.conv1d_weight = sharded(self.conv_dim, 1, self.conv_kernel, dtype=dtype)
-        self.conv1d_bias = sharded(self.conv_dim, dtype=dtype)
+        settings: Any = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.conv1d_weight = split_parameter(torch.zeros(self.conv_dim, 1, self.conv_kernel, **settings))
+        self.conv1d_bias = split_parameter(torch.zeros(self.conv_dim, **settings))
         for parameter in (self.conv1d_weight, self.conv1d_bias):
             parameter.partition_sizes = [self.inner, self.bc_width, self.bc_width]  # type: ignore[attr-defined]
-        self.dt_bias = sharded(self.num_heads, dtype=dtype)
-        self.A_log = sharded(self.num_heads, dtype=torch.float32)
-        self.D = sharded(self.num_heads, dtype=torch.float32)
+        self.dt_bias = split_parameter(torch.zeros(self.num_heads, **settings))
+        settings["dtype"] = torch.float32
+        self.A_log = split_parameter(torch.zeros(self.num_heads, **settings))
+        self.D = split_parameter(torch.zeros(self.num_heads, **settings))
         self.norm = GatedRMSNorm(config, self.inner, self.inner // self.num_groups, self.tp_group)
         self.out_proj = build_module(
             submodules.out_proj,
@@ -95,16 +86,6 @@ class MambaMixer(MegatronModule):
     def _in_proj_parts(self) -> dict[str, int]:
         """Rows of `in_proj` on this rank, in order."""
         return {"z": self.inner, "x": self.inner, "B": self.bc_width, "C": self.bc_width, "dt": self.num_heads}
-
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """What this layer keeps for a request."""
-        inputs = {
-            "x": Part((self.num_heads, self.head_dim)),
-            "B": Part((self.num_groups, self.state_dim)),
-            "dt": Part((self.num_heads,), torch.float32),  # after softplus
-        }
-        recurrent = RecurrentSpec((self.num_heads, self.head_dim, self.state_dim), inputs)
-        return ConvWindowSpec(self.conv_kernel, self.conv_dim), recurrent
 
     def forward(
         self, hidden_states: Tensor, inference_context: Any = None, residual: Tensor | None = None, **_: Any
@@ -275,20 +256,7 @@ class MambaMixer(MegatronModule):
     ) -> ShardedStateDict:
         """Megatron's distributed-checkpoint entries: `in_proj` and the convolution split into their parts, so that a
         checkpoint loads at any tensor parallelism."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        entries = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(own, 0),
-            sharded_offsets=sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, module in self.named_children():
-            child = f"{prefix}{name}."
-            entries.update(sharded_state_dict_default(module, child, sharded_offsets, metadata, tp_group=self.tp_group))
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         conv = {"x": self.inner, "B": self.bc_width, "C": self.bc_width}
         for entry, parts in {
             "in_proj.weight": self._in_proj_parts(),

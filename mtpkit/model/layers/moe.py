@@ -7,15 +7,15 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoELayer
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.moe import expert_mlp, route
+from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.norm import ACTIVATIONS
 
 
-class DuplicatedLinear(nn.Linear):
+class DuplicatedLinear(NoExtraState, nn.Linear):
     """A linear held whole by every tensor-parallel rank; returns (output, bias) as megatron-core's linears do."""
 
     def __init__(self, input_size: int, output_size: int, config: Any) -> None:
@@ -27,22 +27,6 @@ class DuplicatedLinear(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """x [..., input_size] to ([..., output_size], None)."""
         return super().forward(x), None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """The weight, replicated over tensor-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-
-    def get_extra_state(self) -> None:
-        """Nothing; present so that checkpoints have the keys that Transformer Engine's linears write."""
-
-    def set_extra_state(self, state: Any) -> None:
-        """Ignored."""
 
 
 class Router(TopKRouter):

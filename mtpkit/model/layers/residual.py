@@ -11,9 +11,12 @@ import torch
 from megatron.core.ssm.mamba_layer import MambaLayer as MegatronMambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer as MegatronMLPLayer
 from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.mlp import MLP as MegatronMLP
 from torch import Tensor
 
 from mtpkit.model.inputs import StepInput
+from mtpkit.model.layers.base import linear_of
+from mtpkit.model.layers.norm import ACTIVATIONS
 
 
 class MambaLayer(MegatronMambaLayer):
@@ -45,6 +48,16 @@ class AttentionLayer(_StepTransformerLayer):
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
         return self.self_attention(x, inference_context=step, residual=x)[0]
+
+
+class MLP(MegatronMLP):
+    """megatron-core's parameters, with an activation that is not kept for the backward."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, h] to (the same shape, bias or None)."""
+        inner, bias = self.linear_fc1(hidden_states)
+        assert bias is None, "built without"
+        return linear_of(self.linear_fc2, ACTIVATIONS[self.config.mtpkit.mlp.activation], inner)
 
 
 class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):

@@ -20,20 +20,11 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from mtpkit.errors import UserError, listed
+from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm
 
 
-class _NoExtraState:
-    """What is kept beside the weights are scales of fp8, which are made anew from the tensors themselves."""
-
-    def get_extra_state(self) -> None:
-        """Nothing; the key stays, with what the local modules write there."""
-
-    def set_extra_state(self, state: Any) -> None:
-        """Ignored."""
-
-
-class RMSNorm(_NoExtraState, te.RMSNorm):
+class RMSNorm(NoExtraState, te.RMSNorm):
     """Root mean square norm over the last dimension."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -46,11 +37,11 @@ class RMSNorm(_NoExtraState, te.RMSNorm):
         )
 
 
-class ColumnParallelLinear(_NoExtraState, megatron_te.TEColumnParallelLinear):
+class ColumnParallelLinear(NoExtraState, megatron_te.TEColumnParallelLinear):
     """Linear whose output features are split over tensor-parallel ranks."""
 
 
-class NormColumnParallelLinear(_NoExtraState, megatron_te.TELayerNormColumnParallelLinear):
+class NormColumnParallelLinear(NoExtraState, megatron_te.TELayerNormColumnParallelLinear):
     """Column-parallel linear of the RMS norm of its input, in one module."""
 
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
@@ -58,7 +49,7 @@ class NormColumnParallelLinear(_NoExtraState, megatron_te.TELayerNormColumnParal
         return ACTIVATIONS[activation](self(input_)[0])
 
 
-class RowParallelLinear(_NoExtraState, megatron_te.TERowParallelLinear):
+class RowParallelLinear(NoExtraState, megatron_te.TERowParallelLinear):
     """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
 
     def forward(self, input_: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

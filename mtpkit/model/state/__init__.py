@@ -6,7 +6,6 @@ The engine asks these for bytes, allocation, rollback and copies; a layer finds 
 from mtpkit.model.state.base import (
     Committed,
     Counter,
-    KeepsState,
     Newest,
     Part,
     Rollback,
@@ -28,7 +27,6 @@ __all__ = [
     "ConvWindow",
     "ConvWindowSpec",
     "Counter",
-    "KeepsState",
     "Newest",
     "PagedKV",
     "PagedKVSpec",

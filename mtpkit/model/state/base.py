@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -197,13 +197,3 @@ class StateSpec(ABC):
             for name, part in self.parts(sizes).items()
         }
         return self.make(tensors, sizes)
-
-
-@runtime_checkable
-class KeepsState(Protocol):
-    """A module that keeps something of earlier tokens. Its attribute `layer_name`, the key of its states in
-    `StepInput.states`, is set when the model is built."""
-
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """What it keeps of a request or of a token."""
-        ...

@@ -1,0 +1,96 @@
+"""What layers share: parameters that ranks split, and linears that make their input again in the backward.
+
+What an activation or a norm gives is as large as what it reads, which its own backward keeps, and costs little beside
+the product that follows (selective activation recomputation: Korthikanti et al. 2022, arXiv:2205.05198).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+_keeps = ContextVar("mtpkit_keeps_inputs", default=False)
+
+
+class NoExtraState:
+    """Mixin of modules whose checkpoints have the key that Transformer Engine's modules write, without a value. The fp8
+    scales that Transformer Engine keeps there are made anew from the tensors themselves."""
+
+    def get_extra_state(self) -> None:
+        """Return nothing."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore a state."""
+
+
+def split_parameter(values: Tensor) -> nn.Parameter:
+    """Make a parameter from this rank's rows of a tensor that tensor-parallel ranks split."""
+    parameter = nn.Parameter(values)
+    parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+    return parameter
+
+
+class SplitOverRanks(nn.Module):
+    """Mixin of modules with parameters from `split_parameter`, so that their checkpoints load at any parallelism."""
+
+    tp_group: Any
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return Megatron's distributed-checkpoint entries of the module and its children."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        entries = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {name: value.partition_dim for name, value in own.items() if hasattr(value, "partition_dim")},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            child = f"{prefix}{name}."
+            entries |= sharded_state_dict_default(module, child, sharded_offsets, metadata, tp_group=self.tp_group)
+        return entries
+
+
+@contextmanager
+def keeping_inputs() -> Iterator[None]:
+    """Linears inside keep their inputs: for what is run again as a whole, which keeps nothing in the first place."""
+    token = _keeps.set(True)
+    try:
+        yield
+    finally:
+        _keeps.reset(token)
+
+
+def linear_of[R](linear: Callable[[Tensor], R], function: Callable[..., Tensor], *inputs: Tensor) -> R:
+    """linear(function(*inputs)); the backward of the linear calls `function`, nothing of which is random, once more."""
+    made = function(*inputs)
+    if _keeps.get() or not (torch.is_grad_enabled() and made.requires_grad):
+        return linear(made)
+    storage = made.untyped_storage()._cdata
+    kept = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+
+    def pack(tensor: Tensor) -> Tensor | tuple:
+        if tensor.untyped_storage()._cdata != storage:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Tensor | tuple) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.enable_grad():  # so that the same kernels run as in the forward
+            return function(*kept).detach().as_strided(*packed)
+
+    with saved_tensors_hooks(pack, unpack):
+        return linear(made)
