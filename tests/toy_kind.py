@@ -17,7 +17,8 @@ from mtpkit.config.checked import checked
 from mtpkit.kernels.ssm_update import ring_base
 from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
-from mtpkit.model.kinds import KINDS, Draw, LayerKind, Memory, Shape, register
+from mtpkit.model.kinds import KINDS, register
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import Part, RecurrentSpec, Replay, Snapshot, StateSpec
 

@@ -11,7 +11,8 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.kinds import Draw, layers_of
+from mtpkit.model.kinds import layers_of
+from mtpkit.model.kinds.base import Draw
 
 NEMOTRON_H_8B = ModelConfig.of(
     family="",

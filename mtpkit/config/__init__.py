@@ -1,4 +1,4 @@
-"""What a model is: its sizes, its layers and its heads."""
+"""The description of a model: its sizes, its layers and its heads."""
 
 from mtpkit.config.model import ModelConfig, MtpConfig, config_of_file
 from mtpkit.config.sections import SECTIONS, Section, known_letters, register_section

@@ -179,7 +179,7 @@ def _clauses(cls: type, error: ValidationError, values: Mapping[str, Any]) -> It
 
 
 def _clause(info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:
-    """What to say of a value that does not fit its field, given what pydantic says of it."""
+    """Say in plain words why a value does not fit its field, given pydantic's error."""
     context = error.get("ctx", {})
     text = f"must be {info.title or _kind(info.annotation)}"
     if error["type"] == "value_error":

@@ -33,7 +33,7 @@ HiddenState = Literal["after_final_norm", "before_final_norm"]
 
 @checked("model config", prefix="mtp_")
 class MtpConfig(Part):
-    """Which layers an MTP depth has, how many depths there are, and what each reads."""
+    """Layers of an MTP depth, number of depths, and inputs of each depth."""
 
     added_later = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
 
@@ -46,9 +46,9 @@ class MtpConfig(Part):
     repeated: bool = Field(default=True, validation_alias="mtp_use_repeated_layer")
     """One physical layer shared by all depths (Nemotron 3), rather than one per depth (DeepSeek-V3)."""
     reads_of_base: HiddenState = "after_final_norm"
-    """Which hidden state of the base depth 1 reads. Only `after_final_norm` can be built."""
+    """The hidden state of the base that depth 1 reads. Only `after_final_norm` can be built."""
     reads_of_depth: HiddenState = "after_final_norm"
-    """Which hidden state of a depth the next one reads. Only `after_final_norm` can be built."""
+    """The hidden state of a depth that the next one reads. Only `after_final_norm` can be built."""
     zero_first_embedding: bool = False
     """Whether depths read zeros in place of the embedding at position 0. Only False can be built."""
 

@@ -1,4 +1,4 @@
-"""What the parts of a model's config have in common, and which letter of a pattern stands for which kind of layers."""
+"""Sizes and switches of each layer kind, and the table from letters of patterns to them."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ class Part:
 
     @classmethod
     def from_file(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What files say, by key, as values of the fields: where JSON has no such value."""
+        """Replace values of a file, by key, that stand for values which JSON lacks."""
         return values
 
 
@@ -50,7 +50,7 @@ class Section(Part):
     letter: ClassVar[str]
     """The layer kind's letter in patterns."""
     title: ClassVar[str]
-    """What people call the kind."""
+    """Name of the kind in messages."""
     in_every_file: ClassVar[bool] = False
     """Whether files of models without such layers have its keys too, as they had when there were four kinds."""
     positive: ClassVar[tuple[str, ...]] = ()
@@ -198,7 +198,7 @@ class Mamba2Config(Section):
 
     @classmethod
     def from_file(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """JSON has null where dt has no upper limit."""
+        """Read an upper limit of null as infinity."""
         match values.get("mamba_dt_limit"):
             case [low, None]:
                 return values | {"mamba_dt_limit": (low, math.inf)}
@@ -230,7 +230,6 @@ class MoeConfig(Section):
     router_group_topk: Annotated[int, up_to(2**14)] = 1
 
     def requirements(self, layers: int) -> Iterator[str]:
-        """See `Section`."""
         yield from super().requirements(layers)
         if (experts := self.num_experts * layers) > _MOST_EXPERTS:
             yield f"num_moe_experts {self.num_experts} in all layers are {experts}, more than {_MOST_EXPERTS}"

@@ -1,4 +1,4 @@
-"""Which modules a model is made of, by name."""
+"""Backends by name: the modules that a model is made of."""
 
 import importlib
 import importlib.util
@@ -83,7 +83,7 @@ def resolve_backend(name: str) -> str:
 
 
 def _why_not_te() -> str | None:
-    """What Transformer Engine lacks here."""
+    """Say what Transformer Engine lacks on this machine; None: nothing."""
     if not torch.cuda.is_available():
         return "a GPU"
     try:

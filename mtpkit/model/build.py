@@ -14,15 +14,16 @@ from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import get_backend
 from mtpkit.model.hybrid import HybridModel, megatron_pattern, stack_spec, transformer_config
-from mtpkit.model.kinds import KINDS, Draw, LayerKind, kinds_in, layers_of
+from mtpkit.model.kinds import KINDS, kinds_in, layers_of
+from mtpkit.model.kinds.base import Draw, LayerKind
 from mtpkit.model.stages import Balance, first_layer, stage_patterns
 from mtpkit.model.state import StateSpec
 from mtpkit.platform import cpu_redirect, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
-"""Where initial weights are drawn: "portable" on the CPU, the same on every machine; "device" where each parameter is,
-which takes a GPU seconds for billions of them, but other numbers than a CPU gives; "none": nowhere, for weights that
-are loaded at once."""
+"""Device that draws initial weights: "portable", the CPU, so that they are the same on every machine; "device", the
+parameter's own, which takes a GPU seconds for billions of parameters but gives other numbers; "none": no draw, for
+weights that are loaded at once."""
 
 
 def build_model(
@@ -39,7 +40,7 @@ def build_model(
     base_layers: bool = True,
     balance: Balance = "memory",
 ) -> HybridModel:
-    """A model with freshly initialised weights, in eval mode.
+    """Build a model with freshly initialised weights, in eval mode.
 
     Sets up torch.distributed and megatron-core's groups if that was not done. `model.mtpkit_config` is `config`. A
     pipeline stage has its own layers alone, `model.stage_patterns` says which, and the last one has the heads and, for
@@ -63,7 +64,6 @@ def build_model(
     stage, stages = groups.pp.rank(), groups.pp.size()
     if sequence_parallel is None:
         sequence_parallel = tensor_parallel > 1 and any(kind.experts(config).count for kind in kinds_in(config.letters))
-    sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
     patterns = stage_patterns(config, stages, balance)
     pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
     if base_layers:
@@ -73,18 +73,18 @@ def build_model(
             config,
             backend,
             patterns,
-            config=transformer_config(config, dtype, *sizes, sequence_parallel),
+            config=transformer_config(
+                config,
+                dtype,
+                tensor_model_parallel_size=tensor_parallel,
+                pipeline_model_parallel_size=pipeline_parallel,
+                expert_model_parallel_size=expert_parallel,
+                sequence_parallel=sequence_parallel,
+            ),
             hybrid_stack_spec=stack_spec(modules, config),
-            vocab_size=config.vocab_size,
-            max_sequence_length=config.max_position_embeddings,
             hybrid_layer_pattern=megatron_pattern(pattern),
             pre_process=stage == 0,
             post_process=stage == stages - 1,
-            parallel_output=True,
-            share_embeddings_and_output_weights=config.tie_word_embeddings,
-            position_embedding_type=config.attention.position_embedding_type,
-            rotary_base=int(config.attention.rotary_base),
-            rotary_percent=config.attention.rotary_percent,
             pg_collection=groups,
         )
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
@@ -98,7 +98,7 @@ def build_model(
 
 
 def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:
-    """The states that each layer keeps on this rank, by the key it looks up in `StepInput.states`."""
+    """Return the states that each layer keeps on this rank, by the key that it looks up in `StepInput.states`."""
     ranks = model.config.tensor_model_parallel_size
     specs = {name: kind.states(model.mtpkit_config, ranks) for name, _, kind in layers_of(model)}
     return {name: states for name, states in specs.items() if states}
@@ -129,7 +129,7 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
         elif value is None:
             last = kind is not None and any(part in name for part in kind.writes_residual)
             value = draw.normal(shape, residual_std if last else config.init_std)
-        parameter.copy_(_own_part(value, parameter, kind.blocks(name, config) if kind else 1))
+        parameter.copy_(_own_part(name, value, parameter, kind, config))
 
 
 def _kind_of(name: str, model: HybridModel) -> LayerKind | None:
@@ -166,17 +166,14 @@ def _whole_shape(parameter: nn.Parameter) -> torch.Size:
     return torch.Size(shape)
 
 
-def _own_part(whole: torch.Tensor, parameter: nn.Parameter, blocks: int) -> torch.Tensor:
-    """What this rank holds of a whole tensor.
-
-    `blocks` equal parts of it, or those of `parameter.partition_sizes` (which counts this rank's rows), are each split
-    over the ranks: the gates and values of a gated linear, or z, x, B, C and dt of a Mamba2 projection.
-    """
+def _own_part(
+    name: str, whole: torch.Tensor, parameter: nn.Parameter, kind: LayerKind | None, config: ModelConfig
+) -> torch.Tensor:
+    """This rank's share of a whole tensor: each part of it, see `LayerKind.parts`, is split over the ranks."""
     ranks = _tensor_ranks(parameter)
     if ranks == 1:
         return whole
     dim = parameter.partition_dim  # type: ignore[attr-defined]
-    sizes = getattr(parameter, "partition_sizes", None) or [parameter.shape[dim] // blocks] * blocks
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    parts = whole.split([size * ranks for size in sizes], dim)
+    size, rank = whole.shape[dim], parallel_state.get_tensor_model_parallel_rank()
+    parts = whole.split(kind.parts(name, size, config) if kind else [size], dim)
     return torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)

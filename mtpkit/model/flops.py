@@ -1,7 +1,7 @@
 """Sizes of the heads' matrices and FLOPs per token of training them, counted from a `ModelConfig` alone.
 
-Counted are the weights that a token uses: of a mixture of experts those of the experts it is sent to. Embeddings,
-attention scores and recurrent states are left out.
+FLOPs are those of the weights that a token uses; in a mixture of experts, of the experts that it is sent to.
+Embeddings, attention scores and recurrent states are left out.
 """
 
 from mtpkit.config import ModelConfig
@@ -16,12 +16,13 @@ FROZEN = 4
 
 
 def eh_proj_matrix(config: ModelConfig) -> int:
-    """Elements of the projection with which a depth begins."""
+    """Count the elements of `eh_proj`, the projection with which a depth begins."""
     return 2 * config.hidden_size**2
 
 
 def head_matrices(config: ModelConfig, all_experts: bool = False) -> int:
-    """Elements of the matrices of one depth without the lm_head: eh_proj, and what a token uses of its layers.
+    """Count the elements of one depth's matrices without the lm_head: eh_proj, and the share of its layers that a token
+    uses.
 
     Args:
         all_experts: count all routed experts, rather than those that a token is sent to.
@@ -31,7 +32,7 @@ def head_matrices(config: ModelConfig, all_experts: bool = False) -> int:
 
 
 def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -> float:
-    """FLOPs per token of a training step with K depths: base forward, heads and lm_head forward and backward.
+    """Count the FLOPs per token of a training step with K depths: base forward, heads and lm_head forward and backward.
 
     The base's own logits, which only some losses need, are left out.
 

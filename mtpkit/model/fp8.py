@@ -9,7 +9,7 @@ from mtpkit.model.kinds import kinds_in
 from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 _MULTIPLE = 16
-"""Of both sizes of a matrix that fp8 products take."""
+"""fp8 products take matrices whose sizes are multiples of this."""
 _FIRST_GPU = (8, 9)
 """Compute capability with fp8 products."""
 
@@ -50,5 +50,5 @@ def use_fp8_base(model: HybridModel) -> None:
 
 
 def is_fp8(tensor: object) -> bool:
-    """Whether it is one of the weights that `use_fp8_base` has rounded."""
+    """Return whether `use_fp8_base` has rounded a tensor."""
     return isinstance(tensor, torch.Tensor) and tensor.dtype == FP8

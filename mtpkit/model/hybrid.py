@@ -36,19 +36,16 @@ _SLOTS = {
 
 
 def megatron_pattern(pattern: str) -> str:
-    """The pattern for megatron-core, whose own letters stand for the layers that `stack_spec` puts in their place."""
+    """Write a pattern in megatron-core's letters, for which `stack_spec` names the layers."""
     return "".join(KINDS[letter].slot if letter in KINDS else letter for letter in pattern)
 
 
-def transformer_config(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    expert_parallel: int,
-    sequence_parallel: bool,
-) -> TransformerConfig:
-    """megatron-core's view of a model; the `ModelConfig` itself is its attribute `mtpkit`."""
+def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int | bool) -> TransformerConfig:
+    """Make megatron-core's config of a model, whose attribute `mtpkit` is the `ModelConfig` itself.
+
+    Args:
+        parallel: megatron-core's own fields of how ranks share the model.
+    """
     settings: dict[str, Any] = dict(
         num_layers=len(config.pattern),
         hidden_size=config.hidden_size,
@@ -76,10 +73,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        tensor_model_parallel_size=tensor_parallel,
-        pipeline_model_parallel_size=pipeline_parallel,
-        expert_model_parallel_size=expert_parallel,
-        sequence_parallel=sequence_parallel,
+        **parallel,
     )
     for kind in kinds_in(config.letters):
         settings |= kind.settings(config)
@@ -92,17 +86,21 @@ class HybridModel(MegatronHybridModel):
     """The base and its MTP heads; made by `build_model` alone."""
 
     base_context: Callable[[], AbstractContextManager[None]]
-    """What the base runs in, see `use_fp8_base`."""
+    """Context in which the base runs, see `use_fp8_base`."""
 
     def __init__(self, model_config: ModelConfig, backend: str, stage_patterns: list[str], **megatron: Any) -> None:
-        """Build megatron-core's model from its own arguments.
-
-        Args:
-            model_config: the model's description, kept as `mtpkit_config`.
-            backend: name of the modules that it is made of.
-            stage_patterns: the base's layers on each pipeline stage.
-        """
-        super().__init__(**megatron)
+        """Build megatron-core's model from a config and further arguments of its own; `stage_patterns` has the base's
+        layers on each pipeline stage."""
+        super().__init__(
+            vocab_size=model_config.vocab_size,
+            max_sequence_length=model_config.max_position_embeddings,
+            share_embeddings_and_output_weights=model_config.tie_word_embeddings,
+            position_embedding_type=model_config.attention.position_embedding_type,
+            rotary_base=int(model_config.attention.rotary_base),
+            rotary_percent=model_config.attention.rotary_percent,
+            parallel_output=True,
+            **megatron,
+        )
         self.mtpkit_config, self.backend, self.stage_patterns = model_config, backend, stage_patterns
         self.base_context = nullcontext
 
@@ -118,25 +116,17 @@ class HybridStack(MegatronHybridStack):
 
 
 def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
-    """Spec of the decoder stack and, within it, of the model's layer kinds and of the MTP block."""
+    """Make the spec of the decoder stack, the model's layer kinds and the MTP block."""
+    head = MultiTokenPredictionLayerSubmodules(
+        enorm=backend.norm,
+        hnorm=backend.norm,
+        eh_proj=backend.column_linear,
+        mtp_model_layer=None,  # megatron-core builds it from the pattern
+        layer_norm=backend.norm,
+    )
+    heads = MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(MultiTokenPredictionLayer, submodules=head)])
     submodules = HybridStackSubmodules(
         **{_SLOTS[kind.slot]: kind.spec(backend, config) for kind in kinds_in(config.letters)},
-        mtp_block_spec=ModuleSpec(
-            module=MultiTokenPredictionBlock,
-            submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[_mtp_layer(backend)]),
-        ),
+        mtp_block_spec=ModuleSpec(MultiTokenPredictionBlock, submodules=heads),
     )
     return ModuleSpec(module=HybridStack, submodules=submodules, params={"norm": backend.norm})
-
-
-def _mtp_layer(backend: Backend) -> ModuleSpec:
-    return ModuleSpec(
-        module=MultiTokenPredictionLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=backend.norm,
-            hnorm=backend.norm,
-            eh_proj=backend.column_linear,
-            mtp_model_layer=None,  # megatron-core builds it from the pattern
-            layer_norm=backend.norm,
-        ),
-    )

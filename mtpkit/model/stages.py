@@ -1,4 +1,4 @@
-"""Which layers of the base a pipeline stage has.
+"""Deal the layers of the base to pipeline stages.
 
 The frozen base runs forward only and streams (see `mtpkit.training.pipeline`). The last stage trains the heads besides:
 an even deal would leave it with the most to hold and the most to compute, and the slowest stage sets the pace. Layers
@@ -17,18 +17,18 @@ from mtpkit.model.flops import FORWARD, FROZEN, TRAINED, head_matrices
 from mtpkit.model.kinds import KINDS
 
 Balance = Literal["memory", "time"]
-"""What stages have equally much of: bytes of weights, gradients and moments, or FLOPs of a training step."""
+"""Balance stages by memory (weights, gradients and moments) or by the time of a training step (FLOPs)."""
 
 _TRAINED_BYTES = 18  # of a head's weight: in bf16, and in fp32 its master, gradient and two moments
 
 
 def first_layer(model: HybridModel) -> int:
-    """Number in the whole base of this stage's first layer."""
+    """Return the number, in the whole base, of this stage's first layer."""
     return sum(map(len, model.stage_patterns[: model.pg_collection.pp.rank()]))
 
 
 def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory") -> list[str]:
-    """The base's layers on each pipeline stage, neighbours, so that the costliest stage costs as little as can be.
+    """Deal neighbouring layers to pipeline stages so that the costliest stage costs as little as possible.
 
     Memory is that of bf16 weights, all experts and the embeddings of the first and last stage included, and of what
     AdamW keeps of the heads on one data-parallel rank. Time is 2 FLOPs a weight of the base that a token uses, 6 a head
@@ -57,7 +57,7 @@ def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory"
 
     @functools.cache
     def best(stage: int, end: int) -> tuple[int, int, tuple[int, ...]]:
-        """Of layers 0 .. end - 1 on stages 0 .. stage: the largest cost, the sum of squares, where stages begin."""
+        """Deal layers 0 .. end - 1 to stages 0 .. stage: largest cost, sum of squares, first layer of each stage."""
         more = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         if stage == 0:
             return sums[end] + more, (sums[end] + more) ** 2, (0,)

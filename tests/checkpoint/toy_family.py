@@ -126,7 +126,7 @@ TOY = Family(
     layers={"attention": attention, "mlp": mlp, "average": average},
     base_layer="block_{}.".format,
     mtp_outside=mtp_outside,
-    mtp_layer=lambda config, depth, number: f"drafter.{depth}.{'ab'[number]}.",
+    mtp_layer=lambda config, depth, number: f"drafter.{depth}.{'abc'[number]}.",
 )
 
 

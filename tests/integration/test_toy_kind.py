@@ -28,6 +28,7 @@ from tests.toy_config import toy_config
 
 VOCAB = 40
 DECAY = "mtp.layers.0.mtp_model_layer.layers.0.mixer.decay"
+BASE = dict(family="toy", vocab_size=300, mtp_num_depths=0, init_std=0.3, eos_token_ids=(0,))
 MODELS = {"base and heads": ("MA*-A", "A-"), "heads with attention": ("M-A-", "A*-")}
 
 
@@ -38,7 +39,8 @@ def known_kind_and_family():
 
 
 def toy_model(pattern, mtp_pattern, **changes):
-    config = toy_config(pattern=pattern, mtp_pattern=mtp_pattern, vocab_size=VOCAB, average_decay=0.7, **changes)
+    changes = {"vocab_size": VOCAB, "average_decay": 0.7, **changes}
+    config = toy_config(pattern=pattern, mtp_pattern=mtp_pattern, **changes)
     return build_model(config, device="cpu", seed=2)
 
 
@@ -55,15 +57,14 @@ def test_its_section_is_in_files_of_models_that_have_it(tmp_path):
         toy_config(pattern="MA*-", average_decay=1)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer_dir):
-    """A base without heads in Megatron's layout, of the toy family, and its tokenizer."""
-    directory = tmp_path_factory.mktemp("base")
-    sizes = dict(vocab_size=300, mtp_pattern="", mtp_num_depths=0, init_std=0.3)
-    config = toy_config(family="toy", pattern="A*-A", average_decay=0.7, eos_token_ids=(0,), **sizes)
-    save_model(build_model(config, device="cpu", seed=2), directory)
-    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
-    return directory
+@pytest.mark.parametrize("name", MODELS)
+def test_megatrons_layout_keeps_it(name, tmp_path):
+    model = toy_model(*MODELS[name])
+    save_model(model, tmp_path / "megatron")
+    loaded = load_model(tmp_path / "megatron", device="cpu")
+    assert load_config(tmp_path / "megatron") == model.mtpkit_config
+    want, got = dict(model.named_parameters()), dict(loaded.named_parameters())
+    assert want.keys() == got.keys() and all(torch.equal(want[key], got[key]) for key in want)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def settings(base, tmp_path_factory):
         "data.sequence_length": 24,
         "data.global_batch_size": 8,
         "data.micro_batch_size": 4,
-        "heads.pattern": "A-",
+        "heads.pattern": "A*-",
         "heads.num_depths": 3,
         "optimizer.lr": 2e-2,
         "optimizer.warmup_steps": 1,
@@ -85,12 +86,6 @@ def settings(base, tmp_path_factory):
         "log_interval": 1,
     }
     return [f"{key}={value}" for key, value in values.items()]
-
-
-@pytest.fixture(scope="module")
-def run(settings, tmp_path_factory):
-    """Directory of a run of one process."""
-    return train(load_train_config(None, [*settings, f"output={tmp_path_factory.mktemp('run')}"]))
 
 
 def trained_on_a_rank(rank: int, runs: list[list[str]]) -> None:
@@ -105,11 +100,25 @@ def losses(run):
     return [line["loss"] for line in read_metrics(run / METRICS) if line["kind"] == "train"]
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer_dir):
+    """A base without heads in Megatron's layout, of the toy family, and its tokenizer."""
+    directory = shutil.copytree(tokenizer_dir, tmp_path_factory.mktemp("toy") / "base")
+    save_model(toy_model("A*-A", "", **BASE), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(settings, tmp_path_factory):
+    """Directory of a run of one process."""
+    return train(load_train_config(None, [*settings, f"output={tmp_path_factory.mktemp('run')}"]))
+
+
 def test_the_trainer_trains_its_heads(base, run):
     found = losses(run)
     assert len(found) == 16 and sum(found[-3:]) < 0.8 * sum(found[:3])
     before, model = load_model(base, device="cpu"), load_model(run, device="cpu")
-    assert model.mtpkit_config.hybrid_layer_pattern == "A*-A/A-/A-/A-" and load_config(run) == model.mtpkit_config
+    assert model.mtpkit_config.hybrid_layer_pattern == "A*-A/A*-/A*-/A*-" and load_config(run) == model.mtpkit_config
     parameters = dict(model.named_parameters())
     assert all(torch.equal(parameters[name], value) for name, value in before.named_parameters())
     fresh = build_model(model.mtpkit_config, device="cpu").get_parameter(DECAY)
@@ -148,9 +157,9 @@ def test_its_family_exports_and_imports_it(run, exported, tmp_path):
     assert compare_weights(run, tmp_path / "back").identical and compare_weights(run, exported).identical
     config = load_config(exported)
     assert config == load_config(tmp_path / "back")
-    assert config.hybrid_layer_pattern == load_config(run).hybrid_layer_pattern == "A*-A/A-/A-/A-"
+    assert config.hybrid_layer_pattern == load_config(run).hybrid_layer_pattern == "A*-A/A*-/A*-/A*-"
     values = json.loads((exported / "config.json").read_text())
-    assert (values["blocks"], values["drafter"]) == (["drift", "look", "think", "drift"], ["drift", "think"])
+    assert (values["blocks"], values["drafter"]) == (["drift", "look", "think", "drift"], ["drift", "look", "think"])
     assert values["model_type"] == "toy" and values["fade"] == 0.7
     assert torch.equal(
         load_file(exported / "model.safetensors")["drafter.0.a.fade"],

@@ -1,10 +1,13 @@
 """Built models: names, sizes, initial weights, caches."""
 
+import math
+
 import pytest
 import torch
 
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, embed, output_weight, state_specs
+from mtpkit.model.kinds import KINDS
 from mtpkit.model.state import ConvWindowSpec, PagedKVSpec, Part, RecurrentSpec
 from tests.model.toy import CONFIG, VOCAB, toy_model, toy_tokens
 
@@ -23,6 +26,18 @@ def test_caches_of_every_layer_by_name():
         "mtp.layers.0.layers.0": attention,
         "mtp.layers.0.layers.1": mamba,
     }
+
+
+@pytest.mark.parametrize("letter", KINDS)
+def test_what_is_counted_of_the_past_is_what_the_states_hold(letter):
+    kind, elements = KINDS[letter], {"state": 0, "kv": 0}
+    for spec in kind.states(CONFIG):
+        if isinstance(spec, RecurrentSpec):
+            elements["state"] += math.prod(spec.shape)
+        elif isinstance(spec, PagedKVSpec):
+            elements["kv"] += 2 * spec.num_kv_heads * spec.head_dim
+    memory = kind.memory(CONFIG)
+    assert elements == {"state": memory.state, "kv": memory.kv}
 
 
 @pytest.mark.parametrize(("repeated", "physical"), [(True, 1), (False, 3)])

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 TENSOR_CASES = ["tp2/mamba_attention_mlp", "tp2/moe", "tp1/distinct_heads", "tp1/gated_rope"]
 PIPELINE_CASE = "pp2/mamba_attention_mlp"
 LENGTH, TOLERANCE = 24, 1e-5
+LATENT = toy.CONFIG.replace(moe_latent_size=8, activation="swiglu")
 
 
 def build(case: str, **sizes: int):
@@ -30,8 +31,9 @@ def run_depths(model, hidden, ids):
 
 
 def fresh_rank(rank: int, out: Path) -> None:
-    model = build_model(toy.CONFIG, device="cpu", tensor_parallel=2)
+    model = build_model(LATENT, device="cpu", tensor_parallel=2)
     save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, out / f"{rank}.st")
+    save_model(model, out / "megatron")
 
 
 @torch.no_grad()
@@ -95,13 +97,16 @@ def test_tensor_parallel(tmp_path):
 
 
 def test_fresh_weights_of_two_ranks(tmp_path):
-    """Parts of one matrix differ; what every rank holds whole, such as a router, is the same."""
+    """Parts of one matrix differ; what every rank holds whole, such as a router, is the same. Together they are the
+    weights of one process."""
     run_ranks(fresh_rank, tmp_path)
     first, second = (load_file(tmp_path / f"{rank}.st") for rank in (0, 1))
     assert any("router" in name for name in first)
     for name, value in first.items():
-        whole = "router" in name or "norm" in name or name.endswith(".D")  # D starts as ones
+        whole = any(part in name for part in ("router", "norm", "latent")) or name.endswith(".D")  # D starts as ones
         assert torch.equal(value, second[name]) == whole, name
+    model = load_model(tmp_path / "megatron", device="cpu")
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in build_model(LATENT).named_parameters())
 
 
 @torch.no_grad()

@@ -1,34 +1,21 @@
-"""Layer kinds, one file each: what a letter of a pattern stands for. The rest of the house asks them."""
+"""Layer kinds, one file each, and the table from letters of patterns to kinds."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from mtpkit.config import SECTIONS, ModelConfig, register_section
 from mtpkit.model.kinds.attention import Attention
-from mtpkit.model.kinds.base import Draw, LayerKind, Matrices, Memory, Shape
+from mtpkit.model.kinds.base import LayerKind
 from mtpkit.model.kinds.mamba2 import Mamba2
 from mtpkit.model.kinds.mlp import Mlp
 from mtpkit.model.kinds.moe import Moe
-
-__all__ = [
-    "KINDS",
-    "Draw",
-    "LayerKind",
-    "Matrices",
-    "Memory",
-    "Shape",
-    "caching_length",
-    "kinds_in",
-    "layers_of",
-    "register",
-]
 
 KINDS: dict[str, LayerKind] = {}
 """Letter -> layer kind."""
 
 
 def register(kind: LayerKind) -> None:
-    """Make a layer kind known, so that models can have it. A kind from elsewhere takes part once this was called."""
+    """Make a layer kind known, so that models can have it; a kind from outside mtpkit needs nothing else."""
     if SECTIONS.get(kind.letter) is not kind.section:
         register_section(kind.section)
     KINDS[kind.letter] = kind
@@ -39,12 +26,12 @@ for _kind in (Attention(), Mlp(), Mamba2(), Moe()):
 
 
 def kinds_in(pattern: str) -> list[LayerKind]:
-    """The kinds of a pattern's layers, each once."""
+    """Return the kinds of a pattern's layers, each once."""
     return [kind for letter, kind in KINDS.items() if letter in pattern]
 
 
 def caching_length(pattern: str) -> int:
-    """How many layers of a pattern there are up to the last one that keeps something of earlier tokens."""
+    """Count the layers of a pattern up to the last one that keeps something of earlier tokens."""
     return 1 + max((place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past), default=-1)
 
 

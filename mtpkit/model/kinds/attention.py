@@ -19,8 +19,8 @@ from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedKVSpec, StateSpec
 
 _SCORES, _OUTPUT = 3.5, 8.0
-"""Of weights that remember: the standard deviation of scores, which leaves each query a few keys; and how much more
-than other layers the output projection gives, as there are few such layers."""
+"""For `depend_on_context`: the standard deviation of scores, which leaves each query a few keys; and the factor of the
+output projection, as there are few such layers."""
 
 
 class Attention(LayerKind):
@@ -61,13 +61,13 @@ class Attention(LayerKind):
         return (PagedKVSpec(max(1, config.attention.num_query_groups // ranks), config.attention.kv_channels),)
 
     def memory(self, config: ModelConfig) -> Memory:
-        """Scores are q k^T, and their product with v."""
+        """Count scores as q k^T and their product with v."""
         sizes = config.attention
         scores = 4 * sizes.num_attention_heads * sizes.kv_channels
         return Memory(kv=2 * sizes.num_query_groups * sizes.kv_channels, score_flops=scores)
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
-        """As models are initialised, attention averages so many values that hardly anything is left."""
+        """Sharpen the scores. As models are initialised, attention averages away nearly all values."""
         module: Any = layer.self_attention
         projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
         groups = module.num_query_groups_per_partition

@@ -22,7 +22,7 @@ ROWS, CHANNELS = ("z", "x", "B", "C", "dt"), ("x", "B", "C")
 """Parts of `in_proj` and of the convolution, each a tensor of its own in checkpoints."""
 
 _DECAYS = (0.02, 0.2)
-"""-A of weights that remember: a step size of 0.01 forgets in some thousands of tokens."""
+"""Range of -A for `depend_on_context`: with a step size of 0.01 a state forgets in some thousands of tokens."""
 
 
 class Mamba2(LayerKind):
@@ -42,8 +42,7 @@ class Mamba2(LayerKind):
         return {f"mamba_{name}": getattr(config.mamba2, name) for name in names}
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        sizes, hidden = config.mamba2, config.hidden_size
-        rows = {"z": sizes.inner, "x": sizes.inner, "B": sizes.bc_width, "C": sizes.bc_width, "dt": sizes.num_heads}
+        sizes, hidden, rows = config.mamba2, config.hidden_size, self._rows(config)
         return {
             "mixer.in_proj.layer_norm_weight": (hidden,),
             **{f"mixer.in_proj.weight.{part}": (rows[part], hidden) for part in ROWS},
@@ -53,6 +52,15 @@ class Mamba2(LayerKind):
             "mixer.norm.weight": (sizes.inner,),
             "mixer.out_proj.weight": (hidden, sizes.inner),
         }
+
+    def _rows(self, config: ModelConfig) -> dict[str, int]:
+        sizes = config.mamba2
+        return dict(zip(ROWS, (sizes.inner, sizes.inner, sizes.bc_width, sizes.bc_width, sizes.num_heads), strict=True))
+
+    def parts(self, name: str, size: int, config: ModelConfig) -> list[int]:
+        rows = self._rows(config)
+        named = ROWS if name.endswith("in_proj.weight") else CHANNELS if "conv1d_" in name else ()
+        return [rows[part] for part in named] or [size]
 
     def activations(self, config: ModelConfig) -> int:
         return 3 * config.mamba2.inner + 4 * config.mamba2.bc_width
@@ -69,12 +77,12 @@ class Mamba2(LayerKind):
         return ConvWindowSpec(sizes.conv_kernel, (sizes.inner + 2 * sizes.bc_width) // ranks), recurrent
 
     def memory(self, config: ModelConfig) -> Memory:
-        """The state takes up x B^T and is read out by C."""
+        """Count a state that takes up x B^T and is read out by C."""
         state = config.mamba2.inner * config.mamba2.state_dim
         return Memory(state=state, state_flops=4 * state)
 
     def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
-        """A, dt and the convolution as in the code of Mamba2's paper."""
+        """Draw A, dt and the convolution as the code of Mamba2's paper does."""
         match name.rpartition(".")[2]:
             case "A_log":
                 return draw.uniform(shape, 1, 16).log()
@@ -89,7 +97,8 @@ class Mamba2(LayerKind):
         return None
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
-        """As models are initialised, Mamba2 forgets within some ten tokens and passes its input by the state."""
+        """Let the state forget slowly and drop the skip connection D. As models are initialised, Mamba2 forgets within
+        some ten tokens and passes its input by the state."""
         mixer: Any = layer.mixer
         mixer.D.zero_()
         mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())

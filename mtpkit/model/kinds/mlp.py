@@ -14,22 +14,24 @@ from mtpkit.model.kinds.base import LayerKind, Shape
 from mtpkit.model.layers.residual import MLP, MLPLayer
 
 
-def network(config: ModelConfig, name: str, outer: int, inner: int) -> dict[str, Shape]:
-    """Both matrices of a feed-forward network, `name` with their numbers in it; a gated one has the rows of its gate
-    before those of its values."""
-    return {name.format(1): ((2 if config.mlp.gated else 1) * inner, outer), name.format(2): (outer, inner)}
+class FeedForward(LayerKind):
+    """Base of kinds whose layers consist of feed-forward networks."""
+
+    writes_residual = ("linear_fc2",)
+
+    def network(self, config: ModelConfig, name: str, outer: int, inner: int) -> dict[str, Shape]:
+        """Shapes of both matrices of a network, `name` with their numbers in it. A gated network has the rows of its
+        gate before those of its values."""
+        return {name.format(1): ((2 if config.mlp.gated else 1) * inner, outer), name.format(2): (outer, inner)}
+
+    def parts(self, name: str, size: int, config: ModelConfig) -> list[int]:
+        return [size // 2] * 2 if config.mlp.gated and name.endswith("linear_fc1.weight") else [size]
 
 
-def gated_blocks(name: str, config: ModelConfig) -> int:
-    """Parts of a parameter of a feed-forward network, see `LayerKind.blocks`: gates and values."""
-    return 2 if config.mlp.gated and name.endswith("linear_fc1.weight") else 1
-
-
-class Mlp(LayerKind):
+class Mlp(FeedForward):
     """A feed-forward network."""
 
     name, section, slot = "mlp", MlpConfig, "-"
-    writes_residual = ("linear_fc2",)
     divided = ("ffn_hidden_size",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
@@ -39,11 +41,8 @@ class Mlp(LayerKind):
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         hidden = config.hidden_size
-        matrices = network(config, "mlp.linear_fc{}.weight", hidden, config.mlp.ffn_hidden_size)
+        matrices = self.network(config, "mlp.linear_fc{}.weight", hidden, config.mlp.ffn_hidden_size)
         return {"mlp.linear_fc1.layer_norm_weight": (hidden,), **matrices}
 
     def activations(self, config: ModelConfig) -> int:
         return 2 * config.mlp.ffn_hidden_size
-
-    def blocks(self, name: str, config: ModelConfig) -> int:
-        return gated_blocks(name, config)

@@ -11,20 +11,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MoeConfig
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import Experts, LayerKind, Shape
-from mtpkit.model.kinds.mlp import gated_blocks, network
+from mtpkit.model.kinds.base import Experts, Shape
+from mtpkit.model.kinds.mlp import FeedForward
 from mtpkit.model.layers.moe import MoELayer
 from mtpkit.model.layers.residual import MixtureLayer
 
 _EXPERTS = "mlp.experts.experts.linear_fc{}.weight"
 
 
-class Moe(LayerKind):
+class Moe(FeedForward):
     """Routed experts, with or without a shared one."""
 
     name, section, slot = "moe", MoeConfig, "E"
     fp8_products = False
-    writes_residual = ("linear_fc2",)
     divided = ("ffn_hidden_size", "shared_expert_intermediate_size")
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
@@ -60,12 +59,12 @@ class Moe(LayerKind):
             "mlp.router.weight": (sizes.num_experts, hidden),
             "mlp.router.expert_bias": (sizes.num_experts,),
         }
-        experts = network(config, _EXPERTS, sizes.latent_size or hidden, sizes.ffn_hidden_size)
+        experts = self.network(config, _EXPERTS, sizes.latent_size or hidden, sizes.ffn_hidden_size)
         shapes |= {name: (sizes.num_experts, *shape) for name, shape in experts.items()}
         if latent := sizes.latent_size:
             shapes |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
         if width := sizes.shared_expert_intermediate_size:
-            shapes |= network(config, "mlp.shared_experts.linear_fc{}.weight", hidden, width)
+            shapes |= self.network(config, "mlp.shared_experts.linear_fc{}.weight", hidden, width)
         return shapes
 
     def experts(self, config: ModelConfig) -> Experts:
@@ -73,6 +72,3 @@ class Moe(LayerKind):
 
     def activations(self, config: ModelConfig) -> int:
         return config.moe.router_topk * (config.moe.ffn_hidden_size + config.hidden_size)
-
-    def blocks(self, name: str, config: ModelConfig) -> int:
-        return gated_blocks(name, config)

@@ -21,8 +21,7 @@ from mtpkit.model.state import ConvWindow, Replay, Snapshot
 
 
 class ScanInputs(NamedTuple):
-    """What the recurrence consumes of each token, after the convolution: x [..., h, p], dt [..., h], B and C
-    [..., g, n]."""
+    """Inputs of the recurrence per token, after the convolution: x [..., h, p], dt [..., h], B and C [..., g, n]."""
 
     x: Tensor
     dt: Tensor
@@ -61,12 +60,9 @@ class MambaMixer(SplitOverRanks, MegatronModule):
             tp_comm_buffer_name="fc1",
             **common,
         )
-        self.in_proj.weight.partition_sizes = list(self._in_proj_parts().values())
         settings: Any = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         self.conv1d_weight = split_parameter(torch.zeros(self.conv_dim, 1, self.conv_kernel, **settings))
         self.conv1d_bias = split_parameter(torch.zeros(self.conv_dim, **settings))
-        for parameter in (self.conv1d_weight, self.conv1d_bias):
-            parameter.partition_sizes = [self.inner, self.bc_width, self.bc_width]  # type: ignore[attr-defined]
         self.dt_bias = split_parameter(torch.zeros(self.num_heads, **settings))
         settings["dtype"] = torch.float32
         self.A_log = split_parameter(torch.zeros(self.num_heads, **settings))

@@ -37,7 +37,7 @@ class Router(TopKRouter):
         return router_gating_linear(input, self.weight, self.bias, torch.float32)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] to its experts [T, k] and their weights, without a word from the host."""
+        """x [T, hidden] to its experts [T, k] and their weights, without waiting for the host."""
         if x.is_cuda and x.dtype == self.weight.dtype == torch.bfloat16:
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         else:
@@ -57,8 +57,8 @@ class MoELayer(MegatronMoELayer):
     """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3).
 
     Where nothing is differentiated and `stack_experts` has been called, all routed experts are two products between a
-    sort and a sum; otherwise megatron-core's own forward goes through them one by one, and asks the device how many
-    tokens each has.
+    sort and a sum. Otherwise megatron-core's own forward runs them one by one, which needs a host-device sync for the
+    number of tokens of each.
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +89,7 @@ class MoELayer(MegatronMoELayer):
         return self.add_to(None, hidden_states), None
 
     def one_by_one(self, hidden_states: Tensor) -> Tensor:
-        """What megatron-core's own pass through the experts gives, stacked or not."""
+        """Run megatron-core's own pass through the experts, whether they are stacked or not."""
         return super().forward(hidden_states)[0]
 
     def stack_experts(self) -> bool:

@@ -86,8 +86,8 @@ class CoreAttention(megatron_te.TEDotProductAttention):
 
 
 def _packed(documents: Tensor) -> PackedSeqParams | None:
-    """Where each document of each row of [b, s] begins in the rows one after another; None if each row is one document.
-    Waits for the device."""
+    """Return where each document of [b, s] begins in the concatenated rows; None if each row is one document. Waits for
+    the device."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = starts.flatten().nonzero()[:, 0]
@@ -104,11 +104,9 @@ class SpecProvider(TESpecProvider):
     """megatron-core's choice of modules for a mixture of experts, with the linears above."""
 
     def column_parallel_linear(self) -> type:
-        """Of experts, routed and shared."""
         return ColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        """Of experts, routed and shared."""
         return RowParallelLinear
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
