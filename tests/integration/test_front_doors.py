@@ -91,7 +91,7 @@ def test_the_demo_in_small(tmp_path):
     """The stages, the files that they leave, and the last line."""
     out = tmp_path / "demo"
     training = f"steps=2 optimizer.warmup_steps=1 data.eval=[] data.train=[{out}/corpus/heldout.jsonl]"
-    sizes = ["data.micro_batch_size=1", "data.global_batch_size=2", "data.sequence_length=128"]
+    sizes = ["data.micro_batch_size=1", "data.global_batch_size=2", "data.sequence_length=128", "heads.fit_tokens=512"]
     command = ["-m", "mtpkit.cli.main", "demo", "--out", out, "--num-prompts", 8, "--max-tokens", 6]
     done = call(*command, *training.split(), *sizes)
     assert done.returncode == 0, done.stderr
