@@ -1,13 +1,17 @@
 """Base classes of all commands: plain help, checks of every value, lists of values, former names of options."""
 
 import math
+import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 
 from mtpkit.config import LARGEST_COUNT
+from mtpkit.errors import UserError
 
 _LARGEST_SEED = 2**62 - 1
 """Leaves room for the seeds of further prompts, each one larger, in 63 bits."""
@@ -21,6 +25,9 @@ OLD_NAMES = {
     "--document-len": ("--document-length",),
 }
 """Former names of options, each with its present names. They still work, but help does not list them."""
+
+_NAME = re.compile(r"(?<![\w./=-])(--)?[a-z]\w*(-\w+)*(?![\w/=-]|\.\w)")
+"""A word of a message that may be the name of an option, but no part of a path, of a key or of `key=value`."""
 
 
 def new_app(**attributes: Any) -> typer.Typer:
@@ -45,32 +52,49 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Replace former names, parse as usual, then look at all values."""
-        args = self.rename(args)
+        """Parse as usual, with former names of options as well, and look at all values."""
+        self.take_former_names(args)
         texts, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _reworded(error)
+            raise
         params: list[Any] = self.params
         for param in params:
             text, value = texts.get(param.name), ctx.params.get(param.name)
             limit = _LARGEST_SEED if param.name == "seed" else LARGEST_COUNT
             problems = [_problem(one, limit) for one in (value if isinstance(value, list | tuple) else [value])]
+            if param.name == "seed" and isinstance(value, int) and value < 0:
+                problems.append(f"must be at least 0, not {value}")
             if "" in (text if isinstance(text, list) else [text]) and (param.opts[0][0] == "-" or value == Path()):
                 problems.append("it is empty: name one, or leave it out")
             for problem in filter(None, problems):
                 raise typer.BadParameter(problem, ctx=ctx, param=param)
         return rest
 
-    def rename(self, args: list[str]) -> list[str]:
-        """A command line with present names of options in place of former ones."""
+    def take_former_names(self, args: list[str]) -> None:
+        """Let options have the former names that a command line calls them by, so that errors do so too."""
         known = {name for param in self.params for name in param.opts}
-        renamed: list[str] = []
-        for index, arg in enumerate(args):
-            if arg == "--":
-                return renamed + args[index:]
-            name, equals, value = arg.partition("=")
-            now = [new for new in OLD_NAMES.get(name, ()) if name not in known and new in known]
-            renamed.append((now[0] if now else name) + equals + value)
-        return renamed
+        line = args[: args.index("--")] if "--" in args else args
+        typed = {arg.partition("=")[0] for arg in line}
+        for former in OLD_NAMES.keys() & typed - known:
+            for param in [one for one in self.params if set(one.opts) & set(OLD_NAMES[former])][:1]:
+                param.opts = [former, *(name for name in param.opts if name in typed)]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; errors name its options as the command line does, whatever they are called inside."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typed = {}
+            for param in self.params:
+                if param.name and param.opts[0].startswith("--"):
+                    typed["--" + param.name.replace("_", "-")] = param.opts[0]
+                    typed |= {param.name: param.opts[0]} if "_" in param.name else {}
+            text = _NAME.sub(lambda found: typed.get(found[0], found[0]), str(error))
+            error.args = (text, *error.args[1:])
+            raise
 
 
 class ListCommand(Command):
@@ -82,8 +106,24 @@ class ListCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the name of a list option before each further value, then parse as usual."""
+        self.take_former_names(args)
         lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
-        return super().parse_args(ctx, _repeat_names(self.rename(args), lists))
+        return super().parse_args(ctx, _repeat_names(args, lists))
+
+
+def _reworded(error: typer.BadParameter) -> str:
+    """What is wrong with a text where a number belongs, or with a number out of its option's range."""
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        return error.message
+    first = cause.errors()[0]
+    given, bounds = reprlib.repr(first["input"]), first.get("ctx", {})
+    if "ge" in bounds or "le" in bounds:
+        bound = f"at least {bounds['ge']}" if "ge" in bounds else f"at most {bounds['le']}"
+        return f"must be {bound}, not {given.strip("'")}"
+    kinds = {"int": "a whole number", "float": "a number"}
+    kind = kinds.get(first["type"].partition("_")[0])
+    return f"must be {kind}, not {given}" if kind else error.message
 
 
 def _problem(value: object, limit: int) -> str | None:

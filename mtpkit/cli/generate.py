@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
-from mtpkit.engine import EngineOptions
+from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
@@ -19,87 +20,57 @@ if TYPE_CHECKING:
 app = new_app()
 
 _HEADING = 60
-"""Characters of a prompt in its heading."""
+"""Most characters of a prompt in its heading."""
+_ENGINE = (
+    "num_speculative_tokens",
+    "dtype",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "state_rollback",
+    "state_dtype",
+    "draft_sampling",
+    "draft_vocab",
+    "enforce_eager",
+)
+"""Settings of the engine that are options."""
 
 
 @app.command(cls=Command)
+@options.takes_options
 def generate(
     model: options.Model,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; by default what stdin holds.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; by default stdin is read.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='Text, one prompt a line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
+        typer.Option(help='Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
     ] = None,
-    num_speculative_tokens: options.Drafts = None,
-    max_tokens: options.MaxTokens = options.MAX_TOKENS,
-    temperature: options.Temperature = options.TEMPERATURE,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given again.")] = None,
-    ignore_eos: options.IgnoreEos = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, in the prompts' order.")] = False,
-    dtype: options.Dtype = "auto",
-    block_size: options.BlockSize = EngineOptions.block_size,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = EngineOptions.max_num_seqs,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = EngineOptions.gpu_memory_utilization,
-    state_rollback: options.StateRollback = EngineOptions.state_rollback,
-    state_dtype: options.StateDtype = EngineOptions.state_dtype,
-    draft_sampling: options.DraftSampling = False,
-    draft_vocab: options.DraftVocab = None,
-    enforce_eager: options.EnforceEager = False,
+    *,
+    sampling: Annotated[SamplingParams, options.Fields(without=("n", "stop_token_ids"), defaults=COMMAND_DEFAULTS)],
+    engine: Annotated[EngineOptions, options.Fields(only=("model", *_ENGINE))],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")] = False,
     memory_plan: Annotated[
-        bool, typer.Option("--memory-plan", help="Print what the memory is divided into, as is always done on a GPU.")
+        bool, typer.Option("--memory-plan", help="Print the memory plan, which is always printed on a GPU.")
     ] = False,
 ) -> None:
-    """Continue prompts and stream what comes to stdout, under a heading each if there are several; statistics go to
+    """Continue prompts and stream the outputs to stdout, each under a heading if there are several; statistics go to
     stderr.
 
     Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed.
     """
-    from mtpkit.engine import LLM, SamplingParams
+    from mtpkit.engine import LLM
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
-    drafts = options.drafts_of(model, num_speculative_tokens)
+    drafts = options.drafts_of(model, engine.num_speculative_tokens)
     given = _prompts(prompt, prompts)
-    llm = LLM(
-        str(model),
-        drafts,
-        dtype=dtype,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=min(max_num_seqs, len(given)),
-        max_num_batched_tokens=max_num_batched_tokens,
-        gpu_memory_utilization=gpu_memory_utilization,
-        state_rollback=state_rollback,
-        state_dtype=state_dtype,
-        draft_sampling=draft_sampling,
-        draft_vocab=draft_vocab,
-        enforce_eager=enforce_eager,
-    )
-    stream = llm.stream(given, params)
+    fewest = min(engine.max_num_seqs, len(given))
+    llm = LLM(**vars(replace(engine, num_speculative_tokens=drafts, max_num_seqs=fewest)))
+    stream = llm.stream(given, sampling)
     if memory_plan or llm.memory_plan.total:
         print(llm.memory_plan, file=sys.stderr)
     if llm.tokenizer is None and not as_json:
-        print(f"{model} has no tokenizer, so that there is no text: --json has token ids", file=sys.stderr)
+        print(f"{model} has no tokenizer, so there is no text: --json prints token ids", file=sys.stderr)
     printer = _InOrder([_heading(one) for one in given], as_json)
     for output in stream:
         printer.update(output)

@@ -1,22 +1,165 @@
-"""Options shared by the commands."""
+"""Options of commands: made from the fields of checked classes, or shared by several commands."""
 
-from collections.abc import Sequence
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import GenericAlias, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+from pydantic.fields import FieldInfo
 
 from mtpkit.config import MOST_DRAFTS
+from mtpkit.config.checked import attempt, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
+from mtpkit.errors import UserError, listed, shown
 
 if TYPE_CHECKING:
     from mtpkit.config import ModelConfig
 
+
 _DRAFTS_OPTION = "--num-speculative-tokens"
 
-TEMPERATURE, MAX_TOKENS = 0.0, 128
-"""What `generate` and `speedup` take by default: greedy, so that outputs can be compared. Python's `SamplingParams` has
-vLLM's defaults."""
+
+@dataclass(frozen=True)
+class Fields:
+    """Marks a command's parameter as an object of a checked class that is made from options, one per field.
+
+    `takes_options` makes the options.
+    """
+
+    only: Sequence[str] = ()
+    """Fields that are options, in this order; by default all."""
+    without: Sequence[str] = ()
+    """Fields that are none, and keep the default of the class."""
+    defaults: object = None
+    """An object with the defaults of the options; by default those of the class."""
+    suffix: str = ""
+    """What the options' names have after the fields'."""
+
+    def names(self, cls: type) -> dict[str, str]:
+        """Field -> name of its option as a parameter: the field's key in messages, and the suffix."""
+        keys = keys_of(cls)
+        return {name: keys[name] + self.suffix for name in self.only or keys if name not in self.without}
+
+    def parameters(self, cls: type) -> Iterator[inspect.Parameter]:
+        """Yield the options as parameters that typer understands."""
+        for name, option in self.names(cls).items():
+            info = _field(cls, name)
+            default = inspect.Parameter.empty if info.is_required() else info.get_default(call_default_factory=True)
+            if self.defaults is not None:
+                default = getattr(self.defaults, name)
+            if isinstance(default, tuple):
+                default = list(default) or None
+            kind, metavar = _kind(info.annotation)
+            # A flag that is on by default gets a twin `--no-...` from typer, if typer names it.
+            flags = [_flag(option)] if kind is bool and not default else []
+            yield inspect.Parameter(
+                option,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[
+                    kind | None if default is None else kind,
+                    typer.Option(*flags, help=info.description, metavar=metavar),
+                ],
+            )
+
+    def make[T](self, cls: type[T], values: Mapping[str, Any], clauses: list[str]) -> T | None:
+        """The object of the options' values; `clauses` gets one for each wrong value, which names its option."""
+        names, wrong = self.names(cls), list[str]()
+        given = {name: values[option] for name, option in names.items() if values[option] is not None}
+        for name in given:
+            if _kind(_field(cls, name).annotation)[1]:
+                texts = given[name]
+                given[name] = [_number(text) for text in texts] if isinstance(texts, list) else _number(texts)
+        made = attempt(cls, given, wrong)
+        flags = {keys_of(cls)[name]: _flag(option) for name, option in names.items()}
+        clauses += [
+            re.sub(r"^\w+", lambda key: flags.get(key[0], key[0]), clause.removesuffix(" or None")) for clause in wrong
+        ]
+        return made
+
+
+def takes_options[R](command: Callable[..., R]) -> Callable[..., R]:
+    """Make options of the fields of the parameters that are marked with `Fields`.
+
+    Type, default and help of an option are those of the field, whose class checks the value:
+
+        @app.command(cls=Command)
+        @takes_options
+        def generate(model: options.Model, sampling: Annotated[SamplingParams, Fields(without=["n"])]) -> None: ...
+
+    A field with the name of another parameter, or of another class's field, is no second option: both get the value.
+
+    Raises:
+        UserError: when the command is called with wrong values, all of them named.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    own = inspect.signature(command).parameters
+    groups: dict[str, tuple[type, Fields]] = {}
+    options: dict[str, inspect.Parameter] = {}
+    for name, parameter in own.items():
+        cls, *marks = typing.get_args(hints[name]) or [hints[name]]
+        if marks and isinstance(marks[0], Fields):
+            groups[name] = (cls, marks[0])
+            options |= {
+                one.name: one for one in marks[0].parameters(cls) if one.name not in own.keys() | options.keys()
+            }
+        else:
+            options[name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+
+    @functools.wraps(command)
+    def taking(**values: Any) -> R:
+        clauses: list[str] = []
+        objects = {name: fields.make(cls, values, clauses) for name, (cls, fields) in groups.items()}
+        if clauses:
+            raise UserError(listed(clauses, width=320, separator="; "))
+        return command(**{name: objects[name] if name in objects else values[name] for name in own})
+
+    taking.__signature__ = inspect.Signature([*options.values()])  # type: ignore[attr-defined]
+    return taking
+
+
+def _field(cls: Any, name: str) -> FieldInfo:
+    return cast(FieldInfo, cls.__pydantic_fields__[name])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _kind(annotation: Any) -> tuple[Any, str | None]:
+    """The type that typer has for a field; for texts that the class reads, what help shows in place of the type."""
+    united = typing.get_origin(annotation) in (typing.Union, UnionType)
+    members = [
+        typing.get_args(one)[0] if typing.get_origin(one) is Annotated else one
+        for one in (typing.get_args(annotation) if united else [annotation])
+        if one is not NoneType
+    ]
+    if Path in members:
+        return Path, None
+    for one in members:
+        if typing.get_origin(one) not in (None, Literal):
+            inner, metavar = _kind(typing.get_args(one)[0])
+            if typing.get_origin(inner) is Literal:  # typer has no lists of choices
+                inner, metavar = str, "|".join(typing.get_args(inner))
+            return GenericAlias(list, (inner,)), metavar
+    if len(members) == 1:
+        return members[0], None
+    return str, "|".join(["INTEGER", *(word for one in members for word in typing.get_args(one))])
+
+
+def _number(text: str) -> int | str:
+    """A text as the number that it is, or else as it is: the class says what is wrong with it."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
 
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
 
@@ -62,24 +205,23 @@ Seed = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
 
 
 def parse_drafts(text: str) -> int | Literal["auto"]:
-    """K of an option that takes a number or `auto`."""
-    if text == "auto":
+    """K of an option that takes a number or `auto`.
+
+    Raises:
+        UserError: it is neither, or out of range.
+    """
+    drafts = _number(text)
+    if drafts == "auto":
         return "auto"
-    try:
-        drafts = int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number nor 'auto'", param_hint=_DRAFTS_OPTION) from None
-    if drafts < 0:
-        raise typer.BadParameter(f"{drafts} drafts are too few: give 0 or more, or 'auto'", param_hint=_DRAFTS_OPTION)
-    if drafts > MOST_DRAFTS:
-        raise typer.BadParameter(
-            f"they are too many: give at most {MOST_DRAFTS} drafts, or 'auto'", param_hint=_DRAFTS_OPTION
-        )
+    if isinstance(drafts, str):
+        raise UserError(f"{_DRAFTS_OPTION} is {shown(text)}, must be a whole number or 'auto'")
+    if not 0 <= drafts <= MOST_DRAFTS:
+        raise UserError(f"{_DRAFTS_OPTION} is {shown(drafts)}, must be from 0 to {MOST_DRAFTS}, or 'auto'")
     return drafts
 
 
-def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
-    """K as `Drafts` has it, or what the heads in a model directory were trained for, 3 where that is unknown.
+def drafts_of(model: Path, given: int | str | None) -> int | Literal["auto"]:
+    """K as it is given, or what the heads in a model directory were trained for, 3 where that is unknown.
 
     Raises:
         UserError: the heads cannot make so many drafts.
@@ -87,7 +229,8 @@ def drafts_of(model: Path, text: str | None) -> int | Literal["auto"]:
     from mtpkit.checkpoint import load_config
 
     config = load_config(model)
-    (drafts,) = several_drafts(config, None if text is None else [parse_drafts(text)], [config.mtp.default_drafts])
+    chosen = None if given is None else [parse_drafts(given) if isinstance(given, str) else given]
+    (drafts,) = several_drafts(config, chosen, [config.mtp.default_drafts])
     return drafts
 
 

@@ -9,7 +9,7 @@ import typer
 from mtpkit.cli import options
 from mtpkit.cli.command import ListCommand, new_app
 from mtpkit.config import MOST_DRAFTS
-from mtpkit.engine import EngineOptions
+from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions
 
 app = new_app()
 
@@ -29,7 +29,7 @@ def speedup(
         ),
     ] = None,
     batch_size: Annotated[list[int], typer.Option(help="Requests at once, at most the prompts.")] = [1, 8],  # noqa: B006
-    max_tokens: options.MaxTokens = options.MAX_TOKENS,
+    max_tokens: options.MaxTokens = COMMAND_DEFAULTS.max_tokens,
     output: Annotated[
         Path,
         typer.Option(callback=options.writable_directory, help="Directory for report.json, report.md, report.png."),
@@ -37,7 +37,7 @@ def speedup(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread over the file.")] = None,
     repeats: Annotated[int, typer.Option(help="Times that everything is measured; the median counts.")] = 3,
     dtype: options.Dtype = "auto",
-    temperature: options.Temperature = options.TEMPERATURE,
+    temperature: options.Temperature = COMMAND_DEFAULTS.temperature,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,

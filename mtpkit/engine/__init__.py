@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mtpkit.engine.options import EngineConfig, EngineOptions
-from mtpkit.engine.params import SamplingParams
+from mtpkit.engine.params import COMMAND_DEFAULTS, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.engine.engine import Engine
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mtpkit.engine.request import CompletionOutput, EngineStats, RequestError, RequestOutput, require_whole
 
 __all__ = [
+    "COMMAND_DEFAULTS",
     "LLM",
     "CompletionOutput",
     "Engine",

@@ -111,3 +111,8 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens that were seen change the distribution."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+
+COMMAND_DEFAULTS = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
+"""What commands decode with by default: greedily, so that runs can be compared, and long enough to see what drafts
+bring. Python's `SamplingParams` keeps vLLM's defaults."""

@@ -69,7 +69,7 @@ def test_decode(call, capsys, tmp_path):
 @pytest.mark.parametrize("command", ["roofline", "decode"])
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("--batch-size 1 0", "greater than or equal to 1"), ("--acceptance 2", "less than or equal to 1")],
+    [("--batch-size 1 0", "must be at least 1, not 0"), ("--acceptance 2", "must be at most 1, not 2")],
 )
 def test_an_empty_batch_and_no_rates_are_refused(command, option, says, call, capsys):
     assert call(app, command, "--model", "nemotron-h-tiny", *option.split()) == 2
@@ -182,16 +182,16 @@ def test_large_shapes_are_those_of_billions_of_weights():
         ),
         ("decode --model nowhere", "model 'nowhere' is neither a shape"),
         ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
-        ("decode --model nemotron-h-tiny --k 1 some", "'some' is neither a number nor 'auto'"),
-        ("prefill --model nemotron-h-tiny --batch-size 0", "batch_size is 0, must be at least 1"),
+        ("decode --model nemotron-h-tiny --k 1 some", "--k is 'some', must be a whole number or 'auto'"),
+        ("prefill --model nemotron-h-tiny --batch-size 0", "--batch-size is 0, must be at least 1"),
         ("roofline --model nowhere", "model 'nowhere' is neither a shape"),
         ("train --model nowhere", "model 'nowhere' is neither a shape"),
         ("train --model nemotron-h-tiny --loss kl mse", "mse: not among kl, tv, ce"),
         ("train --model nemotron-h-tiny --distinct", "serving attention is for one repeated head"),
         ("train --model nemotron-h-tiny --sequence-length 64 3", "data.sequence_length must be at least 5"),
         ("train --model nemotron-h-tiny --cached --pipeline-parallel 2", "set parallel.pipeline=1"),
-        ("train --model nemotron-h-tiny --base-fp8 --dtype float32", "base_fp8 needs dtype=bfloat16"),
-        ("train --model nemotron-h-tiny --cached --base-fp8 --dtype bfloat16", "leave no base for base_fp8"),
+        ("train --model nemotron-h-tiny --base-fp8 --dtype float32", "--base-fp8 needs dtype=bfloat16"),
+        ("train --model nemotron-h-tiny --cached --base-fp8 --dtype bfloat16", "leave no base for --base-fp8"),
         ("train --model nemotron-h-tiny --tensor-parallel 3", "set parallel.tensor to a divisor"),
     ],
 )
@@ -218,7 +218,4 @@ def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(save_mod
     monkeypatch.setattr(shapes, "load_model", lambda *_: pytest.fail("weights are read"))
     for command in ("decode", "prefill", "roofline"):
         assert call(app, command, "--model", model, "--k", 3) == 2
-        assert (
-            "--num-speculative-tokens is 3, but the model has 2 distinct MTP heads: set it to 2 or less"
-            in capsys.readouterr().err
-        )
+        assert "--k is 3, but the model has 2 distinct MTP heads: set it to 2 or less" in capsys.readouterr().err

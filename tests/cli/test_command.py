@@ -2,16 +2,21 @@
 
 import re
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from pydantic import Field
 from typer.testing import CliRunner
 
-from mtpkit.cli import ListCommand, options
+from mtpkit.cli import ListCommand
 from mtpkit.cli.command import OLD_NAMES, new_app
 from mtpkit.cli.main import COMMANDS, OLD_COMMANDS
 from mtpkit.cli.main import app as mtpkit
+from mtpkit.cli.options import Fields, takes_options
+from mtpkit.config.checked import checked
+from mtpkit.engine import SamplingParams
 
 app = typer.Typer()
 
@@ -104,8 +109,119 @@ def test_a_single_option_takes_one_value() -> None:
     assert CliRunner().invoke(app, ["--name", "a", "b"]).exit_code == 2
 
 
-def test_drafts_are_a_number_or_auto() -> None:
-    assert [options.parse_drafts(text) for text in ("auto", "0", "3")] == ["auto", 0, 3]
-    for text, says in (("-1", "-1 drafts are too few: give 0 or more"), ("many", "'many' is neither a number nor")):
-        with pytest.raises(typer.BadParameter, match=says):
-            options.parse_drafts(text)
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("speedup --model x --prompts y --k auto", "Invalid value for '--k': must be a whole number, not 'auto' (see"),
+        ("speedup --model x --prompts y --k=-1", "Invalid value for '--k': must be at least 0, not -1 (see"),
+        ("generate --model x --k many", "--k is 'many', must be a whole number or 'auto'"),
+        ("generate --model x --k 2 --num-speculative-tokens -3", "--k is -3, must be from 0 to 1000"),
+        ("generate --model x --num-speculative-tokens many", "--num-speculative-tokens is 'many', must be"),
+        ("generate --model x --prompt-file=", "Invalid value for '--prompt-file': it is empty"),
+        ("generate --model {model} --k 3 a", "--k is 3, but the model has 2 distinct MTP heads"),
+        ("generate --model {model} --num-speculative-tokens 3 a", "--num-speculative-tokens is 3, but the model has 2"),
+        (
+            "generate --model x --max-num-batched-tokens 3 --k 3 a",
+            "is 3, must be at least 4, the 1 + --k of",
+        ),
+    ],
+)
+def test_errors_name_an_option_as_it_was_typed(line, says, distinct_dir, call, capsys) -> None:
+    assert call(mtpkit, *line.format(model=distinct_dir).split()) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1, error
+
+
+@pytest.fixture(scope="session")
+def distinct_dir(save_model) -> Any:
+    return save_model(mtp_num_depths=2, mtp_use_repeated_layer=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("generate --model x --max-tokens many", "'--max-tokens': must be a whole number, not 'many' (see --help)"),
+        ("generate --model x --max-tokens 1.5", "'--max-tokens': must be a whole number, not '1.5' (see --help)"),
+        ("generate --model x --top-p high", "'--top-p': must be a number, not 'high' (see --help)"),
+        ("demo --num-prompts many", "'--num-prompts': must be a whole number, not 'many' (see --help)"),
+        ("demo --num-prompts 0", "'--num-prompts': must be at least 1, not 0 (see --help)"),
+    ],
+)
+def test_words_where_numbers_belong(line, says, call, capsys) -> None:
+    assert call(mtpkit, *line.split()) == 2
+    assert capsys.readouterr().err == f"mtpkit: error: Invalid value for {says}\n"
+
+
+@checked("limits")
+class Limits:
+    """What `limit` takes."""
+
+    most: Annotated[int, Field(ge=1)]
+    """Most things."""
+    rates: tuple[float, ...] = (0.5,)
+    """Rate of each."""
+    kinds: tuple[Literal["a", "b"], ...] | None = None
+    """Kinds of things."""
+    drafts: int | Literal["auto"] = 3
+    """Drafts."""
+    place: str | Path | list[int] | None = None
+    """Where things are."""
+    strict: bool = False
+    """Refuse more."""
+    loud: bool = True
+    """Tell of it."""
+
+
+limiting = new_app()
+
+
+@limiting.command(cls=ListCommand)
+@takes_options
+def limit(
+    limits: Annotated[Limits, Fields()],
+    again: Annotated[Limits, Fields(only=("most", "drafts"), suffix="_2")],
+    sampling: Annotated[SamplingParams, Fields(only=["top_p"], defaults=SamplingParams(top_p=0.25))],
+    drafts: Annotated[str, typer.Option(help="Not what the field says.")] = "auto",
+) -> None:
+    print(limits, again.drafts, sampling.top_p, drafts)
+
+
+def test_options_are_made_of_fields() -> None:
+    text = CliRunner().invoke(limiting, ["--help"], terminal_width=80).output
+    found = dict(line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("  --"))
+    assert {name: about.strip() for name, about in found.items()} == {
+        "--most <int>": "Most things.  [required]",
+        "--rates <list[float]>": "Rate of each.  [default: 0.5]",
+        "--kinds a|b": "Kinds of things.",
+        "--place <path>": "Where things are.",
+        "--strict": "Refuse more.",
+        "--loud / --no-loud": "Tell of it.  [default: loud]",
+        "--most-2 <int>": "Most things.  [required]",
+        "--drafts-2 INTEGER|auto": "Drafts.  [default: 3]",
+        "--top-p <float>": "Draw among the smallest set of tokens with this much",
+        "--drafts <str>": "Not what the field says.  [default: auto]",
+        "--help": "Show this message and exit.",
+    }
+
+
+def test_a_command_gets_objects_of_its_options() -> None:
+    line = "--most 2 --rates 1 2 --kinds a --most-2 1 --place x --no-loud --drafts 5"
+    expected = Limits(most=2, rates=(1, 2), kinds=("a",), drafts=5, place=Path("x"), loud=False)
+    result = CliRunner().invoke(limiting, line.split())
+    assert result.output.strip() == f"{expected} 3 0.25 5", result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--most 0 --most-2 1", "--most is 0, must be at least 1"),
+        (
+            "--most 1 --most-2 0 --drafts-2 few",
+            "--most-2 is 0, must be at least 1; --drafts-2 is 'few', must be a whole",
+        ),
+        ("--most 1 --most-2 1 --kinds c --top-p 2", "--kinds is ['c'], must be a list of 'a' or 'b'; --top-p is 2.0"),
+    ],
+)
+def test_wrong_values_of_all_objects_are_named_by_their_options(line, says, call, capsys) -> None:
+    assert call(limiting, *line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"mtpkit: error: {says}")

@@ -97,12 +97,20 @@ def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
     [
         (["", "--k", 0], "the prompt is empty: give a text, --prompts, or text on stdin"),
         ([PROMPT, "--prompts", "x"], "a prompt and --prompts were both given: leave one out"),
-        ([PROMPT, "--temperature", -1], "temperature is -1.0, must be at least 0"),
-        ([PROMPT, "--top-p", 0], "top_p is 0.0, must be above 0 and at most 1"),
-        ([PROMPT, "--top-k", -3], "top_k is -3, must be from 1 to 2147483647, or 0 or -1 to turn it off"),
-        ([PROMPT, "--min-p", 2], "min_p is 2.0, must be from 0 to 1"),
+        ([PROMPT, "--temperature", -1], "--temperature is -1.0, must be at least 0"),
+        ([PROMPT, "--top-p", 0], "--top-p is 0.0, must be above 0 and at most 1"),
+        ([PROMPT, "--top-k", -3], "--top-k is -3, must be from 1 to 2147483647, or 0 or -1 to turn it off"),
+        ([PROMPT, "--min-p", 2], "--min-p is 2.0, must be from 0 to 1"),
         ([PROMPT, "--dtype", "int8"], "Invalid value for '--dtype'"),
-        ([PROMPT, "--max-model-len", 5], "max_tokens 128 exceed max_model_len 5"),
+        (
+            [PROMPT, "--top-p", 0, "--top-k", -3],
+            "--top-k is -3, must be from 1 to 2147483647, or 0 or -1 to turn it off; --top-p",
+        ),
+        (
+            [PROMPT, "--top-p", 0, "--max-num-seqs", 0],
+            "at most 1; --max-num-seqs is 0",
+        ),
+        ([PROMPT, "--max-model-len", 5], "--max-tokens 128 exceed --max-model-len 5"),
     ],
 )
 def test_mistakes_are_one_line(options, message, model_dir, call, capsys):
@@ -127,7 +135,7 @@ def test_auto_chooses_k(model_dir, answer, call, capsys):
     printed = capsys.readouterr()
     assert printed.out == answer(PROMPT).text + "\n" and "K = auto" in printed.err
     assert call(app, "--model", model_dir, "--k", "many", PROMPT) == 2
-    assert "'many' is neither a number nor 'auto'" in capsys.readouterr().err
+    assert "--k is 'many', must be a whole number or 'auto'\n" in capsys.readouterr().err
 
 
 def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path):
@@ -160,7 +168,7 @@ def test_without_a_tokenizer_there_is_no_text(model_dir, call, capsys, tmp_path)
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
     options = ["--model", tmp_path, "--prompts", tmp_path / "ids.jsonl", "--max-tokens", 4]
     assert call(app, *options) == 0
-    assert "has no tokenizer, so that there is no text: --json has token ids" in capsys.readouterr().err
+    assert "has no tokenizer, so there is no text: --json prints token ids" in capsys.readouterr().err
     assert call(app, *options, "--json") == 0
     printed = capsys.readouterr()
     assert "tokenizer" not in printed.err and len(json.loads(printed.out)["token_ids"]) == 4

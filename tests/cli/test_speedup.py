@@ -85,11 +85,11 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("--top-k", "top_k is -3, must be"),
-        ("--min-p", "min_p is -3.0, must be"),
-        ("--presence-penalty", "presence_penalty is -3.0, must be"),
-        ("--frequency-penalty", "frequency_penalty is -3.0, must be"),
-        ("--repetition-penalty", "repetition_penalty is -3.0, must be"),
+        ("--top-k", "--top-k is -3, must be"),
+        ("--min-p", "--min-p is -3.0, must be"),
+        ("--presence-penalty", "--presence-penalty is -3.0, must be"),
+        ("--frequency-penalty", "--frequency-penalty is -3.0, must be"),
+        ("--repetition-penalty", "--repetition-penalty is -3.0, must be"),
     ],
 )
 def test_sampling_options_reach_the_requests(model_dir, prompts, call, capsys, option, says):
@@ -132,9 +132,7 @@ def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(
     monkeypatch.setattr("mtpkit.checkpoint.load_model", lambda *_, **__: pytest.fail("weights are read"))
     assert call(app, "--model", model, "--prompts", prompts, "--output", tmp_path / "out", "--k", 0, k) == 2
     printed = capsys.readouterr()
-    assert (
-        f"--num-speculative-tokens is {k}, but" in printed.err and says in printed.err and printed.err.count("\n") == 1
-    )
+    assert f"--k is {k}, but" in printed.err and says in printed.err and printed.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=f"num_speculative_tokens is {k}, but .*{says}"):
         LLM(model, k)

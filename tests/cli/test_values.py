@@ -8,7 +8,7 @@ import typing
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 import typer
@@ -48,6 +48,8 @@ def commands() -> dict[str, Any]:
 def kind_of(hint: Any) -> type:
     """int, float, str, bool or Path of an annotation, whatever it is wrapped in."""
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    if typing.get_origin(hint) is Annotated:
+        return kind_of(parts[0])
     if typing.get_origin(hint) is typing.Literal:
         return str
     return kind_of(parts[0]) if typing.get_origin(hint) in (list, UnionType, typing.Union) else hint
@@ -56,10 +58,12 @@ def kind_of(hint: Any) -> type:
 def parameters() -> list[Parameter]:
     found = []
     for line, command in commands().items():
-        hints = typing.get_type_hints(inspect.unwrap(command.callback))
+        hints = inspect.signature(command.callback, eval_str=True).parameters
         for param in command.params:
             flag = param.opts[0] if param.opts[0].startswith("-") else ""
-            found.append(Parameter(line, tuple(line.split()[1:]), param.name, flag, kind_of(hints[param.name])))
+            found.append(
+                Parameter(line, tuple(line.split()[1:]), param.name, flag, kind_of(hints[param.name].annotation))
+            )
     return found
 
 
