@@ -29,7 +29,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from mtpkit import LLM, SamplingParams
-from mtpkit.bench.prompts import read_prompts
+from mtpkit.bench import read_prompts
 from mtpkit.checkpoint import load_model
 from mtpkit.cli import run as run_command
 from mtpkit.data import Columns, load_tokenizer

@@ -1,19 +1,16 @@
-"""How fast the engine decodes once all prompts are computed, and how close that is to the machine's own rates."""
+"""The speed of decoding once all prompts are computed, and how close it is to the machine's own rates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from tqdm import tqdm
-
-from mtpkit.bench.decode_config import NAME, DecodeConfig
 from mtpkit.bench.decode_run import Contender, Window
-from mtpkit.bench.machine import Machine, measure_machine, release_memory
-from mtpkit.bench.prompts import too_many_tokens
-from mtpkit.bench.report import Result
+from mtpkit.bench.machine import Machine, measure_machine
+from mtpkit.bench.report import Column, Result
 from mtpkit.bench.roofline import check_draft_vocab_size
-from mtpkit.bench.trace import can_trace
+from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, too_many_tokens
+from mtpkit.bench.shapes import choose_drafts
+from mtpkit.bench.timing import can_trace, release_memory
 from mtpkit.errors import raise_problems
 from mtpkit.model.hybrid import HybridModel
 
@@ -24,42 +21,30 @@ _NAME_WIDTH = 80
 class DecodeRow:
     """One batch size and K."""
 
-    batch_size: int
-    k: int | Literal["auto"]
-    tokens_per_s: float
+    batch_size: Annotated[int, Column("batch")]
+    k: Annotated[int | Literal["auto"], Column("K")]
+    tokens_per_s: Annotated[float, Column("tokens/s", ".1f")]
     """Generated tokens over wall time, from when all requests decode to when the first one ends."""
-    step_ms: float
-    """Wall time of one of the steps in it."""
-    acceptance_length: float
-    """1 + mean accepted drafts a step and request."""
+    step_ms: Annotated[float, Column("ms a step", ".3f")]
+    """Wall time per step in that window."""
+    acceptance_length: Annotated[
+        float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
+    ]
+    """1 + mean accepted drafts per step and request."""
     conditional_acceptance: list[float]
-    same_tokens: float | None
+    same_tokens: Annotated[float | None, Column("same tokens", ".0%")]
     """Share of outputs that are those of K = 0, token for token: 1 in fp32, in bf16 less by near ties. None for K = 0,
     where that is not measured, and with synthetic acceptance, whose tokens mean nothing."""
-    limit_tokens_per_s: float
+    limit_tokens_per_s: Annotated[float, Column("at copy bandwidth", ".0f")]
     """From `Roofline`, the acceptance that was drawn and the copy bandwidth and matrix rate measured in the same run.
-    Of "auto": the largest of any K, at the acceptance that was asked for, if any was."""
-    limit_share: float
-    host_gap_share: float | None = None
+    For "auto": the largest of any K, at the acceptance that was asked for, if any was."""
+    limit_share: Annotated[float, Column("share of it", ".0%")]
+    host_gap_share: Annotated[float | None, Column("host gaps", ".1%")] = None
     """See `Trace.host_gap_share`; None where nothing was traced."""
-    kernel_ms: float | None = None
-    """Time of a step in which a kernel ran, traced."""
+    kernel_ms: Annotated[float | None, Column("kernels' ms", ".3f")] = None
+    """Time per step in which a kernel ran, traced."""
     kernels: dict[str, float] = field(default_factory=dict)
-    """Traced milliseconds a step by kernel, the longest first."""
-
-
-COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
-    "batch": lambda row: str(row.batch_size),
-    "K": lambda row: str(row.k),
-    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
-    "ms a step": lambda row: f"{row.step_ms:.3f}",
-    "acceptance length": lambda row: f"{row.acceptance_length:.2f}" if row.k else "-",
-    "same tokens": lambda row: "-" if row.same_tokens is None else f"{row.same_tokens:.0%}",
-    "at copy bandwidth": lambda row: f"{row.limit_tokens_per_s:.0f}",
-    "share of it": lambda row: f"{row.limit_share:.0%}",
-    "kernels' ms": lambda row: "-" if row.kernel_ms is None else f"{row.kernel_ms:.3f}",
-    "host gaps": lambda row: "-" if row.host_gap_share is None else f"{row.host_gap_share:.1%}",
-}
+    """Traced milliseconds per step by kernel, the longest first."""
 
 
 def measure_decode(
@@ -79,55 +64,51 @@ def measure_decode(
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
         prompts: token ids, taken in turn; None: random ones.
-        name: of the model, for the report.
-        keep: is given what there is after each row, so that a long run that is stopped has not been in vain.
+        name: the model's name in the report.
+        keep: see `Result.measure`.
 
     Raises:
         UserError: the model lacks the heads, the requests do not fit, or random prompts would be too many tokens.
         MtpkitError: the engine did not do what was asked for.
     """
+    model_config, weight = model.mtpkit_config, next(model.parameters())
+    config = replace(config, ks=choose_drafts(model_config, config.ks, USUAL_DRAFTS))
     if isinstance(config.draft_vocab, int):
-        check_draft_vocab_size(config.draft_vocab, model.mtpkit_config)
+        check_draft_vocab_size(config.draft_vocab, model_config)
     if prompts is None:
-        raise_problems(NAME, too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats))
-    weight = next(model.parameters())
+        raise_problems("decode benchmark", too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats))
     machine = measure_machine(weight.device)
-    synthetic = config.acceptance is not None
+    synthetic, repeated, pattern = config.acceptance is not None, model_config.mtp.repeated, model_config.mtp.pattern
     how = f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}" if synthetic else "real acceptance"
-    pattern, repeated = model.mtpkit_config.mtp.pattern, model.mtpkit_config.mtp.repeated
     head = f", {'' if repeated else 'distinct '}head{'' if repeated else 's'} {pattern}" if pattern else ""
     title = f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
-    settings |= {"model": name, "mtp_pattern": pattern, "mtp_use_repeated_layer": repeated, "synthetic": synthetic}
-    result: Result[DecodeRow] = Result("decode", title, COLUMNS, [], machine, settings, details=("kernels",))
-    pairs = [(size, k) for size in config.batch_sizes for k in sorted(config.ks, key=lambda k: k != 0)]  # 0 first
+    about = {"model": name, "mtp_pattern": pattern, "mtp_use_repeated_layer": repeated, "synthetic": synthetic}
+    result = Result("decode", title, DecodeRow, [], machine, {**asdict(config), **about}, details=("kernels",))
+    ks = sorted(config.ks or (), key=lambda k: k != 0)  # 0 first
+    pairs = [(size, k) for size in config.batch_sizes for k in ks]
     plain: dict[int, list[list[int]]] = {}
-    rows: list[DecodeRow] = []
-    choices = []
-    traced = pairs if config.trace and can_trace(weight.device) else []
-    with tqdm(total=len(pairs) + len(traced), desc="decoding", unit=" runs", disable=None) as progress:
+    choices: list[Any] = []
 
-        def finish_run() -> None:
-            release_memory(weight.device)
-            progress.update()
-            if keep:
-                keep(replace(result, rows=[*rows]))
+    def time_one(index: int) -> DecodeRow:
+        contender = Contender(model, config, *pairs[index], prompts)
+        row = _measure(contender, machine, plain)
+        choices.append(contender.llm.engine.speculation)
+        return row
 
-        for size, k in pairs:
-            progress.set_postfix_str(f"batch {size}, K = {k}")
-            contender = Contender(model, config, size, k, prompts)
-            rows.append(_measure(contender, machine, plain))
-            choices.append(contender.llm.engine.speculation)
-            del contender
-            finish_run()
-        for index, (size, k) in enumerate(traced):
-            progress.set_postfix_str(f"tracing batch {size}, K = {k}")
-            contender = Contender(model, config, size, k, prompts)
-            contender.llm.engine.speculation = choices[index]  # "auto" goes on as it was timed
-            rows[index] = _trace(contender, rows[index])
-            del contender
-            finish_run()
-    return replace(result, rows=rows)
+    def trace_one(index: int) -> DecodeRow:
+        contender = Contender(model, config, *pairs[index], prompts)
+        contender.llm.engine.speculation = choices[index]  # "auto" goes on as it was timed
+        return _trace(contender, result.rows[index])
+
+    def label(index: int) -> str:
+        release_memory(weight.device)  # of the engine before
+        return "batch {}, K = {}".format(*pairs[index])
+
+    result = result.measure(range(len(pairs)), time_one, label, keep)
+    if config.trace and can_trace(weight.device):
+        result = result.measure(range(len(pairs)), trace_one, label, keep)
+    release_memory(weight.device)
+    return result
 
 
 def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[int]]]) -> DecodeRow:
@@ -156,7 +137,7 @@ def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[
 
 
 def _trace(contender: Contender, row: DecodeRow) -> DecodeRow:
-    """The row with what its steps consist of."""
+    """The row with the kernels of its steps."""
     trace, steps = contender.trace()
     if not steps:
         return row
@@ -172,30 +153,21 @@ def _trace(contender: Contender, row: DecodeRow) -> DecodeRow:
 class KernelShare:
     """One kernel of a decode step."""
 
-    batch_size: int
-    k: int | Literal["auto"]
-    kernel: str
-    ms: float
-    """Of a step, all its calls."""
-    share: float
-    """Of the kernels' time."""
-
-
-KERNEL_COLUMNS: dict[str, Callable[[KernelShare], str]] = {
-    "batch": lambda row: str(row.batch_size),
-    "K": lambda row: str(row.k),
-    "kernel": lambda row: row.kernel[:_NAME_WIDTH],
-    "ms a step": lambda row: f"{row.ms:.3f}",
-    "share": lambda row: f"{row.share:.1%}",
-}
+    batch_size: Annotated[int, Column("batch")]
+    k: Annotated[int | Literal["auto"], Column("K")]
+    kernel: Annotated[str, Column("kernel", f".{_NAME_WIDTH}")]
+    ms: Annotated[float, Column("ms a step", ".3f")]
+    """All calls of a step."""
+    share: Annotated[float, Column("share", ".1%")]
+    """Share of the kernels' time."""
 
 
 def kernel_shares(result: Result[DecodeRow], most: int = 15) -> Result[KernelShare]:
-    """What the traced steps consist of, the `most` longest kernels of each batch size and K."""
+    """The `most` longest kernels of the traced steps of each batch size and K."""
     rows = [
         KernelShare(row.batch_size, row.k, name, ms, ms / sum(row.kernels.values()))
         for row in result.rows
         for name, ms in list(row.kernels.items())[:most]
     ]
     title = result.title.replace("decoding", "kernels of a decode step", 1)
-    return Result("decode_kernels", title, KERNEL_COLUMNS, rows, result.machine, result.settings)
+    return Result("decode_kernels", title, KernelShare, rows, result.machine, result.settings)

@@ -4,19 +4,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from mtpkit.bench.decode_config import DecodeConfig
-from mtpkit.bench.machine import Machine, synchronize
+from mtpkit.bench.machine import Machine
 from mtpkit.bench.plain import check_greedy
-from mtpkit.bench.roofline import Roofline, expected_length
+from mtpkit.bench.roofline import Roofline, expected_length, length_deviation
+from mtpkit.bench.settings import DecodeConfig, engine_settings
 from mtpkit.bench.shapes import random_prompts
-from mtpkit.bench.trace import Trace, trace_kernels
+from mtpkit.bench.timing import Trace, synchronize, trace_kernels
 from mtpkit.data.draft_vocab import load_draft_vocab
 from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.loading import DTYPES
@@ -26,7 +24,7 @@ from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model.hybrid import HybridModel
 
 _TOLERANCE = 0.03
-"""Of a synthetic acceptance length, unless four standard errors of what was drawn are more."""
+"""Largest relative error of a synthetic acceptance length, unless four standard errors of the draws are more."""
 _SETTLING_STEPS, _TRACED_STEPS = 3, 10
 
 
@@ -36,45 +34,26 @@ class Window:
 
     seconds: float
     steps: int
-    tokens: int
-    request_steps: int
-    """Decode steps of all requests."""
-    accepted: tuple[int, ...]
-    reached: tuple[int, ...]
-    """Drafts of each depth, see `AcceptanceStats`."""
-
-    @classmethod
-    def between(cls, before: list[int], after: list[int], k: int, steps: int = 0, seconds: float = 0.0) -> "Window":
-        """What was counted between two moments, see `Contender._counts`."""
-        tokens, request_steps, *depths = (new - old for new, old in zip(after, before, strict=True))
-        return cls(seconds, steps, tokens, request_steps, tuple(depths[:k]), tuple(depths[k:]))
+    counts: Sequence[int]
+    """Generated tokens, decode steps of all requests, accepted drafts of each depth, reached drafts of each depth."""
 
     @classmethod
     def join(cls, windows: Sequence["Window"]) -> "Window":
-        """Several as one."""
-        accepted, reached = (
-            tuple(map(sum, zip(*depths, strict=True)))
-            for depths in ([w.accepted for w in windows], [w.reached for w in windows])
-        )
-        return cls(
-            seconds=sum(window.seconds for window in windows),
-            steps=sum(window.steps for window in windows),
-            tokens=sum(window.tokens for window in windows),
-            request_steps=sum(window.request_steps for window in windows),
-            accepted=accepted,
-            reached=reached,
-        )
+        """Several windows added up."""
+        counts = [sum(each) for each in zip(*(window.counts for window in windows), strict=True)]
+        return cls(sum(window.seconds for window in windows), sum(window.steps for window in windows), counts)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all requests."""
-        return self.tokens / self.seconds
+        """Generated tokens of all requests per second."""
+        return self.counts[0] / self.seconds
 
     @property
     def acceptance(self) -> AcceptanceStats:
         """The counts as the engine has them."""
-        drafted = self.request_steps * len(self.accepted)
-        return AcceptanceStats(self.request_steps, drafted, list(self.accepted), list(self.reached))
+        _, steps, *drafts = self.counts
+        k = len(drafts) // 2
+        return AcceptanceStats(steps, steps * k, drafts[:k], drafts[k:])
 
 
 class Contender:
@@ -102,21 +81,19 @@ class Contender:
         """Tokens of the newest run's requests so far, in the order of its prompts."""
         self.lengths: dict[str, list[int]] = {}
         """How many tokens each of them had after each of its steps."""
-        self.draft_vocab = _draft_vocab(config.draft_vocab, vocab_size) if self.depths else None
-        self.llm = LLM(
-            model,
+        vocab: Path | int | list[int] | None = config.draft_vocab if self.depths else None
+        if isinstance(vocab, int):
+            vocab = list(range(vocab))
+        self.draft_vocab = load_draft_vocab(vocab, vocab_size) if isinstance(vocab, Path) else vocab
+        settings = engine_settings(
+            config,
             num_speculative_tokens=k,
-            seed=config.seed,
-            block_size=config.block_size,
             max_model_len=max(map(len, self.prompts)) + config.max_tokens,
             max_num_seqs=batch_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            state_rollback=config.state_rollback,
-            state_dtype=config.state_dtype,
             draft_vocab=self.draft_vocab,
-            enforce_eager=config.enforce_eager,
             synthetic_acceptance=config.rates(self.depths) if self.depths else None,
         )
+        self.llm = LLM(model, **settings)
 
     def warm_up(self) -> None:
         """Decode once, so that kernels are compiled and graphs captured.
@@ -125,15 +102,12 @@ class Contender:
             MtpkitError: outputs of another length, synthetic acceptance that is not what was asked for, or tokens that
                 a plain forward pass would not choose.
         """
-        self._start()
-        before = self._counts()
-        self._steps()
-        self.check(Window.between(before, self._counts(), self.depths))
+        self.check(self._window())
         self._finish()
         self._check_last_row()
 
     def trace(self) -> tuple[Trace, int]:
-        """Kernels of some steps in which all requests decode, and how many steps. Nothing can be timed afterwards."""
+        """Trace some steps in which all requests decode, and count them. Nothing can be timed afterwards."""
         self._start()
         self._steps(_SETTLING_STEPS)
         trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
@@ -159,18 +133,14 @@ class Contender:
         return sum(same) / len(same)
 
     def run(self) -> Window:
-        """Decode one prompt a row to its end, and time what lies between the last first token and the first end.
+        """Decode one prompt per row to its end, and time the steps between the last first token and the first end.
 
         Raises:
-            UserError: nothing lies between them.
+            UserError: there is no step between them.
         """
-        self._start()
-        before, began = self._counts(), time.perf_counter()
-        steps = self._steps()
-        synchronize(self.device)
-        window = Window.between(before, self._counts(), self.depths, steps, time.perf_counter() - began)
+        window = self._window()
         self._finish()
-        if not steps:
+        if not window.steps:
             raise UserError(
                 f"batch {self.batch_size}, K = {self.k}: no step lies between the last request's first token and the "
                 f"first one's end; raise max-tokens ({self.config.max_tokens}) or max-num-batched-tokens"
@@ -178,7 +148,7 @@ class Contender:
         return window
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
-        """Tokens a second at the machine's copy bandwidth and matrix rate, at the mean context of a run."""
+        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run."""
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
             self.model_config,
@@ -193,6 +163,15 @@ class Contender:
             for k in (range(self.depths + 1) if self.k == "auto" else [self.k])
         ]
         return max(cost.limit_tokens_per_s(machine.copy_bandwidth, machine.matrix_rate) for cost in costs)
+
+    def _window(self) -> Window:
+        """Start a run and step while all of its requests decode."""
+        self._start()
+        before, began = self._counts(), time.perf_counter()
+        steps = self._steps()
+        synchronize(self.device)
+        seconds = time.perf_counter() - began
+        return Window(seconds, steps, [new - old for new, old in zip(self._counts(), before, strict=True)])
 
     def _start(self) -> None:
         """Add the requests of a run and step until all of them decode."""
@@ -214,7 +193,7 @@ class Contender:
             self.lengths[output.request_id].append(len(output.outputs[0].token_ids))
 
     def _steps(self, most: float = math.inf) -> int:
-        """Step until a request may end with the next step or with the one that is under way; how many steps."""
+        """Step until a request may end with the next step or with the one under way; returns the number of steps."""
         steps, longest = 0, self.config.max_tokens - 2 * (1 + self.depths)
         while steps < most and max(map(len, self.outputs.values())) <= longest and self.llm.engine.has_unfinished:
             self._step()
@@ -265,23 +244,9 @@ class Contender:
         if not rates or self.k == "auto":
             return
         expected = expected_length(rates)
-        allowed = max(_TOLERANCE * expected, 4 * _deviation(rates) / math.sqrt(max(1, stats.steps)))
+        allowed = max(_TOLERANCE * expected, 4 * length_deviation(rates) / math.sqrt(max(1, stats.steps)))
         if abs(stats.acceptance_length - expected) > allowed:
             raise MtpkitError(
                 f"batch {self.batch_size}, K = {self.k}: acceptance length {stats.acceptance_length:.3f} over "
                 f"{stats.steps} steps, but synthetic rates {rates} make {expected:.3f}: the engine does not draw them"
             )
-
-
-def _draft_vocab(vocab: Path | int | None, vocab_size: int) -> list[int] | None:
-    """The tokens that drafts are chosen among: a file's, or the first so many; None: all."""
-    if isinstance(vocab, int):
-        return list(range(vocab))
-    return None if vocab is None else load_draft_vocab(vocab, vocab_size)
-
-
-def _deviation(rates: Sequence[float]) -> float:
-    """Standard deviation of the accepted drafts of a step."""
-    at_least = list(accumulate(rates, mul))
-    square = sum((2 * depth - 1) * share for depth, share in enumerate(at_least, 1))
-    return math.sqrt(max(0.0, square - sum(at_least) ** 2))

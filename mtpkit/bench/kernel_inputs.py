@@ -1,4 +1,4 @@
-"""What a kernel is measured with: an op, its inputs, and what it must move."""
+"""Cases of the kernel benchmark: an op, its inputs, and the bytes that it must move."""
 
 import inspect
 from collections.abc import Callable
@@ -23,21 +23,21 @@ class Case:
     make: Callable[[], Args]
     """Fresh inputs."""
     bytes: Callable[[Args], float]
-    """What the op cannot help reading and writing of them and of its results."""
+    """Bytes that the op cannot help reading and writing."""
     flops: float = 0.0
-    """On the matrix units."""
+    """FLOPs on the matrix units."""
     name: str = ""
-    """If it is not the op's."""
+    """Name of the case, where it is not the op's."""
     judge: Callable[[Args, Any], Tensor] | None = None
-    """What of an output two twins must agree in, where ties may be broken either way; None: all of it."""
+    """Part of an output in which two twins must agree, where ties may be broken either way; None: all of it."""
     reference: Callable[..., Any] | None = None
     """None: the twin that the op was picked from."""
     tolerance: float | None = None
-    """Relative error that is let pass; None: by dtype."""
+    """Largest relative error that passes; None: by dtype."""
     note: Callable[[float], str] | None = None
-    """Says something about the op, given the bytes."""
+    """A note on the op, given the bytes."""
     more: Callable[[Args], Args] | None = None
-    """Fresh inputs beside others, with which they share what a model has once; None: they share nothing."""
+    """Fresh inputs that share with others the tensors that a model has once; None: they share nothing."""
     scratch: tuple[int, ...] = ()
     """Inputs that may hold anything afterwards."""
     capture: bool = True
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def op(self) -> str:
-        """Its name."""
+        """Name of the op."""
         return self.name or self.call.__name__
 
     @property
@@ -78,17 +78,22 @@ class Shapes:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, tokens per row."""
         return 1 + self.k
 
     @property
+    def count(self) -> int:
+        """N, tokens of a step."""
+        return self.rows * self.tokens
+
+    @property
     def step(self) -> str:
-        """R and T, for people."""
+        """R and T as text."""
         return f"R = {self.rows}, T = {self.tokens}"
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """On the device."""
+        """Source of the random inputs, on the device."""
         return torch.Generator(self.device).manual_seed(0)
 
     def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:

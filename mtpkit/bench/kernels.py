@@ -6,98 +6,56 @@ little that this would take too many, its note says "in cache": its time is that
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from mtpkit.bench.kernel_cases import decode_cases, prefill_cases, training_cases
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
-from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, release_memory
-from mtpkit.bench.report import Result
+from mtpkit.bench.machine import Machine, measure_machine
+from mtpkit.bench.report import Column, Result
 from mtpkit.bench.roofline import check_draft_vocab_size
+from mtpkit.bench.settings import KernelConfig
+from mtpkit.bench.timing import mean_seconds, release_memory
 from mtpkit.config import ModelConfig
-from mtpkit.errors import MtpkitError, UserError, listed, raise_problems
+from mtpkit.errors import MtpkitError, UserError, listed
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
-"""Relative errors that are let pass, for a glance: kernels' own tests are stricter."""
+"""Largest relative errors that pass; the kernels' own tests are stricter."""
 CACHE_BYTES = 240 << 20
-"""What an op touches of all its inputs, and of their results, is this much: four times the L2 cache of an H200, since
-what is changed in place counts twice."""
+"""Bytes that an op touches over all its inputs and results: four times the L2 cache of an H200, since tensors that are
+changed in place count twice."""
 MOST_SETS = 8192
-"""Inputs for one op; each is some launches in a graph."""
+"""Most inputs for one op; each adds some launches to a graph."""
 MOST_BYTES = 16 << 30
-"""Of all of them, with what the op does not touch."""
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """What is measured.
-
-    Raises:
-        UserError: values that cannot be measured.
-    """
-
-    rows: tuple[int, ...] = (1, 4, 16, 64, 128)
-    """Requests of a step."""
-    k: int = 3
-    """Drafts of each."""
-    context_len: int = 512
-    """Tokens that each request has behind it; also the length of prompts, and an eighth of training sequences'."""
-    ops: tuple[str, ...] = ()
-    """Only these; none: all."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    draft_vocab_size: int | None = None
-    repeats: int = 20
-    """Timings; the median counts."""
-
-    def __post_init__(self) -> None:
-        wrong = [f"rows is {rows}, must be at least 1" for rows in self.rows if rows < 1]
-        if not self.rows:
-            wrong.append("no number of rows is given")
-        if self.k < 0:
-            wrong.append(f"k is {self.k}, must be 0 (no drafts) or more")
-        if self.context_len < 1:
-            wrong.append(f"context-len is {self.context_len}, must be at least 1")
-        raise_problems("kernel benchmark", wrong)
+"""Most bytes of all inputs together, with those that the op does not touch."""
 
 
 @dataclass(frozen=True)
 class KernelRow:
     """One op at one shape."""
 
-    op: str
-    shape: str
-    microseconds: float
-    bytes: float
-    """What the op cannot help moving."""
+    op: Annotated[str, Column("op")]
+    shape: Annotated[str, Column("shape")]
+    microseconds: Annotated[float, Column("µs", ".1f")]
+    bytes: Annotated[float, Column("MB", lambda row: f"{row.bytes / 1e6:.2f}")]
+    """Bytes that the op cannot help moving."""
     flops: float
-    floor_microseconds: float
+    floor_microseconds: Annotated[float, Column("floor µs", ".1f")]
     """The longer of bytes over the copy bandwidth and FLOPs over the matrix rate; `note` says which. It is no bound: an
     op that only reads may be faster than a copy."""
-    bandwidth_share: float
-    """Of the copy bandwidth measured in the same run."""
-    matrix_share: float
-    """Of the matrix rate measured in the same run."""
-    error: float
-    """Largest relative difference to the reference twin, over outputs and what is changed in place."""
-    note: str
-
-
-COLUMNS: dict[str, Callable[[KernelRow], str]] = {
-    "op": lambda row: row.op,
-    "shape": lambda row: row.shape,
-    "µs": lambda row: f"{row.microseconds:.1f}",
-    "floor µs": lambda row: f"{row.floor_microseconds:.1f}",
-    "MB": lambda row: f"{row.bytes / 1e6:.2f}",
-    "of the copy bandwidth": lambda row: f"{row.bandwidth_share:.0%}",
-    "of the matrix rate": lambda row: f"{row.matrix_share:.0%}" if row.flops else "-",
-    "error": lambda row: f"{row.error:.1e}",
-    "note": lambda row: row.note,
-}
+    bandwidth_share: Annotated[float, Column("of the copy bandwidth", ".0%")]
+    """Share of the copy bandwidth measured in the same run."""
+    matrix_share: Annotated[
+        float, Column("of the matrix rate", lambda row: f"{row.matrix_share:.0%}" if row.flops else "-")
+    ]
+    """Share of the matrix rate measured in the same run."""
+    error: Annotated[float, Column("error", ".1e")]
+    """Largest relative difference to the reference twin, over outputs and tensors that are changed in place."""
+    note: Annotated[str, Column("note")]
 
 
 def measure_kernels(
@@ -111,27 +69,21 @@ def measure_kernels(
 
     Args:
         device: on "cpu" the reference twins themselves are timed.
-        name: of the model, for the report.
-        keep: is given what there is after each row.
+        name: the model's name in the report.
+        keep: see `Result.measure`.
 
     Raises:
         UserError: no GPU, or an op that is not known.
         MtpkitError: an op is wrong.
     """
-    _require(device)
     place = torch.device(device)
     cases = list(_cases(model, config, place))
     machine = measure_machine(place)
     title = f"{'kernels' if device == 'cuda' else 'reference twins'}: {name}, {machine.device}"
-    result: Result[KernelRow] = Result("kernels", title, COLUMNS, [], machine, {"model": name, **asdict(config)})
-    with torch.inference_mode(), tqdm(cases, desc="kernels", disable=None) as progress:
-        for case in progress:
-            progress.set_postfix_str(f"{case.op} {case.shape}")
-            result = replace(result, rows=[*result.rows, _measure(case, machine, place, config.repeats)])
-            release_memory(place)
-            if keep:
-                keep(result)
-    return result
+    result = Result("kernels", title, KernelRow, [], machine, {"model": name, **asdict(config)})
+    measure = partial(_measure, machine=machine, device=place, repeats=config.repeats)
+    with torch.inference_mode():
+        return result.measure(cases, measure, lambda case: f"{case.op} {case.shape}", keep)
 
 
 def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cuda", "cpu"]) -> Iterator[str]:
@@ -143,7 +95,6 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
         UserError: no GPU, or an op that is not known.
         MtpkitError: an op is wrong.
     """
-    _require(device)
     cases = list(_cases(model, config, torch.device(device)))
     if device == "cpu":
         yield "reference twins, which a CPU has alone, beside themselves: nothing is checked but that they run"
@@ -152,17 +103,14 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
             yield f"{case.op} {case.shape}: relative difference {check(case, case.make()):.1e}"
 
 
-def _require(device: Literal["cuda", "cpu"]) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
-
-
 def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> Iterator[Case]:
     """The chosen ops, those of one op together.
 
     Raises:
-        UserError: an op that is not known, or a draft vocabulary larger than the model's.
+        UserError: no GPU, an op that is not known, or a draft vocabulary larger than the model's.
     """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
     check_draft_vocab_size(config.draft_vocab_size, model)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     state_dtype = getattr(torch, config.state_dtype)
@@ -188,6 +136,7 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
 
 
 def _measure(case: Case, machine: Machine, device: torch.device, repeats: int) -> KernelRow:
+    release_memory(device)  # of the case before
     args = case.make()
     error = check(case, args)
     sets = input_sets(case, args) if device.type == "cuda" else [args, case.beside(args)]

@@ -1,31 +1,15 @@
-"""Where a measurement was made, and what that machine can do."""
+"""The machine of a measurement, with its copy bandwidth, read bandwidth and matrix rate."""
 
 import datetime
-import gc
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from mtpkit.errors import UserError
+from mtpkit.bench.timing import median_seconds, release_memory
 from mtpkit.platform import device_name
-
-LARGE_SHAPES = ("nemotron-h-8b", "nemotron-3-nano")
-"""Those of `mtpkit.bench.shapes` with billions of weights: too many for a CPU to hold, or to be through with."""
-
-
-def require_gpu(model: str, device: torch.device) -> None:
-    """Refuse a large shape on a CPU.
-
-    Raises:
-        UserError: the model is one.
-    """
-    if model in LARGE_SHAPES and device.type != "cuda":
-        raise UserError(f"{model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU")
 
 
 def describe_device(device: torch.device) -> str:
@@ -65,14 +49,14 @@ class Machine:
     commit: str | None
     date: str
     copy_bandwidth: float
-    """Bytes a second, read and written, of a large copy: what shares of a bandwidth are shares of."""
+    """Bytes per second, read and written, of a large copy. Shares of a bandwidth are shares of this one."""
     read_bandwidth: float
-    """Bytes a second of a sum over as much: work that writes little may come close to it, past a copy."""
+    """Bytes per second of a sum over as much: work that writes little may come close to it, past a copy."""
     matrix_rate: float
-    """FLOPs a second of a large bf16 (on a CPU: fp32) product of random matrices."""
+    """FLOPs per second of a large bf16 (on a CPU: fp32) product of random matrices."""
 
     def __str__(self) -> str:
-        """In one line, for people."""
+        """One line for people."""
         rates = f"copy {self.copy_bandwidth / 1e12:.3g} TB/s, reads alone {self.read_bandwidth / 1e12:.3g} TB/s"
         where = f"{self.device}, commit {self.commit or 'unknown'}, {self.date}"
         return f"{where}: {rates}, matrix product {self.matrix_rate / 1e12:.3g} TFLOP/s"
@@ -80,93 +64,21 @@ class Machine:
 
 def measure_machine(device: torch.device) -> Machine:
     """Describe the device and time a copy, a sum and a product, larger than its caches on a GPU and small on a CPU."""
-    large = device.type == "cuda"
-    size = 1 << (31 if large else 24)
-    machine = Machine(
-        device=describe_device(device),
-        commit=commit(),
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        copy_bandwidth=_copy_bandwidth(size, device),
-        read_bandwidth=_read_bandwidth(size, device),
-        matrix_rate=_matrix_rate(8192, torch.bfloat16, device) if large else _matrix_rate(512, torch.float32, device),
-    )
+    rates = _measure_rates(device)
     release_memory(device)
-    return machine
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return Machine(describe_device(device), commit(), date, *rates)
 
 
-def _copy_bandwidth(size: int, device: torch.device) -> float:
+def _measure_rates(device: torch.device) -> tuple[float, float, float]:
+    """Copy bandwidth, read bandwidth and matrix rate."""
+    large = device.type == "cuda"
+    size, width = (1 << 31, 8192) if large else (1 << 24, 512)
     source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source), device)
-
-
-def _read_bandwidth(size: int, device: torch.device) -> float:
-    source = torch.ones(size // 4, dtype=torch.float32, device=device)
-    return size / median_seconds(source.sum, device)
-
-
-def _matrix_rate(width: int, dtype: torch.dtype, device: torch.device) -> float:
-    left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    return 2 * width**3 / median_seconds(lambda: left @ right, device)
-
-
-def release_memory(device: torch.device) -> None:
-    """Give memory of objects that nobody holds back to a GPU, even where they hold each other."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def median_seconds(function: Callable[[], object], device: torch.device, repeats: int = 20, warm_up: int = 3) -> float:
-    """Median time of a call, on a GPU as its own clock sees it."""
-    for _ in range(warm_up):
-        function()
-    if device.type != "cuda":
-        return statistics.median(_wall_seconds(function) for _ in range(repeats))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
-
-
-def _wall_seconds(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
-def mean_seconds(
-    calls: Sequence[Callable[[], object]], device: torch.device, capture: bool, repeats: int = 20
-) -> float:
-    """Time of one of `calls` where they run one after another, from the median of several such runs.
-
-    Each call should work on memory of its own, more in all than a cache holds. What the calls return is kept until the
-    last of them has run, so that outputs do not share memory either.
-
-    Args:
-        capture: run them as one CUDA graph, so that the host's part is not seen; on a CPU that means nothing.
-    """
-
-    def run() -> list[object]:
-        return [call() for call in calls]
-
-    if device.type != "cuda" or not capture:
-        return median_seconds(run, device, repeats) / len(calls)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run()  # compiles kernels, which a capture must not
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return median_seconds(graph.replay, device, repeats) / len(calls)
+    numbers = torch.ones(size // 4, device=device)
+    left, right = torch.randn(2, width, width, device=device, dtype=torch.bfloat16 if large else torch.float32)
+    return (
+        2 * size / median_seconds(partial(torch.empty_like(source).copy_, source), device),
+        size / median_seconds(numbers.sum, device),
+        2 * width**3 / median_seconds(partial(torch.matmul, left, right), device),
+    )

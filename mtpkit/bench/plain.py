@@ -19,7 +19,7 @@ _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 """How far a token's logit may lie below the best one, in standard deviations of the logits there, by the precision that
 is rounded to. Of 131,072 random logits all but a few lie further below; most by four deviations."""
 _STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
-"""Share of tokens that may lie further below. What a cache or a rewind gets wrong shows in more."""
+"""Share of tokens that may lie further below. A wrong cache or rewind shows in more."""
 _NOISE_TOKENS = 256
 """Tokens from which the effect of rounding on a mixture of experts is measured."""
 _EXPERTS_APART = {torch.bfloat16: 0.03, torch.float32: 1e-3}
@@ -40,8 +40,8 @@ def check_greedy(
 
     In bf16 a mixture of experts sends a token to other experts at a rounding, in every layer: there tokens may lie as
     far below the best, in the mean, as the same pass puts them whose embeddings were moved by a rounding each. The
-    experts of the plain pass are those of decoding, so that each layer's output is compared with what megatron-core
-    makes of the same input.
+    experts of the plain pass are those of decoding, so each layer's output is compared with megatron-core's own output
+    for the same input.
 
     Args:
         tokens: what follows `prompt`, decoded with temperature 0.
@@ -51,7 +51,7 @@ def check_greedy(
         near_tie: a bound below the precision's own, in standard deviations.
 
     Raises:
-        MtpkitError: more than strays are neither the base's best token nor nearly as good.
+        MtpkitError: more tokens than the tolerance allows are neither the base's top choice nor a near tie.
     """
     if not places:
         return
@@ -82,10 +82,8 @@ def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, p
     Args:
         known: [s] prompt and output.
     """
-    seen = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-    for row, place in enumerate(places.tolist()):
-        output = known[prompt_len : prompt_len + place]
-        seen[row].index_put_((output,), seen.new_ones(len(output)), accumulate=True)
+    before = (known[prompt_len : prompt_len + place] for place in places.tolist())
+    seen = torch.stack([output.bincount(minlength=logits.shape[1]) for output in before]).int()
     in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     in_prompt[:, known[:prompt_len]] = True
     repetition, frequency, presence = (

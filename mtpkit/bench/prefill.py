@@ -1,85 +1,46 @@
-"""How fast the engine computes prompts, and what share of the matrix rate that is."""
+"""The speed at which the engine computes prompts, and its share of the matrix rate."""
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from tqdm import tqdm
 
-from mtpkit.bench.machine import measure_machine, synchronize
+from mtpkit.bench.machine import measure_machine
 from mtpkit.bench.plain import check_greedy
-from mtpkit.bench.prompts import too_many_tokens
-from mtpkit.bench.report import Result, significant
+from mtpkit.bench.report import Column, Result, significant
 from mtpkit.bench.roofline import Roofline
+from mtpkit.bench.settings import PrefillConfig
 from mtpkit.bench.shapes import random_prompts
+from mtpkit.bench.timing import synchronize
 from mtpkit.engine import LLM, SamplingParams, require_whole
-from mtpkit.errors import raise_problems
 from mtpkit.model.hybrid import HybridModel
 
 _CHECKED = 2
 """Prompts whose first token is compared with that of a plain forward pass."""
 _NEAR_TIE = 0.1
-"""Of the logits' standard deviation: tokens that rounding may exchange where no decode step was taken."""
-
-
-@dataclass(frozen=True)
-class PrefillConfig:
-    """What is measured.
-
-    Raises:
-        UserError: values that cannot be measured, all of them named.
-    """
-
-    batch_size: int = 64
-    """Prompts."""
-    prompt_len: int = 512
-    max_num_batched_tokens: int = 8192
-    """Most tokens of a step."""
-    k: int = 0
-    """Drafts made after each prompt; with K > 0 the heads' caches are filled, too."""
-    repeats: int = 5
-    """The median counts."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        positive = ("batch_size", "prompt_len", "max_num_batched_tokens", "repeats")
-        wrong = [f"{name} is {getattr(self, name)}, must be at least 1" for name in positive if getattr(self, name) < 1]
-        if self.k < 0:
-            wrong.append(f"k is {self.k}, must be 0 (no drafts) or more")
-        wrong += too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
-        raise_problems("prefill benchmark", wrong)
+"""Near tie, in standard deviations of the logits: rounding may exchange such tokens where no decode step was taken."""
 
 
 @dataclass(frozen=True)
 class PrefillRow:
     """All prompts, from their queueing to the last first token."""
 
-    batch_size: int
+    batch_size: Annotated[int, Column("prompts", lambda row: f"{row.batch_size} x {row.prompt_len}")]
     prompt_len: int
-    k: int
-    max_num_batched_tokens: int
-    seconds: float
-    tokens_per_s: float
-    """Prompt tokens."""
-    flops_per_s: float
-    """What `Roofline` counts, over the time."""
-    matrix_share: float
-    """Of the matrix rate measured in the same run."""
-    limit_share: float
-    """Of the tokens a second that `Roofline` gives for the copy bandwidth and the matrix rate."""
-
-
-COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
-    "prompts": lambda row: f"{row.batch_size} x {row.prompt_len}",
-    "K": lambda row: str(row.k),
-    "tokens a step": lambda row: str(row.max_num_batched_tokens),
-    "ms": lambda row: f"{row.seconds * 1e3:.1f}",
-    "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
-    "TFLOP/s": lambda row: significant(row.flops_per_s / 1e12),
-    "of the matrix rate": lambda row: f"{row.matrix_share:.1%}",
-    "of the roofline": lambda row: f"{row.limit_share:.1%}",
-}
+    k: Annotated[int, Column("K")]
+    max_num_batched_tokens: Annotated[int, Column("tokens a step")]
+    seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]
+    tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
+    """Prompt tokens per second."""
+    flops_per_s: Annotated[float, Column("TFLOP/s", lambda row: significant(row.flops_per_s / 1e12))]
+    """FLOPs that `Roofline` counts, over the time."""
+    matrix_share: Annotated[float, Column("of the matrix rate", ".1%")]
+    """Share of the matrix rate measured in the same run."""
+    limit_share: Annotated[float, Column("of the roofline", ".1%")]
+    """Share of the tokens/s that `Roofline` gives for the copy bandwidth and the matrix rate."""
 
 
 def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "model") -> Result[PrefillRow]:
@@ -87,7 +48,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
-        name: of the model, for the report.
+        name: the model's name in the report.
 
     Raises:
         UserError: the model lacks the heads, or the prompts do not fit.
@@ -121,7 +82,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
         limit_share=cost.seconds(machine.copy_bandwidth, machine.matrix_rate) / seconds,
     )
     title = f"prefill: {name}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
-    return Result("prefill", title, COLUMNS, [row], machine, {"model": name, **asdict(config)})
+    return Result("prefill", title, PrefillRow, [row], machine, {"model": name, **asdict(config)})
 
 
 def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:

@@ -1,16 +1,17 @@
-"""What a benchmark found: tables for people, one JSON object for programs, and perhaps a picture."""
+"""Reports of benchmarks: tables for people, one JSON object for programs, and perhaps a picture."""
 
 import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, get_type_hints
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from mtpkit.bench.machine import Machine
 from mtpkit.files import staged_file, storage_errors
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _WIDTH = 180
-"""Columns of text that goes to a file."""
+"""Columns of text in a file."""
 
 
 def significant(value: float, digits: int = 4) -> str:
@@ -28,18 +29,41 @@ def significant(value: float, digits: int = 4) -> str:
     return f"{value:.{max(0, decimals)}f}"
 
 
-def tabulate[Row](title: str, columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> Table:
-    """A table of rows; `columns` says, by heading, what is shown of each row."""
+@dataclass(frozen=True)
+class Column:
+    """Annotates a field of a row that tables show: `seconds: Annotated[float, Column("s", ".1f")]`."""
+
+    heading: str
+    show: str | Callable[[Any], str] = ""
+    """Format of the value, or a function of the row; None becomes "-"."""
+
+    def cell(self, row: "DataclassInstance", name: str) -> str:
+        """Text of a row's field."""
+        value = getattr(row, name)
+        if value is None:
+            return "-"
+        return self.show(row) if callable(self.show) else format(value, self.show)
+
+
+def tabulate(title: str, kind: type["DataclassInstance"], rows: Sequence["DataclassInstance"]) -> Table:
+    """A table of rows of one dataclass, with the fields that are annotated with a `Column`."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in columns:
-        table.add_column(heading, justify="right")
+    hints = get_type_hints(kind, include_extras=True)
+    columns = {
+        name: mark
+        for name, hint in hints.items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, Column)
+    }
+    for shown in columns.values():
+        table.add_column(shown.heading, justify="right")
     for row in rows:
-        table.add_row(*(show(row) for show in columns.values()))
+        table.add_row(*(shown.cell(row, name) for name, shown in columns.items()))
     return table
 
 
 class Report:
-    """How a report is printed and saved; subclasses say what it holds."""
+    """Prints and saves a report, whose content subclasses hold."""
 
     name: str
     """Name of its files."""
@@ -47,7 +71,7 @@ class Report:
     """Where the numbers were measured; None: nothing was timed, or the object alone says it."""
 
     def to_dict(self, whole: bool = False) -> dict[str, object]:
-        """The JSON object, which commands print as their last line; `whole`: with what the file alone holds."""
+        """The JSON object that commands print as their last line; `whole`: with the fields that only the file holds."""
         raise NotImplementedError
 
     def tables(self) -> list[Table]:
@@ -61,7 +85,7 @@ class Report:
     def show(self) -> None:
         """Print the tables, and the JSON object as the last line."""
         self.show_tables()
-        print(json.dumps(self.to_dict()))
+        print(json.dumps(self.to_dict(), default=str))
 
     def show_tables(self) -> None:
         """Print the tables, and the machine in a line."""
@@ -80,7 +104,7 @@ class Report:
             StorageError: writing failed.
         """
         files = {
-            "json": (json.dumps(self.to_dict(whole=True), indent=2) + "\n").encode(),
+            "json": (json.dumps(self.to_dict(whole=True), indent=2, default=str) + "\n").encode(),
             "md": self._markdown().encode(),
             "png": self.picture(),
         }
@@ -109,15 +133,37 @@ class Result[Row: "DataclassInstance"](Report):
     """One table of rows of one dataclass, and what they are about."""
 
     name: str
-    """Of the benchmark."""
+    """Name of the benchmark."""
     title: str
-    columns: Mapping[str, Callable[[Row], str]]
-    """What the table shows of a row, by heading."""
-    rows: Sequence[Row]
+    kind: type[Row]
+    rows: Sequence[Row] = ()
     machine: Machine | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     details: Sequence[str] = ()
-    """Fields of a row that are kept in the file alone."""
+    """Fields of a row that only the file holds."""
+
+    def measure[Case](
+        self,
+        cases: Sequence[Case],
+        measure: Callable[[Case], Row],
+        label: Callable[[Case], str],
+        keep: "Callable[[Result[Row]], object] | None" = None,
+    ) -> "Result[Row]":
+        """A result with the row of each case, in place of those that it has; a progress bar shows the case's label.
+
+        Args:
+            keep: is given the result after each row, so that a long run that is stopped leaves something.
+        """
+        result = self
+        with tqdm(cases, desc=self.name, disable=None) as progress:
+            for index, case in enumerate(progress):
+                progress.set_postfix_str(label(case))
+                rows = [*result.rows]
+                rows[index : index + 1] = [measure(case)]
+                result = replace(result, rows=rows)
+                if keep:
+                    keep(result)
+        return result
 
     def to_dict(self, whole: bool = False) -> dict[str, object]:
         """The benchmark's name, the rows, the machine's fields and the settings."""
@@ -127,4 +173,4 @@ class Result[Row: "DataclassInstance"](Report):
 
     def tables(self) -> list[Table]:
         """The one table."""
-        return [tabulate(self.title, self.columns, self.rows)]
+        return [tabulate(self.title, self.kind, self.rows)]

@@ -1,37 +1,34 @@
-"""What decoding and prefill must move and compute, and how long that takes at a given bandwidth and matrix rate.
+"""Bytes and FLOPs of decoding and prefill, and the time that they take at a given bandwidth and matrix rate.
 
-A phase (the verification of a step, each draft after it) is a list of works. What a work needs follows what came before
-it, so that each takes the longer of its bytes over the bandwidth and its FLOPs over the matrix rate, and the times of
-all add up. Counted are weights once a phase, the committed recurrent state, keys and values of the context.
-Activations, the convolution's window and the replay ring are left out: they are small, and how small is up to the
+A phase (the verification of a step, each draft after it) is a list of works. Each work needs the results of the ones
+before it, so that it takes the longer of its bytes over the bandwidth and its FLOPs over the matrix rate, and the times
+of all add up. Weights count once per phase; the committed recurrent state and the keys and values of the context count
+too. Activations, the convolution's window and the replay ring are left out: they are small, and their size is up to the
 engine.
 
 The bandwidth is by custom that of a copy, half of whose bytes are written. Nearly all bytes of decoding are read, which
 some machines do faster: the limits made from it are a yardstick, not a law.
 
-Shape legend: R rows (requests), T = 1 + K tokens a row, E = accepted drafts + 1, L committed entries of a replay ring.
+Shape legend: R rows (requests), T = 1 + K tokens per row, E = accepted drafts + 1, L committed entries of a ring.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
+from mtpkit.bench.report import Column, Result, significant
 from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
+from mtpkit.engine.options import Rollback
 from mtpkit.errors import UserError
 from mtpkit.kernels.ssm_update import ring_capacity, ring_length
 from mtpkit.model.flops import FORWARD, eh_proj_matrix
 from mtpkit.model.kinds import KINDS, caching_length
-
-StateRollback = Literal["replay", "snapshot"]
-
-H200_BANDWIDTH = 4.3e12
-"""Bytes a second that a copy reaches on an H200."""
-H200_MATRIX_RATE = 790e12
-"""bf16 FLOPs a second that an 8192^3 product reaches there."""
 
 
 @dataclass(frozen=True)
@@ -57,37 +54,37 @@ class Phase:
 
 @dataclass(frozen=True)
 class Cost:
-    """What some tokens cost."""
+    """The cost of some tokens."""
 
     phases: tuple[Phase, ...]
     tokens: float
 
     @property
     def works(self) -> Iterator[Work]:
-        """Those of all phases."""
+        """Works of all phases."""
         return (work for phase in self.phases for work in phase.works)
 
     @property
     def bytes(self) -> float:
-        """Moved in all."""
+        """Bytes moved in all."""
         return sum(work.bytes for work in self.works)
 
     @property
     def flops(self) -> float:
-        """Computed in all; a multiplication and an addition are two."""
+        """FLOPs in all; a multiplication and an addition are two."""
         return sum(work.flops for work in self.works)
 
     def seconds(self, bandwidth: float, matrix_rate: float) -> float:
-        """Time at so many bytes and FLOPs a second."""
+        """Time at so many bytes and FLOPs per second."""
         return sum(work.seconds(bandwidth, matrix_rate) for work in self.works)
 
     def limit_tokens_per_s(self, bandwidth: float, matrix_rate: float) -> float:
-        """Tokens a second at so many bytes and FLOPs a second."""
+        """Tokens per second at so many bytes and FLOPs per second."""
         return self.tokens / self.seconds(bandwidth, matrix_rate)
 
 
 def expected_length(acceptance: Sequence[float]) -> float:
-    """E, tokens a step, from the conditional acceptance of each depth: 1 + a_1 + a_1 a_2 + ..."""
+    """E, tokens per step, from the conditional acceptance of each depth: 1 + a_1 + a_1 a_2 + ..."""
     length, reached = 1.0, 1.0
     for rate in acceptance:
         reached *= rate
@@ -95,9 +92,11 @@ def expected_length(acceptance: Sequence[float]) -> float:
     return length
 
 
-def depth_rates(acceptance: Sequence[float], k: int) -> list[float]:
-    """[K] conditional acceptance of each depth; the last one given holds for all further depths."""
-    return [acceptance[min(depth, len(acceptance) - 1)] for depth in range(k)]
+def length_deviation(acceptance: Sequence[float]) -> float:
+    """Standard deviation of the tokens per step."""
+    reached = list(itertools.accumulate(acceptance, operator.mul))
+    square = sum((2 * depth - 1) * share for depth, share in enumerate(reached, 1))
+    return math.sqrt(max(0.0, square - sum(reached) ** 2))
 
 
 def check_draft_vocab_size(size: int | None, config: ModelConfig) -> None:
@@ -121,7 +120,7 @@ class Roofline:
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
     state_dtype: torch.dtype = torch.float32
-    state_rollback: StateRollback = "replay"
+    state_rollback: Rollback = "replay"
     """Replay reads the state and writes it once in L tokens; snapshot writes it after each of the T tokens."""
     ring_entries: int | None = None
     """L; None: what the engine's ring for T tokens holds."""
@@ -254,3 +253,75 @@ def _join(*works: Iterable[Work] | Work) -> tuple[Work, ...]:
     names = dict.fromkeys(work.name for work in flat)
     groups = {name: [work for work in flat if work.name == name] for name in names}
     return tuple(Work(name, sum(w.bytes for w in own), sum(w.flops for w in own)) for name, own in groups.items())
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The decode step of one batch size and K."""
+
+    batch_size: Annotated[int, Column("batch")]
+    k: Annotated[int, Column("K")]
+    acceptance_length: Annotated[float, Column("acceptance length", ".2f")]
+    bytes: Annotated[float, Column("GB a step", lambda row: significant(row.bytes / 1e9))]
+    flops: Annotated[float, Column("GFLOP a step", lambda row: significant(row.flops / 1e9))]
+    seconds: Annotated[float, Column("ms a step", lambda row: significant(row.seconds * 1e3))]
+    limit_tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
+    """Tokens per second at the given bandwidth and matrix rate."""
+
+
+@dataclass(frozen=True)
+class WorkRow:
+    """One work of a decode step."""
+
+    batch_size: Annotated[int, Column("batch")]
+    k: Annotated[int, Column("K")]
+    phase: Annotated[str, Column("phase")]
+    work: Annotated[str, Column("work")]
+    bytes: Annotated[float, Column("MB", lambda row: significant(row.bytes / 1e6))]
+    flops: Annotated[float, Column("GFLOP", lambda row: significant(row.flops / 1e9))]
+    seconds: Annotated[float, Column("ms", lambda row: significant(row.seconds * 1e3))]
+    bound: Annotated[str, Column("bound by")]
+    """Whether the bandwidth or the matrix rate sets the time."""
+
+
+def tabulate_limits(
+    roofline: Roofline,
+    batch_sizes: Sequence[int],
+    acceptance: Sequence[Sequence[float]],
+    context_len: float,
+    bandwidth: float,
+    matrix_rate: float,
+    name: str = "model",
+) -> tuple[Result[StepRow], Result[WorkRow]]:
+    """The steps, and their works.
+
+    Args:
+        acceptance: conditional rates of each depth, one list per K.
+        bandwidth, matrix_rate: bytes and FLOPs per second.
+    """
+    rates = (bandwidth, matrix_rate)
+    settings = {
+        "model": name,
+        "context_len": context_len,
+        "bandwidth": bandwidth,
+        "matrix_rate": matrix_rate,
+        "acceptance": [list(one) for one in acceptance],
+        "state_rollback": roofline.state_rollback,
+        "ring_entries": [roofline.entries(len(one)) for one in acceptance],
+        "draft_vocab_size": roofline.draft_vocab_size,
+    }
+    steps, works = [], []
+    for size, drawn in itertools.product(batch_sizes, acceptance):
+        cost, k = roofline.decode(size, drawn, context_len), len(drawn)
+        totals = (cost.bytes, cost.flops, cost.seconds(*rates), cost.limit_tokens_per_s(*rates))
+        steps.append(StepRow(size, k, cost.tokens / size, *totals))
+        for phase in cost.phases:
+            for work in phase.works:
+                bound = "bandwidth" if work.bytes / bandwidth >= work.flops / matrix_rate else "matrix rate"
+                numbers = (work.bytes, work.flops, work.seconds(*rates))
+                works.append(WorkRow(size, k, phase.name, work.name, *numbers, bound))
+    speeds = f"{significant(bandwidth / 1e12, 3)} TB/s and {significant(matrix_rate / 1e12, 3)} TFLOP/s"
+    return (
+        Result("roofline", f"decoding at {speeds}: {name}", StepRow, steps, settings=settings),
+        Result("works", f"works of each step: {name}", WorkRow, works, settings=settings),
+    )

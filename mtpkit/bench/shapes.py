@@ -1,14 +1,17 @@
-"""What benchmarks run: published shapes with random weights and random prompts, or a checkpoint and real ones."""
+"""Models and prompts of the benchmarks: published shapes with random ones, or a checkpoint with real ones."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from mtpkit.bench.prompts import read_prompts
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError, listed
+from mtpkit.files import parse_json, read_text
 from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of
@@ -76,6 +79,8 @@ NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
 )
 """Its kinds of layers, small enough for a CPU."""
 
+Prompt = str | list[int]
+
 SHAPES = {
     "nemotron-h-8b": NEMOTRON_H_8B,
     "nemotron-3-nano": NEMOTRON_3_NANO,
@@ -83,6 +88,20 @@ SHAPES = {
     "nemotron-3-tiny": NEMOTRON_3_TINY,
 }
 """By the name that commands take in place of a model directory."""
+
+
+LARGE_SHAPES = ("nemotron-h-8b", "nemotron-3-nano")
+"""Shapes with billions of weights: too many for a CPU to hold, or to run in reasonable time."""
+
+
+def require_gpu(model: str, device: torch.device) -> None:
+    """Refuse a large shape on a CPU.
+
+    Raises:
+        UserError: the model is one.
+    """
+    if model in LARGE_SHAPES and device.type != "cuda":
+        raise UserError(f"{model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU")
 
 
 def get_config(model: str, pattern: str | None = None, distinct: bool = False) -> ModelConfig:
@@ -106,6 +125,21 @@ def get_config(model: str, pattern: str | None = None, distinct: bool = False) -
     if pattern is not None:
         raise UserError(f"pattern {pattern!r} is for a shape ({listed(SHAPES)}), not for a model directory as {model}")
     return load_config(directory)
+
+
+def choose_drafts[K: (int, int | Literal["auto"])](
+    config: ModelConfig, given: Sequence[K] | None, usual: Sequence[int]
+) -> tuple[K | int, ...]:
+    """All K that are `given`, or else, of the `usual` ones, those that the heads of a model were trained for.
+
+    Raises:
+        UserError: the heads cannot make so many drafts.
+    """
+    if given is None:
+        return tuple(dict.fromkeys(min(k, config.mtp.default_drafts) for k in usual))
+    for k in given:
+        check_depths(config, k, "--num-speculative-tokens")
+    return tuple(given)
 
 
 def open_model(
@@ -135,7 +169,7 @@ def open_model(
 
 @torch.no_grad()
 def _depend_on_context(model: HybridModel) -> None:
-    """Make what random layers give depend on all of the tokens before, so that a wrong cache shows in the tokens: as
+    """Make the outputs of random layers depend on all earlier tokens, so that a wrong cache shows in the tokens: as
     models are initialised, the best tokens are the same without state or attention."""
     draw = Draw(torch.Generator().manual_seed(0))
     for _, layer, kind in layers_of(model, heads=False):
@@ -169,3 +203,47 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
     """Prompts of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (count, length), generator=generator).tolist()
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Texts or token ids, one a line, see `read_named_prompts`."""
+    named = read_named_prompts(path, limit)
+    return [prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"] for prompt in named]
+
+
+def read_named_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """Prompts of a file, one a line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as their `name`
+    file and line, which messages call them by. Lines of whitespace are skipped.
+
+    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers); any other file is
+    plain text.
+
+    Args:
+        limit: only so many, evenly spread over the file.
+
+    Raises:
+        UserError: a file that cannot be read, a line of another form, or no prompt at all.
+    """
+    try:
+        lines = read_text(path).split("\n")  # other ends of lines may stand in a text
+    except UserError as error:
+        raise UserError(f"prompts file {error}; name a .jsonl or a text file") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise UserError(f"prompts file {path} holds no prompts; write one a line")
+    if limit is not None and limit < len(numbered):
+        numbered = [numbered[index * len(numbered) // limit] for index in range(limit)]
+    if path.suffix != ".jsonl":
+        return [{"prompt": line, "name": f"{path}:{number}"} for number, line in numbered]
+    return [{**_parse(line, f"{path}:{number}"), "name": f"{path}:{number}"} for number, line in numbered]
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    record: Any = parse_json(line, where)
+    record = record if isinstance(record, dict) else {}
+    text, token_ids = record.get("prompt"), record.get("prompt_token_ids")
+    if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):
+        return {"prompt_token_ids": token_ids}
+    if isinstance(text, str):
+        return {"prompt": text}
+    raise UserError(f'{where} must be an object with "prompt", a text, or "prompt_token_ids", a list of integers')

@@ -1,71 +1,148 @@
-"""How much faster a model decodes with K drafts a step than with none, and whether it says the same."""
+"""How much faster a model decodes with K drafts per step than with none, and whether the tokens are the same."""
 
+import io
 import logging
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from rich.table import Table
 from tqdm import tqdm
 
 from mtpkit.bench.machine import commit, describe_device
-from mtpkit.bench.speedup_report import SpeedupReport, SpeedupRow
-from mtpkit.config.checked import field_clauses, keys_of
-from mtpkit.engine import LLM, EngineOptions, SamplingParams, require_whole
+from mtpkit.bench.report import Column, Report, tabulate
+from mtpkit.bench.roofline import length_deviation
+from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, engine_settings
+from mtpkit.bench.shapes import choose_drafts
+from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
-from mtpkit.errors import listed, raise_problems
+from mtpkit.errors import MtpkitError, listed
 from mtpkit.model.hybrid import HybridModel
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from transformers import PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
+_FEW_STEPS, _WIDE_SPREAD = 100, 0.1
+"""Decode steps, and two standard errors over the acceptance length, that a caution names."""
 _WARM_UP_TOKENS = 8
-_ROUNDS_A_TURN = 4
+_ROUNDS_PER_TURN = 4
 """Prompts of a turn, over the batch size: few, and yet the batch is full for most of the time."""
+_LINES = ("#1f5fa8", "#d9822b", "#2e8b57", "#8e44ad", "#b03a48", "#555555")
+_BEFORE = "#999999"
 
 
 @dataclass(frozen=True)
-class SpeedupConfig:
-    """What is measured.
+class SpeedupRow:
+    """One batch size and K."""
 
-    Raises:
-        UserError: values that cannot be measured, all of them named.
-    """
+    batch_size: Annotated[int, Column("batch")]
+    """Requests that run at once."""
+    k: Annotated[int, Column("K")]
+    """Drafts per step."""
+    tokens_per_s: Annotated[float, Column("tokens/s", ".1f")]
+    """Generated tokens over the wall time of `LLM.generate`, prefill and detokenization included."""
+    speedup: Annotated[float, Column("speedup", lambda row: f"{row.speedup:.2f}x")]
+    """`tokens_per_s` over that of K = 0 at the same batch size."""
+    acceptance_length: Annotated[
+        float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
+    ]
+    """1 + mean accepted drafts per decode step and request."""
+    conditional_acceptance: Annotated[
+        list[float],
+        Column(
+            "conditional acceptance", lambda row: " ".join(f"{rate:.0%}" for rate in row.conditional_acceptance) or "-"
+        ),
+    ]
+    """Per depth, the rate at which a draft is accepted where all before it were."""
+    identical: Annotated[float, Column("same tokens", ".0%")]
+    """Share of the prompts whose tokens are those of K = 0 at the same batch size."""
 
-    ks: tuple[int, ...] = (0, 1, 2, 3)
-    """Drafts a step; 0, against which the others are measured, is added."""
-    batch_sizes: tuple[int, ...] = (1, 8)
-    """Requests that run at once, but no more than prompts; when one ends the next prompt takes its place."""
-    repeats: int = 3
-    """Times that everything is measured; the median time counts."""
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0, max_tokens=128))
-    """Its seed, 0 if None, is the first prompt's; each further prompt has the next one."""
-    block_size: int = 16
-    """This and what follows are `LLM`'s."""
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    state_rollback: Literal["replay", "snapshot"] = "replay"
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    draft_sampling: bool = False
-    draft_vocab: str | None = None
-    enforce_eager: bool = False
 
-    def __post_init__(self) -> None:
-        checks = [
-            *((k >= 0, f"k is {k}, must be 0 (no drafts) or more") for k in self.ks),
-            *((size >= 1, f"batch size is {size}, must be at least 1") for size in self.batch_sizes),
-            (bool(self.batch_sizes), "no batch size is given"),
-            (self.repeats >= 1, f"repeats is {self.repeats}, must be at least 1"),
-        ]
-        found = [problem for good, problem in checks if not good]
-        shared = vars(self).keys() & keys_of(EngineOptions).keys()
-        found += field_clauses(EngineOptions, {"model": "", **{name: getattr(self, name) for name in sorted(shared)}})
-        raise_problems("speedup", found)
-        object.__setattr__(self, "ks", tuple(sorted({0, *self.ks})))
-        object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
+@dataclass(frozen=True)
+class SpeedupReport(Report):
+    """All rows of a measurement, and what was measured."""
+
+    rows: list[SpeedupRow]
+    model: str
+    device: str
+    dtype: str
+    commit: str | None
+    before: list[SpeedupRow] | None = None
+    """Rows of the same model with untrained heads."""
+    settings: Mapping[str, object] | None = None
+    """Kept in the file alone."""
+
+    name = "report"
+    machine = None
+
+    def to_dict(self, whole: bool = False) -> dict[str, object]:
+        """The fields, `before` only where it was measured."""
+        left_out = {*([] if whole else ["settings"]), *(["before"] if self.before is None else [])}
+        return {key: value for key, value in asdict(self).items() if key not in left_out}
+
+    def tables(self) -> list[Table]:
+        """The rows, those of untrained heads in a table of their own."""
+        if self.before is None:
+            return [tabulate("speedup", SpeedupRow, self.rows)]
+        parts = {"untrained heads": self.before, "trained heads": self.rows}
+        return [tabulate(title, SpeedupRow, rows) for title, rows in parts.items()]
+
+    def picture(self) -> bytes:
+        """Speedup and acceptance length over K, and conditional acceptance over depth, untrained heads in grey."""
+        from matplotlib.figure import Figure  # a figure without pyplot needs no display and leaves no state
+
+        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        panels = figure.subplots(1, 3)
+        for color, size in zip(cycle(_LINES), sorted({row.batch_size for row in self.rows}), strict=False):
+            _plot(panels, [row for row in self.rows if row.batch_size == size], color, f"batch {size}")
+        if self.before:
+            _plot(panels, self.before, _BEFORE, "untrained heads", "--")
+        panels[0].axhline(1, color="black", linewidth=0.8)
+        names = [("speedup over K = 0", "K"), ("acceptance length", "K"), ("conditional acceptance", "depth")]
+        for panel, (name, axis) in zip(panels, names, strict=True):
+            panel.set(title=name, xlabel=axis, ylim=(0, None))
+            panel.locator_params(axis="x", integer=True)
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[2].set_ylim(0, 1)
+        panels[0].legend(frameon=False, loc="lower right")
+        figure.suptitle(f"{self.model}, {self.dtype}, {self.device}", fontsize=9)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=100)
+        return file.getvalue()
+
+    def require_identical(self) -> None:
+        """Refuse drafts that changed the tokens of greedy fp32 decoding.
+
+        Raises:
+            MtpkitError: names every row whose tokens are not those of K = 0.
+        """
+        changed = [f"{1 - r.identical:.0%} at batch {r.batch_size}, K = {r.k}" for r in self.rows if r.identical < 1]
+        if changed:
+            raise MtpkitError(
+                f"drafts changed the tokens of greedy {self.dtype} decoding, in a share of the prompts of "
+                f"{listed(changed, separator='; ')}: the speedups are of no worth until that is mended"
+            )
+
+
+def _plot(panels: "Sequence[Axes]", rows: Sequence[SpeedupRow], color: str, label: str, style: str = "-") -> None:
+    """Draw the rows of one batch size in each panel."""
+    rows = sorted(rows, key=lambda row: row.k)
+    rates, ks = rows[-1].conditional_acceptance, [row.k for row in rows]
+    curves: list[tuple[Sequence[int], list[float]]] = [
+        (ks, [row.speedup for row in rows]),
+        (ks, [row.acceptance_length for row in rows]),
+        (range(1, len(rates) + 1), rates),
+    ]
+    for panel, (x, y) in zip(panels, curves, strict=True):
+        panel.plot(x, y, color=color, label=label, linestyle=style, marker="o", markersize=4)
 
 
 def measure_speedup(
@@ -102,8 +179,11 @@ def measure_speedup(
         for name, prompt in list_prompts(prompts)
     ]
     config = _at_most(config, len(prompts))
-    contenders = [_Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in config.ks]
+    ks = choose_drafts(first.model.mtpkit_config, config.ks, SPEEDUP_DRAFTS)
+    config = replace(config, ks=ks)
+    contenders = [_Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in ks]
     _run_all(contenders, config)
+    _warn_of_few_steps(contenders, config.repeats)
     baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
     weight = next(first.model.parameters())
     return SpeedupReport(
@@ -117,7 +197,7 @@ def measure_speedup(
 
 
 def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
-    """With batch sizes that so many prompts can fill."""
+    """The settings with batch sizes that so many prompts can fill."""
     larger = [size for size in config.batch_sizes if size > prompts]
     if not larger:
         return config
@@ -129,7 +209,7 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
     turns = [
         (contender, start)
         for size in config.batch_sizes
-        for start in range(0, len(contenders[0].prompts), _ROUNDS_A_TURN * size)
+        for start in range(0, len(contenders[0].prompts), _ROUNDS_PER_TURN * size)
         for contender in contenders
         if contender.batch_size == size
     ]
@@ -139,8 +219,24 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
         progress.set_description("measuring")
         for contender, start in config.repeats * turns:
             progress.set_postfix_str(f"batch {contender.batch_size}, K = {contender.k}")
-            contender.run(start, start + _ROUNDS_A_TURN * contender.batch_size)
+            contender.run(start, start + _ROUNDS_PER_TURN * contender.batch_size)
             progress.update()
+
+
+def _warn_of_few_steps(contenders: Sequence["_Contender"], repeats: int) -> None:
+    """Say so where another sample of prompts may well have another acceptance length."""
+    drafting = [contender.llm.stats() for contender in contenders if contender.k]
+    if not drafting:
+        return
+    fewest = min(drafting, key=lambda stats: stats.acceptance.steps)
+    steps, length = fewest.acceptance.steps // repeats, fewest.acceptance_length  # repeats see the same prompts
+    spread = 2 * length_deviation(fewest.conditional_acceptance) / math.sqrt(max(1, steps))
+    if steps < _FEW_STEPS or spread > _WIDE_SPREAD * length:
+        _logger.warning(
+            "the acceptance length rests on %d decode steps (%.2f, give or take %.2f): for figures to rely on, take "
+            "more prompts or a larger --max-tokens",
+            *(steps, length, spread),
+        )
 
 
 class _Contender:
@@ -155,22 +251,17 @@ class _Contender:
         self.sampling = [replace(sampling, seed=seed + index) for index in range(len(prompts))]
         # All engines live side by side, so each has caches for what it will see and no more.
         longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + sampling.max_tokens
-        self.llm = LLM(
-            first.model,
+        settings = engine_settings(
+            config,
             num_speculative_tokens=k,
-            block_size=config.block_size,
             max_model_len=min(longest, first.engine.config.max_model_len),
             max_num_seqs=batch_size,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            state_rollback=config.state_rollback,
-            state_dtype=config.state_dtype,
-            draft_sampling=config.draft_sampling,
             draft_vocab=config.draft_vocab if k else None,
-            enforce_eager=config.enforce_eager,
             tokenizer=first.tokenizer,
         )
+        self.llm = LLM(first.model, **settings)
         self.seconds: list[float] = []
-        """Of each repeat."""
+        """Wall time of each repeat."""
         self.outputs: list[list[list[int]]] = []
         """Tokens of each prompt, in each repeat."""
 
@@ -202,7 +293,7 @@ class _Contender:
         self.outputs[-1] += [output.outputs[0].token_ids for output in outputs]
 
     def row(self, baseline: "_Contender") -> SpeedupRow:
-        """Its numbers beside those of K = 0."""
+        """Figures of this batch size and K, with the speedup over K = 0."""
         reference = baseline.outputs[0]
         same = [all(run[index] == tokens for run in self.outputs) for index, tokens in enumerate(reference)]
         stats = self.llm.stats()
@@ -218,5 +309,5 @@ class _Contender:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the median repeat."""
+        """Tokens per second of the median repeat."""
         return sum(map(len, self.outputs[0])) / statistics.median(self.seconds)

@@ -1,11 +1,10 @@
-"""How fast heads are trained: the trainer's own step on random tokens, its parts, and its share of the matrix rate."""
+"""The speed of training: the trainer's own step on random tokens, its parts, and its share of the matrix rate."""
 
-import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,12 @@ from torch import nn
 from tqdm import tqdm
 
 from mtpkit.bench.machine import Machine, measure_machine
-from mtpkit.bench.report import Result
-from mtpkit.bench.stopwatch import Stopwatch
+from mtpkit.bench.report import Column, Result
+from mtpkit.bench.settings import TrainBenchConfig
+from mtpkit.bench.timing import Stopwatch
 from mtpkit.config import ModelConfig
 from mtpkit.data import PackedBatch
-from mtpkit.errors import MtpkitError, raise_problems
+from mtpkit.errors import MtpkitError
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model import build_model
 from mtpkit.model.flops import step_flops
@@ -45,183 +45,107 @@ _LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True)
-class TrainBenchConfig:
-    """What is measured: one row for each sequence length and loss.
-
-    Raises:
-        UserError: values that cannot be measured, all of them named.
-    """
-
-    sequence_lengths: tuple[int, ...] = (4096,)
-    losses: tuple[LossKind, ...] = ("kl",)
-    k: int = 3
-    """Depths."""
-    pattern: str = "*-"
-    """Layers of one depth."""
-    repeated: bool = True
-    """One block for all depths, rather than one each."""
-    attention: Literal["serving", "per_depth"] = "serving"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    micro_batch_size: int = 1
-    """Sequences of one forward and backward."""
-    micro_batches: int = 1
-    """Of one optimizer step on each data-parallel rank."""
-    document_len: int | None = None
-    """Tokens of the documents that a sequence is packed from; None: each sequence is one."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    offload: bool = False
-    """AdamW's fp32 weights and moments are in the host's memory. A step's update then goes on beside the next step's
-    base, and what is left of it there is in the next step's time."""
-    recompute: bool = False
-    """Run each depth again in the backward."""
-    cached: bool = False
-    """Take the base's hidden states from memory on the host, as a cache that is read ahead leaves them there; there is
-    no base then."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    backend: str = "local"
-    base_fp8: bool = False
-    """The base multiplies in fp8, see `use_fp8_base`."""
-    steps: int = 5
-    """The median counts."""
-    warm_up: int = 3
-    """Steps before, which compile kernels."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"micro_batches": 1, "steps": 1, "warm_up": 0, "document_len": 1}
-        values = {name: getattr(self, name) for name in least if getattr(self, name) is not None}
-        wrong = [
-            f"{name} is {value}, must be at least {least[name]}"
-            for name, value in values.items()
-            if value < least[name]
-        ]
-        if not (self.sequence_lengths and self.losses):
-            wrong.append("a sequence length and a loss are needed")
-        if self.attention == "serving" and not self.repeated:
-            wrong.append("serving attention is for one repeated head; take per_depth for distinct ones")
-        if self.offload and not self.warm_up:
-            wrong.append("offload moves a step's update into the next step: take warm_up of 1 or more")
-        if self.cached and self.base_fp8:
-            wrong.append("cached hidden states leave no base for base_fp8; take one of them")
-        raise_problems("training benchmark", wrong)
-
-    def settings(self, sequence_length: int, loss: LossKind, ranks: int) -> TrainConfig:
-        """The trainer's, given how many data-parallel ranks there are.
-
-        Raises:
-            UserError: it would not run these.
-        """
-        return TrainConfig(
-            model="random weights",
-            output="none",
-            data=DataConfig(
-                train=("random tokens",),
-                sequence_length=sequence_length,
-                micro_batch_size=self.micro_batch_size,
-                global_batch_size=self.micro_batch_size * self.micro_batches * ranks,
-            ),
-            heads=HeadsConfig(
-                num_depths=self.k,
-                pattern=self.pattern,
-                repeated=self.repeated,
-                attention=self.attention,
-                recompute=self.recompute,
-            ),
-            loss=LossConfig(kind=loss),
-            optimizer=OptimizerConfig(kind=self.optimizer, warmup_steps=0, offload=self.offload),
-            parallel=self.parallel,
-            seed=self.seed,
-            dtype=self.dtype,
-            base_fp8=self.base_fp8,
-            cache="memory" if self.cached else "",
-        )
-
-
-@dataclass(frozen=True)
 class TrainRow:
     """Optimizer steps of one sequence length and loss."""
 
-    sequence_length: int
-    loss: LossKind
-    tokens: int
-    """Of a step, over all ranks."""
-    seconds: float
-    """Median of a step; the parts below are those of the rank that reports, and add up to it."""
-    base_seconds: float
+    sequence_length: Annotated[int, Column("sequence")]
+    loss: Annotated[LossKind, Column("loss")]
+    tokens: Annotated[int, Column("tokens a step")]
+    """Tokens per step, over all ranks."""
+    seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]
+    """Median time of a step; the parts below are those of the rank that reports, and add up to it."""
+    base_seconds: Annotated[float, Column("base", lambda row: f"{row.base_seconds * 1e3:.1f}")]
     """The frozen base's layers, forward; 0 with cached hidden states."""
-    heads_seconds: float
-    """All the rest: heads and losses, forward and backward, and waiting for others and for an offloaded update."""
-    optimizer_seconds: float
-    tokens_per_s: float
-    """Over all ranks."""
-    peak_memory: int | None
+    heads_seconds: Annotated[float, Column("heads", lambda row: f"{row.heads_seconds * 1e3:.1f}")]
+    """All other time: heads and losses, forward and backward, and waiting for others and for an offloaded update."""
+    optimizer_seconds: Annotated[float, Column("optimizer", lambda row: f"{row.optimizer_seconds * 1e3:.1f}")]
+    tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
+    """Tokens per second over all ranks."""
+    peak_memory: Annotated[int | None, Column("peak GB", lambda row: f"{row.peak_memory / 1e9:.1f}")]
     """Bytes that torch held at most on any rank, from the first step on; None on a CPU."""
-    flops_per_token: float
-    """What `step_flops` counts."""
-    flops_per_s: float
-    """Of a device."""
-    matrix_share: float
-    """Of the matrix rate measured in the same run."""
-    mfu: float | None
+    flops_per_token: Annotated[float, Column("GFLOP a token", lambda row: f"{row.flops_per_token / 1e9:.3g}")]
+    """FLOPs that `step_flops` counts."""
+    flops_per_s: Annotated[float, Column("TFLOP/s", lambda row: f"{row.flops_per_s / 1e12:.3g}")]
+    """FLOPs per second and device."""
+    matrix_share: Annotated[float, Column("of the matrix rate", ".1%")]
+    """Share of the matrix rate measured in the same run."""
+    mfu: Annotated[float | None, Column("MFU", ".1%")]
     """Share of the GPU's stated bf16 peak, see `mtpkit.training.mfu`; None where that is not known."""
     mean_loss: float
-    """After the last step, of all depths as they are weighted: of no meaning with random weights, but finite."""
-
-
-COLUMNS: dict[str, Callable[[TrainRow], str]] = {
-    "sequence": lambda row: str(row.sequence_length),
-    "loss": lambda row: row.loss,
-    "tokens a step": lambda row: str(row.tokens),
-    "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
-    "ms": lambda row: f"{row.seconds * 1e3:.1f}",
-    "base": lambda row: f"{row.base_seconds * 1e3:.1f}",
-    "heads": lambda row: f"{row.heads_seconds * 1e3:.1f}",
-    "optimizer": lambda row: f"{row.optimizer_seconds * 1e3:.1f}",
-    "peak GB": lambda row: "-" if row.peak_memory is None else f"{row.peak_memory / 1e9:.1f}",
-    "GFLOP a token": lambda row: f"{row.flops_per_token / 1e9:.3g}",
-    "TFLOP/s": lambda row: f"{row.flops_per_s / 1e12:.3g}",
-    "of the matrix rate": lambda row: f"{row.matrix_share:.1%}",
-    "MFU": lambda row: "-" if row.mfu is None else f"{row.mfu:.1%}",
-}
+    """Weighted mean over all depths after the last step: of no meaning with random weights, but finite."""
 
 
 def measure_training(
     model_config: ModelConfig,
     config: TrainBenchConfig,
     name: str = "model",
-    keep: Callable[[Result[TrainRow]], None] | None = None,
+    keep: Callable[[Result[TrainRow]], object] | None = None,
 ) -> Result[TrainRow]:
     """Train heads of a shape, its weights drawn on the device, on random tokens. Collective over all ranks.
 
     Args:
-        name: of the shape, for the report.
+        name: the shape's name in the report.
         keep: is given the result after each row, on the rank that reports.
 
     Raises:
         UserError: settings that the trainer refuses, or that do not fit the shape or the number of processes.
         MtpkitError: a loss is not finite.
     """
+    if config.dtype == "auto":
+        config = replace(config, dtype="bfloat16" if torch.cuda.is_available() else "float32")
     shape = model_config.replace(
-        mtp_pattern=config.pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=config.repeated
+        mtp_pattern=config.pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct
     )
     cases = [(length, loss) for length in config.sequence_lengths for loss in config.losses]
-    check_layout(config.parallel, shape)
-    for case in cases:
-        config.settings(*case, ranks=1)
+    check_layout(_parallel(config), shape)
+    for case in cases:  # refuses settings that the trainer would refuse
+        train_settings(config, *case, ranks=1)
     bench = _Bench(shape, config)
     title = f"training heads {config.pattern} x {config.k}: {name}, {config.dtype}, {bench.machine.device}"
-    settings = {"model": name, "world_size": dist.get_world_size(), **asdict(config)}
-    rows: list[TrainRow] = []
-    result = Result("train", title, COLUMNS, rows, bench.machine, settings)
-    for case in cases:
-        rows.append(bench.measure(*case))
-        if keep is not None and has_results():
-            keep(result)
-    return result
+    about = {"model": name, "world_size": dist.get_world_size(), "repeated": not config.distinct, **asdict(config)}
+    result = Result("train", title, TrainRow, [], bench.machine, about)
+    return result.measure(cases, lambda case: bench.measure(*case), str, keep if has_results() else None)
+
+
+def train_settings(config: TrainBenchConfig, sequence_length: int, loss: LossKind, ranks: int) -> TrainConfig:
+    """The trainer's settings, given how many data-parallel ranks there are.
+
+    Raises:
+        UserError: the trainer would not run these.
+    """
+    assert config.dtype != "auto"
+    return TrainConfig(
+        model="random weights",
+        output="none",
+        data=DataConfig(
+            train=("random tokens",),
+            sequence_length=sequence_length,
+            micro_batch_size=config.micro_batch_size,
+            global_batch_size=config.micro_batch_size * config.micro_batches * ranks,
+        ),
+        heads=HeadsConfig(
+            num_depths=config.k,
+            pattern=config.pattern,
+            repeated=not config.distinct,
+            attention=config.attention,
+            recompute=config.recompute,
+        ),
+        loss=LossConfig(kind=loss),
+        optimizer=OptimizerConfig(kind=config.optimizer, warmup_steps=0, offload=config.offload),
+        parallel=_parallel(config),
+        seed=config.seed,
+        dtype=config.dtype,
+        base_fp8=config.base_fp8,
+        cache="memory" if config.cached else "",
+    )
+
+
+def _parallel(config: TrainBenchConfig) -> ParallelConfig:
+    return ParallelConfig(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.balance)
 
 
 class _TimedOptimizer(HeadOptimizer):
-    """Times its own steps."""
+    """A `HeadOptimizer` that times its own steps."""
 
     def __init__(self, watch: Stopwatch, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
         super().__init__(parameters, config)
@@ -237,8 +161,9 @@ class _Bench:
     """A model with its optimizer and stopwatch."""
 
     def __init__(self, shape: ModelConfig, config: TrainBenchConfig):
-        self.config, parallel = config, config.parallel
-        ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
+        ranks = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+        self.config = config
+        ensure_distributed(*ranks)
         self.device = default_device()
         self.group = parallel_state.get_data_parallel_group()
         self.machine: Machine = measure_machine(self.device)
@@ -248,17 +173,15 @@ class _Bench:
             self.device,
             config.backend,
             config.seed,
-            parallel.tensor,
-            parallel.pipeline,
-            parallel.expert,
+            *ranks,
             init="device",
-            sequence_parallel=parallel.tensor > 1,
+            sequence_parallel=config.tensor_parallel > 1,
             base_layers=not config.cached,
-            balance=parallel.balance,
+            balance=config.balance,
         )
         if config.base_fp8:
             use_fp8_base(self.model)
-        settings = config.settings(config.sequence_lengths[0], config.losses[0], self.group.size())
+        settings = train_settings(config, config.sequence_lengths[0], config.losses[0], self.group.size())
         self.watch = Stopwatch(self.device)
         self.optimizer = _TimedOptimizer(self.watch, freeze_base(self.model).values(), settings.optimizer)
         self.flops = step_flops(shape, config.k, base_layers=not config.cached)
@@ -271,7 +194,7 @@ class _Bench:
     def measure(self, sequence_length: int, loss: LossKind) -> TrainRow:
         """One row."""
         config = self.config
-        settings = config.settings(sequence_length, loss, self.group.size())
+        settings = train_settings(config, sequence_length, loss, self.group.size())
         batches = [self._batch(sequence_length, number) for number in range(config.micro_batches)]
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -298,6 +221,11 @@ class _Bench:
         sequences = self.config.micro_batch_size * self.config.micro_batches * self.group.size()
         tokens = sequences * sequence_length
         rate = tokens * self.flops / seconds / dist.get_world_size()
+        peak = None
+        if self.device.type == "cuda":
+            most = torch.tensor(torch.cuda.max_memory_allocated(self.device), device=self.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            peak = int(most)
         return TrainRow(
             sequence_length=sequence_length,
             loss=loss,
@@ -307,20 +235,13 @@ class _Bench:
             heads_seconds=seconds - base - optimizer,
             optimizer_seconds=optimizer,
             tokens_per_s=tokens / seconds,
-            peak_memory=self._peak_memory(),
+            peak_memory=peak,
             flops_per_token=self.flops,
             flops_per_s=rate,
             matrix_share=rate / self.machine.matrix_rate,
             mfu=utilization(tokens / seconds, self.flops, dist.get_world_size(), self.peak),
             mean_loss=mean_loss,
         )
-
-    def _peak_memory(self) -> int | None:
-        if self.device.type != "cuda":
-            return None
-        peak = torch.tensor(torch.cuda.max_memory_allocated(self.device), device=self.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(peak)
 
     def _batch(self, length: int, number: int) -> PackedBatch:
         """Random tokens of documents of one length, other ones on each rank, and of everything something to learn."""
@@ -342,4 +263,4 @@ class _Bench:
             return batch
         values = torch.randn(*shape, width, generator=generator).to(getattr(torch, config.dtype))
         states = HiddenStates(values.pin_memory() if self.device.type == "cuda" else values)
-        return dataclasses.replace(batch, hidden=lambda: states)
+        return replace(batch, hidden=lambda: states)

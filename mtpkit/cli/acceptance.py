@@ -18,7 +18,7 @@ def acceptance(
     model: options.Model,
     data: Sources,
     num_depths: Annotated[
-        int | None, typer.Option(min=1, help="K, drafts a step; by default what the heads were trained for.")
+        int | None, typer.Option(min=1, help="K, drafts per step; by default what the heads were trained for.")
     ] = None,
     attention: Annotated[
         Literal["auto", "serving", "per_depth"],
@@ -43,10 +43,10 @@ def acceptance(
     response_column: ResponseColumn = "response",
     messages_column: MessagesColumn = "messages",
 ) -> None:
-    """Print how often a base accepts its heads' drafts on held-out data, a row a source.
+    """Print how often a base accepts its heads' drafts on held-out data, one row per source.
 
     Teacher-forced: heads read the text's own tokens, and every token that is learnt counts. AL is the acceptance
-    length, 1 + accepted drafts a step: of greedy decoding; expected at temperature 1 with the heads' best tokens as
+    length, 1 + accepted drafts per step: of greedy decoding; expected at temperature 1 with the heads' best tokens as
     drafts, which is what the engine does; and expected there with drafts drawn from the heads (draft_sampling). On text
     that the base wrote itself in that manner (`mtpkit data regenerate`) they are what decoding meets. The loss is the
     KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under

@@ -27,11 +27,11 @@ app = new_app()
 ROOT = Path(mtpkit.__file__).parent.parent
 CONFIG = Path("examples/train_tiny.yaml")
 TRAINING_MODULES = 200
-"""Of the library's 1,400: more than the demo's training gets to read."""
+"""Modules of the standard library's 1,400: more text than the demo's training reads."""
 LEAST_LENGTH = 1.8
 """Acceptance length that the heads reach at the settings' own K = 3; it is 2.06 on the machine that was tried."""
 MARK = ".mtpkit-demo"
-"""File that says that a directory is a demo's own, to be removed by the next one."""
+"""File that marks a directory as a demo's own, which the next demo may remove."""
 
 
 @app.command(cls=Command)
@@ -100,7 +100,7 @@ def _require_learnt(rows: "list[SpeedupRow]") -> None:
 
 
 def _check_place(out: Path) -> None:
-    """Refuse to remove what is no demo.
+    """Refuse to remove a directory that no demo made.
 
     Raises:
         UserError: this is no checkout, or `out` holds something else than a demo.
@@ -143,7 +143,7 @@ def _call(command: list[str], **environment: str) -> None:
 
 
 def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[SpeedupRow]":
-    """Random heads: they draft nothing right, and change nothing."""
+    """Measure random heads: they draft nothing right, and change no token."""
     from mtpkit.bench import measure_speedup
     from mtpkit.data import load_tokenizer
     from mtpkit.platform import default_device
@@ -158,7 +158,7 @@ def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupC
 
 
 def _train(training: "TrainConfig", settings: list[str]) -> None:
-    """Share the batch among processes: one a GPU, or one a core, which need not wait for each other as threads do."""
+    """Train with one process per GPU, or per core: processes need not wait for each other as threads do."""
     import torch
 
     cores, data = _cores(), training.data

@@ -13,6 +13,7 @@ itself a checked class takes a mapping too, whose problems are named by dotted k
 (`beta` against `kind`) is told by a method `problems`, which yields a clause for each problem.
 """
 
+import copy
 import dataclasses
 import functools
 import types
@@ -89,6 +90,11 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
 def keys_of(cls: type) -> dict[str, str]:
     """Field of a checked class -> its key in files and messages, in order."""
     return {name: cast(str, info.validation_alias) for name, info in _fields(cls).items()}
+
+
+def field_of(cls: Any, name: str) -> Any:
+    """A field with the default, the range and the docstring of another checked class's: `x: int = field_of(A, "x")`."""
+    return copy.copy(_fields(cls)[name])
 
 
 def attempt[T](cls: Callable[..., T], values: Mapping[str, Any], clauses: list[str], section: str = "") -> T | None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mtpkit.bench import decode_run, plain
-from mtpkit.bench.decode import COLUMNS, DecodeConfig, DecodeRow, kernel_shares, measure_decode
+from mtpkit.bench.decode import DecodeConfig, DecodeRow, kernel_shares, measure_decode
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.report import Result
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
-from mtpkit.bench.trace import Kernel, Trace
+from mtpkit.bench.timing import Kernel, Trace
 from mtpkit.engine import verifier
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
@@ -384,7 +384,7 @@ def test_too_few_tokens_to_time_are_refused(fake):
 def test_kernels_of_a_step_are_kept_in_the_file_and_shown_apart(tmp_path):
     kernels = {"gemm": 3.0, "scan": 1.0}
     row = DecodeRow(4, 3, 100.0, 5.0, 3.2, [0.8], None, 200.0, 0.5, 0.01, 4.0, kernels)
-    result = Result("decode", "decoding: tiny", COLUMNS, [row], details=("kernels",))
+    result = Result("decode", "decoding: tiny", DecodeRow, [row], details=("kernels",))
     result.save(tmp_path)
     assert "kernels" not in result.to_dict()["rows"][0]
     assert json.loads((tmp_path / "decode.json").read_text())["rows"][0]["kernels"] == kernels
@@ -394,9 +394,10 @@ def test_kernels_of_a_step_are_kept_in_the_file_and_shown_apart(tmp_path):
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
-    with pytest.raises(UserError, match=r"batch size is 0, .*k is -1, .*acceptance is 2, .*max-tokens is 1,"):
+    wrong = r"batch_size is \(0,\), .*num_speculative_tokens is \(-1,\), .*max_tokens is 1, .*acceptance is \(2,\), "
+    with pytest.raises(UserError, match=wrong):
         DecodeConfig(batch_sizes=(0,), ks=(-1,), acceptance=(2,), max_tokens=1)
-    with pytest.raises(UserError, match="a batch size and a k are needed"):
-        DecodeConfig(ks=())
+    with pytest.raises(UserError, match=r"batch_size is \(\), must be .*; num_speculative_tokens is \(\), must be"):
+        DecodeConfig(ks=(), batch_sizes=())
     with pytest.raises(UserError, match="presence_penalty is 3, must be from -2 to 2"):
         DecodeConfig(presence_penalty=3)

@@ -12,7 +12,7 @@ import torch
 import mtpkit.kernels
 from mtpkit.bench import kernels
 from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases, training_cases
-from mtpkit.bench.kernel_cases.mamba import ring_lens
+from mtpkit.bench.kernel_cases.mixers import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine

@@ -60,5 +60,7 @@ def test_a_broken_prefill_is_not_timed(sabotage, dtype, monkeypatch):
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
-    with pytest.raises(UserError, match=r"batch_size is 0, must be at least 1; repeats is 0.*; k is -2"):
+    with pytest.raises(
+        UserError, match=r"batch_size is 0, must be at least 1; num_speculative_tokens is -2.*; repeats is 0"
+    ):
         PrefillConfig(batch_size=0, repeats=0, k=-2)

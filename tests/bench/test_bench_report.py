@@ -3,26 +3,27 @@
 import json
 import weakref
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import pytest
 import torch
 
-from mtpkit.bench.machine import Machine, mean_seconds, measure_machine, median_seconds
-from mtpkit.bench.report import Result, significant
+from mtpkit.bench.machine import Machine, measure_machine
+from mtpkit.bench.report import Column, Result, significant
+from mtpkit.bench.timing import mean_seconds, median_seconds
 
 
 @dataclass(frozen=True)
 class Row:
-    size: int
-    speed: float
+    size: Annotated[int, Column("size")]
+    speed: Annotated[float, Column("tokens/s", ".1f")]
 
 
 MACHINE = Machine("fake", "abc", "2026-01-02 03:04 UTC", 4e12, 4.5e12, 8e14)
 
 
 def result(*rows: Row) -> Result[Row]:
-    columns = {"size": lambda row: str(row.size), "tokens/s": lambda row: f"{row.speed:.1f}"}
-    return Result("speed", "how fast", columns, list(rows), MACHINE, {"k": 3})
+    return Result("speed", "how fast", Row, list(rows), MACHINE, {"k": 3})
 
 
 def test_the_object_is_the_last_line(capsys):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtpkit.bench.trace import Kernel, Trace, trace_kernels
+from mtpkit.bench.timing import Kernel, Trace, trace_kernels
 
 
 def test_pauses_inside_a_graph_are_not_the_hosts():

@@ -7,7 +7,7 @@ import torch
 
 from mtpkit.bench import train
 from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
-from mtpkit.bench.stopwatch import Stopwatch
+from mtpkit.bench.timing import Stopwatch
 from mtpkit.bench.train import TrainBenchConfig, measure_training
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.kinds import KINDS
@@ -74,8 +74,10 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
-    with pytest.raises(UserError, match=r"micro_batches is 0.*; steps is 0.*; document_len is -1.*; serving attention"):
-        dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1, repeated=False)
+    with pytest.raises(UserError, match=r"micro_batches is 0.*; document_length is -1.*; steps is 0"):
+        dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1)
+    with pytest.raises(UserError, match=r"serving attention.*; offload moves .*; cached hidden states leave no base"):
+        dataclasses.replace(CONFIG, distinct=True, offload=True, warm_up=0, cached=True, base_fp8=True)
 
 
 def test_the_stopwatch_adds_up_spans(device):

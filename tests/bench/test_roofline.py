@@ -3,16 +3,14 @@
 import pytest
 import torch
 
-from mtpkit.bench.limits import tabulate_limits
 from mtpkit.bench.roofline import (
-    H200_BANDWIDTH,
-    H200_MATRIX_RATE,
     Cost,
     Roofline,
     Work,
-    depth_rates,
     expected_length,
+    tabulate_limits,
 )
+from mtpkit.bench.settings import RooflineConfig, depth_rates
 from mtpkit.bench.shapes import NEMOTRON_H_8B
 from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
@@ -23,7 +21,7 @@ from mtpkit.model.state import ReplaySpec
 from tests.engine.fakes import state_sizes
 from tests.toy_config import toy_config
 
-H200 = (H200_BANDWIDTH, H200_MATRIX_RATE)
+H200 = (RooflineConfig().bandwidth * 1e12, RooflineConfig().matrix_rate * 1e12)
 RATES = [0.85, 0.85, 0.85]
 
 
@@ -214,7 +212,7 @@ def test_tables_hold_every_step_and_its_works():
     ]
     assert [row.bound for row in own][:2] == ["matrix rate", "bandwidth"]
     assert sum(row.seconds for row in own) == pytest.approx(steps.rows[3].seconds)
-    assert [show(steps.rows[0]) for show in steps.columns.values()][3] == f"{steps.rows[0].bytes / 1e9:.2f}"
+    assert next(steps.tables()[0].columns[3].cells) == f"{steps.rows[0].bytes / 1e9:.2f}"
     assert len(steps.tables()[0].columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
     engines, _ = tabulate_limits(Roofline(NEMOTRON_H_8B), [1], [RATES, [1.0] * 4], 512, *H200)
     assert engines.settings["ring_entries"] == [16, 32]

@@ -10,9 +10,10 @@ import torch
 from mtpkit.bench import SpeedupConfig, measure_speedup, speedup
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.engine import Engine
-from mtpkit.engine.request import AcceptanceStats
+from mtpkit.engine.request import AcceptanceStats, EngineStats
 from mtpkit.errors import UserError
 from tests.engine.tiny import make_prompts, tiny_model
+from tests.toy_config import toy_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -72,11 +73,15 @@ class FakeLLM:
     calls: ClassVar[list[tuple[int, int, int]]] = []
     clock = 0.0
     slow = 1.0
+    steps = 0
     wrong: ClassVar[dict[int, int]] = {}
 
     def __init__(self, model, num_speculative_tokens=0, max_num_seqs=1, max_model_len=None, tokenizer=None, **_):
         self.k, self.batch_size, self.seen = num_speculative_tokens, max_num_seqs, 0
-        self.model, self.tokenizer = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)])), tokenizer
+        self.model, self.tokenizer = (
+            SimpleNamespace(mtpkit_config=toy_config(), parameters=lambda: iter([torch.zeros(1)])),
+            tokenizer,
+        )
         config = SimpleNamespace(max_model_len=100)
         self.engine = SimpleNamespace(config=config, make_request=lambda prompt, params, place: None)
         assert max_model_len is None or max_model_len == 4 + 12  # the longest prompt and its output
@@ -93,7 +98,8 @@ class FakeLLM:
         pass
 
     def stats(self):
-        return AcceptanceStats.for_depths(self.k)
+        drafts = AcceptanceStats(self.steps, self.steps * self.k, [self.steps // 2] * self.k, [self.steps] * self.k)
+        return EngineStats(drafts, *[0] * 6)
 
 
 @pytest.fixture
@@ -131,8 +137,23 @@ def test_a_prompt_whose_tokens_differ_is_counted(fake, monkeypatch):
     assert [row.identical for row in measure_speedup("dir", PROMPTS, config).rows] == [1, 1, pytest.approx(5 / 6)]
 
 
-def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog):
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [(0, "rests on 0 decode steps (1.00, "), (180, "rests on 90 decode steps (1.50, give or take 0.11): "), (4000, "")],
+)
+def test_a_small_sample_is_said_to_be_small(fake, caplog, monkeypatch, steps, says):
+    monkeypatch.setattr(fake, "steps", steps)
+    measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=2, sampling=GREEDY))
+    assert len(caplog.messages) == bool(says) and all(says in line for line in caplog.messages)
+    assert all(line.endswith("take more prompts or a larger --max-tokens") for line in caplog.messages)
+    caplog.clear()
+    measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(0,), batch_sizes=(1,), repeats=2, sampling=GREEDY))
+    assert not caplog.messages
+
+
+def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog, monkeypatch):
     """And no row says that it was."""
+    monkeypatch.setattr(fake, "steps", 4000)
     config = SpeedupConfig(ks=(1,), batch_sizes=(2, 8, 64), repeats=1, sampling=GREEDY)
     report = measure_speedup("dir", PROMPTS, config)
     assert [(row.batch_size, row.k) for row in report.rows] == [(2, 0), (2, 1), (6, 0), (6, 1)]
@@ -141,9 +162,10 @@ def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog):
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
-    with pytest.raises(UserError, match=r"k is -1, must .*; batch size is 0, must .*; repeats is 0, must"):
+    wrong = r"num_speculative_tokens is \(2, -1\), must .*; batch_size is \(0,\), must .*; repeats is 0, must"
+    with pytest.raises(UserError, match=wrong):
         SpeedupConfig(ks=(2, -1), batch_sizes=(0,), repeats=0)
-    with pytest.raises(UserError, match="no batch size is given"):
+    with pytest.raises(UserError, match=r"batch_size is \(\), must be a list of one or more whole numbers"):
         SpeedupConfig(batch_sizes=())
 
 

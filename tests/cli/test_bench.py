@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpkit.bench import shapes
-from mtpkit.bench.machine import LARGE_SHAPES
+from mtpkit.bench.shapes import LARGE_SHAPES
 from mtpkit.cli.bench import app
 
 
@@ -69,7 +69,10 @@ def test_decode(call, capsys, tmp_path):
 @pytest.mark.parametrize("command", ["roofline", "decode"])
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("--batch-size 1 0", "must be at least 1, not 0"), ("--acceptance 2", "must be at most 1, not 2")],
+    [
+        ("--batch-size 1 0", "--batch-size is [1, 0], must be at least 1"),
+        ("--acceptance 2", "--acceptance is [2.0], must be from 0 to 1"),
+    ],
 )
 def test_an_empty_batch_and_no_rates_are_refused(command, option, says, call, capsys):
     assert call(app, command, "--model", "nemotron-h-tiny", *option.split()) == 2
@@ -77,7 +80,7 @@ def test_an_empty_batch_and_no_rates_are_refused(command, option, says, call, ca
 
 
 def test_decode_refuses_what_excludes_each_other(call, capsys, monkeypatch):
-    monkeypatch.setattr("mtpkit.bench.trace.can_trace", lambda device: False)
+    monkeypatch.setattr("mtpkit.bench.timing.can_trace", lambda device: False)
     for options, says in (
         ("--kernels --no-trace", "they are known by tracing"),
         ("--model nemotron-h-tiny --pattern=", "'--pattern': it is empty: name one, or leave it out"),
@@ -94,6 +97,13 @@ def test_decode_real_prompts_with_real_acceptance(model_dir, call, capsys, tmp_p
     assert call(app, "decode", *where, *options.split()) == 0
     found = last_line(capsys)
     assert not found["settings"]["synthetic"] and len(found["rows"][0]["conditional_acceptance"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--num-speculative-tokens many", "--prompt-length much", "--repeats auto"])
+def test_a_text_where_a_number_belongs_is_named_in_one_line(option, call, capsys):
+    assert call(app, "prefill", *option.split()) == 2
+    name, text = option.split()
+    assert f"'{name}': must be a whole number, not '{text}'" in capsys.readouterr().err
 
 
 def test_prefill(call, capsys):
@@ -182,11 +192,17 @@ def test_large_shapes_are_those_of_billions_of_weights():
         ),
         ("decode --model nowhere", "model 'nowhere' is neither a shape"),
         ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
-        ("decode --model nemotron-h-tiny --k 1 some", "--k is 'some', must be a whole number or 'auto'"),
+        (
+            "decode --model nemotron-h-tiny --k 1 some",
+            "--k is [1, 'some'], must be a list of one or more numbers or 'auto'",
+        ),
         ("prefill --model nemotron-h-tiny --batch-size 0", "--batch-size is 0, must be at least 1"),
         ("roofline --model nowhere", "model 'nowhere' is neither a shape"),
         ("train --model nowhere", "model 'nowhere' is neither a shape"),
-        ("train --model nemotron-h-tiny --loss kl mse", "mse: not among kl, tv, ce"),
+        (
+            "train --model nemotron-h-tiny --loss kl mse",
+            "--loss is ['kl', 'mse'], must be a list of 'kl', 'tv' or 'ce'",
+        ),
         ("train --model nemotron-h-tiny --distinct", "serving attention is for one repeated head"),
         ("train --model nemotron-h-tiny --sequence-length 64 3", "data.sequence_length must be at least 5"),
         ("train --model nemotron-h-tiny --cached --pipeline-parallel 2", "set parallel.pipeline=1"),

@@ -1,16 +1,16 @@
 """The ops of a decode, a prefill or a training step, with inputs as a model's layers give them.
 
 A step feeds T tokens of each row to the base, and again to the first depth of the heads, whose layers have the base's
-sizes: one case stands for both. The deeper depths take one token a row, as a step with K = 0 does.
+sizes: one case stands for both. The deeper depths take one token per row, as a step with K = 0 does.
 
-Shape legend: R rows (requests), T = 1 + K tokens a row, N = R * T tokens, h hidden size, V vocabulary.
+Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, h hidden size, V vocabulary.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from mtpkit.bench.kernel_cases import attention, experts, linears, mamba, tokens, training
+from mtpkit.bench.kernel_cases import linears, mixers, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
 from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from mtpkit.kernels.head_loss import LossKind
@@ -24,20 +24,18 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of a step of `rows` decoding requests."""
     has = shapes.config.has
     if has(Mamba2Config):
-        yield from (mamba.ssm_replay(shapes), mamba.ssm_snapshot(shapes), mamba.conv_update(shapes))
+        yield from (mixers.ssm_replay(shapes), mixers.ssm_snapshot(shapes), mixers.conv_update(shapes))
         yield linears.gated_norm(shapes)
     if has(AttentionConfig):
-        yield from (attention.paged_attention(shapes), attention.store_kv(shapes))
+        yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes))
     yield linears.rms_norm(shapes)
     if has(MlpConfig):
         yield from linears.activation(shapes)
     if has(MoeConfig):
-        count = shapes.rows * shapes.tokens
-        yield from (experts.route(shapes, count), experts.expert_mlp(shapes, count))
+        yield from (linears.route(shapes, shapes.count), linears.expert_mlp(shapes, shapes.count))
     if shapes.config.mtp.num_depths:
         yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes))
-    yield from (tokens.argmax(shapes), tokens.probabilities(shapes), tokens.sample_logits(shapes))
-    yield from (tokens.penalties(shapes), tokens.uniform(shapes), tokens.sample(shapes))
+    yield from tokens.sampling_cases(shapes)
     if shapes.k:
         yield from (tokens.accept_matching(shapes), tokens.accept_rejection(shapes))
     yield from linears.linears(shapes)
@@ -48,18 +46,21 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
     has = shapes.config.has
     lens = (shapes.context_len,) * _PREFILL_ROWS
     if has(AttentionConfig):
-        yield replace(attention.prefill_attention(shapes, lens), capture=False)
+        yield replace(mixers.prefill_attention(shapes, lens), capture=False)
     if has(Mamba2Config):
-        cases = mamba.conv_varlen(shapes, lens), mamba.ssd_varlen(shapes, lens)
+        cases = mixers.conv_varlen(shapes, lens), mixers.ssd_varlen(shapes, lens)
         yield from (replace(case, capture=False) for case in cases)
     if has(MoeConfig):
-        for case in (experts.route(shapes, sum(lens)), experts.expert_mlp(shapes, sum(lens))):
+        for case in (linears.route(shapes, sum(lens)), linears.expert_mlp(shapes, sum(lens))):
             yield replace(case, capture=False, name=f"{case.op}, prefill")
 
 
 def training_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens; whatever `rows` is."""
-    length = _TRAINING_LENGTH * shapes.context_len
+    return (replace(case, capture=False) for case in _training_cases(shapes, _TRAINING_LENGTH * shapes.context_len))
+
+
+def _training_cases(shapes: Shapes, length: int) -> Iterator[Case]:
     if AttentionConfig.letter in shapes.config.pattern:
         yield training.sequence_attention(shapes, length)
     if shapes.k:

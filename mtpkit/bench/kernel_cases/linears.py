@@ -1,9 +1,9 @@
-"""Linears as the layers call them, and what runs around them in kernels of its own.
+"""Linears as the layers call them, the kernels that run around them, and mixtures of experts.
 
-A layer's one call holds the norm of its input, the activation and the residual too. What of that is fused, and what
-runs apart as a further kernel within the same call, depends on the rows: the note says it.
+A layer's one call holds the norm of its input, the activation and the residual too. The note says which of these are
+fused and which run apart, as further kernels within the same call: that depends on the rows.
 
-Shape legend: R rows (requests), T = 1 + K tokens a row, N = R * T tokens.
+Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlpConfig
 from mtpkit.kernels import activation as activations
-from mtpkit.kernels import norm
+from mtpkit.kernels import moe, norm
 from mtpkit.kernels.linear import linear, reference
 
 
@@ -41,10 +41,10 @@ class Call:
             return False
         from mtpkit.kernels.linear import triton as kernel  # there may be none without a GPU
 
-        return _count(shapes) <= kernel.MAX_ROWS and kernel.choose_tile(self.outputs, self.width) is not None
+        return shapes.count <= kernel.MAX_ROWS and kernel.choose_tile(self.outputs, self.width) is not None
 
     def note(self, shapes: Shapes) -> str:
-        """What of the call is in the kernel of the product, and what is not."""
+        """Parts of the call that are fused into the kernel of the product, and parts that run apart."""
         around = [name for name, there in (("norm", self.norm), (self.activation, self.activation)) if there]
         fused, apart = (around, []) if self.fuses(shapes) else ([], around)
         fused += ["residual"] * self.residual
@@ -54,13 +54,8 @@ class Call:
         )
 
 
-def _count(shapes: Shapes) -> int:
-    """N."""
-    return shapes.rows * shapes.tokens
-
-
 def calls(shapes: Shapes) -> list[Call]:
-    """Those of each layer kind that the model has; see `mtpkit.model.layers`."""
+    """The calls of each layer kind that the model has; see `mtpkit.model.layers`."""
     config = shapes.config
     hidden, inner = config.hidden_size, config.mamba2.inner
     sizes, width = config.attention, config.mlp.ffn_hidden_size
@@ -88,7 +83,7 @@ def linears(shapes: Shapes) -> Iterator[Case]:
 
 
 def _linear(shapes: Shapes, of: Call) -> Case:
-    config, count = shapes.config, _count(shapes)
+    config, count = shapes.config, shapes.count
     group_size = of.width // config.mamba2.num_groups if of.gated else None
     own = partial(linear, eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
     twin = partial(reference.linear, eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
@@ -96,7 +91,7 @@ def _linear(shapes: Shapes, of: Call) -> Case:
     def make() -> Args:
         return (
             shapes.normal(count, of.width),
-            shapes.normal(of.outputs, of.width, std=1 / math.sqrt(of.width)),
+            _matrix(shapes, of.outputs, of.width),
             shapes.normal(of.width) if of.norm or of.gated else None,
             _gate(shapes) if of.gated else None,
             shapes.normal(count, of.outputs) if of.residual else None,
@@ -124,10 +119,14 @@ def _linear(shapes: Shapes, of: Call) -> Case:
     )
 
 
+def _matrix(shapes: Shapes, *sizes: int) -> Tensor:
+    return shapes.normal(*sizes, std=1 / math.sqrt(sizes[-1]))
+
+
 def _gate(shapes: Shapes) -> Tensor:
     """[N, inner] z, a slice of Mamba's projection."""
     config = shapes.config
-    return shapes.normal(_count(shapes), config.mamba2.projected)[:, : config.mamba2.inner]
+    return shapes.normal(shapes.count, config.mamba2.projected)[:, : config.mamba2.inner]
 
 
 def _all(args: Args) -> float:
@@ -136,13 +135,13 @@ def _all(args: Args) -> float:
 
 
 def _in_and_out(args: Args) -> float:
-    """Bytes of an op that gives something like its first input and reads all tensors."""
+    """Bytes of an op that reads all tensors and whose result is as large as the first one."""
     return size(args[0]) + _all(args)
 
 
 def rms_norm(shapes: Shapes) -> Case:
     """The norm as a kernel of its own: always after the last layer, before others where the linear does not fuse it."""
-    count, hidden, eps = _count(shapes), shapes.config.hidden_size, shapes.config.layernorm_epsilon
+    count, hidden, eps = shapes.count, shapes.config.hidden_size, shapes.config.layernorm_epsilon
     normed = [call for call in calls(shapes) if call.norm]
     fused = bool(normed) and all(call.fuses(shapes) for call in normed)
     return Case(
@@ -156,7 +155,7 @@ def rms_norm(shapes: Shapes) -> Case:
 
 def gated_norm(shapes: Shapes) -> Case:
     """The norm before Mamba's output projection, which no linear fuses."""
-    config, count = shapes.config, _count(shapes)
+    config, count = shapes.config, shapes.count
     inner = config.mamba2.inner
 
     def make() -> Args:
@@ -168,7 +167,7 @@ def gated_norm(shapes: Shapes) -> Case:
 
 def activation(shapes: Shapes) -> Iterator[Case]:
     """The activation of feed-forward layers, unless fc1 fuses it."""
-    count, width = _count(shapes), shapes.config.mlp.ffn_hidden_size
+    count, width = shapes.count, shapes.config.mlp.ffn_hidden_size
     if shapes.config.mlp.activation == "swiglu":
         yield Case(
             activations.swiglu,
@@ -178,3 +177,54 @@ def activation(shapes: Shapes) -> Iterator[Case]:
         )
     elif not any(call.activation and call.fuses(shapes) for call in calls(shapes)):
         yield Case(activations.relu2, f"[{count}, {width}]", lambda: (shapes.normal(count, width),), _in_and_out)
+
+
+def route(shapes: Shapes, tokens: int) -> Case:
+    """The experts of each token."""
+    config, count = shapes.config, shapes.config.moe.num_experts
+    rest = (config.moe.router_topk, config.moe.router_topk_scaling_factor)
+    groups = (config.moe.router_num_groups, config.moe.router_group_topk)
+
+    def make() -> Args:
+        logits = shapes.normal(tokens, count).float()
+        return logits, shapes.normal(count).float(), *rest, *groups
+
+    def chosen(args: Args, out: tuple[Tensor, Tensor]) -> Tensor:
+        expert_ids, weights = out
+        return args[0].new_zeros(args[0].shape).scatter(1, expert_ids, weights)
+
+    return Case(
+        moe.route,
+        f"[{tokens}, {count}], {rest[0]} each",
+        make,
+        lambda args: size(args[0], args[1]) + tokens * rest[0] * 12,
+        judge=chosen,
+    )
+
+
+def expert_mlp(shapes: Shapes, tokens: int) -> Case:
+    """The routed experts, each token's drawn at random; bytes are of the experts that were drawn."""
+    config = shapes.config
+    count, inner, top_k = config.moe.num_experts, config.moe.ffn_hidden_size, config.moe.router_topk
+    width, rows = config.moe.latent_size or config.hidden_size, inner * (2 if config.mlp.activation == "swiglu" else 1)
+
+    def draw(weights: Args) -> Args:
+        expert_ids = shapes.uniform(tokens, count).topk(top_k).indices
+        mixing = shapes.uniform(tokens, top_k).float()
+        return shapes.normal(tokens, width), *weights, expert_ids, mixing, config.mlp.activation
+
+    def make() -> Args:
+        return draw((_matrix(shapes, count, rows, width), _matrix(shapes, count, width, inner)))
+
+    def moved(args: Args) -> float:
+        x, fc1, fc2, expert_ids, *_ = args
+        return len(expert_ids.unique()) / count * size(fc1, fc2) + 2 * size(x)
+
+    return Case(
+        moe.expert_mlp,
+        f"[{tokens}, {width}], {top_k} of {count} x [{rows}, {width}]",
+        make,
+        moved,
+        flops=2.0 * tokens * top_k * width * (rows + inner),
+        more=lambda args: draw(args[1:3]),
+    )

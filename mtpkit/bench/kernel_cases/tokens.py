@@ -1,7 +1,9 @@
 """From tokens to a head's input, and from logits to tokens.
 
-Shape legend: R rows (requests), T = 1 + K tokens a row, N = R * T tokens, h hidden size, V vocabulary.
+Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, h hidden size, V vocabulary.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from mtpkit.kernels import acceptance, draft_head, norm, sampling
 
 def mtp_input(shapes: Shapes) -> Case:
     """The input of a head's first linear."""
-    config, count = shapes.config, shapes.rows * shapes.tokens
+    config, count = shapes.config, shapes.count
     hidden, vocab_size = config.hidden_size, config.vocab_size
 
     def more(args: Args) -> Args:
@@ -49,86 +51,56 @@ def linear_argmax(shapes: Shapes) -> Case:
     )
 
 
-def _logits(shapes: Shapes) -> Tensor:
-    return shapes.normal(shapes.rows * shapes.tokens, shapes.config.vocab_size, std=3)
+def sampling_cases(shapes: Shapes) -> Iterator[Case]:
+    """From the logits of a step to tokens: greedy choices, distributions and draws, with penalties or without."""
+    rows, count, vocab_size, device = shapes.rows, shapes.count, shapes.config.vocab_size, shapes.device
+    shape = f"[{count}, {vocab_size}]"
 
+    def logits() -> Tensor:
+        return shapes.normal(count, vocab_size, std=3)
 
-def _vocabulary(shapes: Shapes) -> str:
-    return f"[{shapes.rows * shapes.tokens}, {shapes.config.vocab_size}]"
+    def filtered() -> Args:
+        """Logits, and temperature, top_k, top_p and min_p of each row."""
+        ones = torch.ones(count, device=device)
+        return logits(), 0.8 * ones, shapes.full(min(50, vocab_size), count), 0.95 * ones, None
 
+    def penalised() -> Args:
+        """Logits of rows that all have penalties."""
+        counts = (shapes.ints(64, rows, vocab_size) - 60).clamp_min(0).int()
+        ones = torch.ones(rows, device=device)
+        penalties = (shapes.ints(8, rows, vocab_size) == 0, counts, 1.2 * ones, 0.5 * ones, 0.3 * ones)
+        slots = torch.arange(rows, device=device).repeat_interleave(shapes.tokens)
+        return logits(), *penalties, slots, shapes.ints(vocab_size, rows, shapes.tokens - 1)
 
-def argmax(shapes: Shapes) -> Case:
-    """The base's greedy choices."""
-    return Case(
+    def drawn() -> Args:
+        """Distributions as drafts are drawn from."""
+        return shapes.normal(rows, vocab_size, std=3, dtype=torch.float32).softmax(-1), shapes.uniform(rows)
+
+    yield Case(
         draft_head.argmax,
-        _vocabulary(shapes),
-        lambda: (_logits(shapes),),
+        shape,
+        lambda: (logits(),),
         lambda args: size(args[0]),
         judge=lambda args, tokens: args[0].gather(-1, tokens[:, None]),
     )
-
-
-def _filters(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, None]:
-    """temperature, top_k, top_p and min_p of each logits row."""
-    count = shapes.rows * shapes.tokens
-    ones = torch.ones(count, device=shapes.device)
-    return 0.8 * ones, shapes.full(min(50, shapes.config.vocab_size), count), 0.95 * ones, None
-
-
-def penalties(shapes: Shapes) -> Case:
-    """What penalties make of the logits, of rows that all have some."""
-    rows, vocab_size = shapes.rows, shapes.config.vocab_size
-
-    def make() -> Args:
-        counts = (shapes.ints(64, rows, vocab_size) - 60).clamp_min(0).int()
-        ones = torch.ones(rows, device=shapes.device)
-        penalties = (shapes.ints(8, rows, vocab_size) == 0, counts, 1.2 * ones, 0.5 * ones, 0.3 * ones)
-        slots = torch.arange(rows, device=shapes.device).repeat_interleave(shapes.tokens)
-        return _logits(shapes), *penalties, slots, shapes.ints(vocab_size, rows, shapes.tokens - 1)
-
-    return Case(sampling.apply_penalties, _vocabulary(shapes), make, lambda args: size(*args[:3]) + 4 * args[0].numel())
-
-
-def uniform(shapes: Shapes) -> Case:
-    """The random numbers of a step."""
-    count = shapes.rows * shapes.tokens
-
-    def make() -> Args:
-        return shapes.ints(1 << 62, count), shapes.ints(1 << 20, count), 1
-
-    return Case(sampling.uniform, f"[{count}]", make, lambda args: 1.5 * size(*args[:2]))
-
-
-def sample(shapes: Shapes) -> Case:
-    """Draws from distributions that are there, as a head's drafts are drawn."""
-    rows, vocab_size = shapes.rows, shapes.config.vocab_size
-
-    def make() -> Args:
-        return shapes.normal(rows, vocab_size, std=3, dtype=torch.float32).softmax(-1), shapes.uniform(rows)
-
-    # As with `sample_logits`.
-    return Case(sampling.sample, f"[{rows}, {vocab_size}]", make, lambda args: size(args[0]), tolerance=0.02)
-
-
-def probabilities(shapes: Shapes) -> Case:
-    """The distributions that sampling draws from, where drafts were drawn too."""
-
-    def count(args: Args) -> float:
-        return size(args[0]) + 4 * args[0].numel()
-
-    shape = f"{_vocabulary(shapes)}, top-k, top-p"
-    return Case(sampling.probabilities, shape, lambda: (_logits(shapes), *_filters(shapes)), count)
-
-
-def sample_logits(shapes: Shapes) -> Case:
-    """The base's draws."""
-
-    def make() -> Args:
-        return _logits(shapes), *_filters(shapes), shapes.uniform(shapes.rows * shapes.tokens)
-
-    # A number that falls on the edge between two tokens may fall on either side.
-    shape = f"{_vocabulary(shapes)}, top-k, top-p"
-    return Case(sampling.sample_logits, shape, make, lambda args: size(args[0]), tolerance=0.02)
+    filters = f"{shape}, top-k, top-p"
+    yield Case(sampling.probabilities, filters, filtered, lambda args: size(args[0]) + 4 * args[0].numel())
+    # A number that falls on the edge between two tokens may fall on either side: so the tolerance of draws.
+    yield Case(
+        sampling.sample_logits,
+        filters,
+        lambda: (*filtered(), shapes.uniform(count)),
+        lambda args: size(args[0]),
+        tolerance=0.02,
+    )
+    yield Case(sampling.apply_penalties, shape, penalised, lambda args: size(*args[:3]) + 4 * args[0].numel())
+    yield Case(
+        sampling.uniform,
+        f"[{count}]",
+        lambda: (shapes.ints(1 << 62, count), shapes.ints(1 << 20, count), 1),
+        lambda args: 1.5 * size(*args[:2]),
+    )
+    yield Case(sampling.sample, f"[{rows}, {vocab_size}]", drawn, lambda args: size(args[0]), tolerance=0.02)
 
 
 def accept_matching(shapes: Shapes) -> Case:

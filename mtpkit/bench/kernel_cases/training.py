@@ -1,6 +1,6 @@
-"""What a training step of the heads runs that decoding does not: backwards, the losses, and the update.
+"""The ops of a training step of the heads that decoding lacks: backwards, the losses, and the update.
 
-One sequence of one document. What is differentiated is copied first, which is in the time.
+One sequence of one document. Inputs are copied before they are differentiated, which the time includes.
 
 Shape legend: s sequence, K depths, V vocabulary, h hidden size.
 """
@@ -24,7 +24,7 @@ from mtpkit.training.loss import LossOptions, head_losses
 
 
 def _attention_flops(shapes: Shapes, length: int, products: int) -> float:
-    """Of so many matrix products of scores or values, half of them masked."""
+    """FLOPs of so many matrix products of scores or values, half of them masked."""
     return products * length**2 * shapes.config.attention.num_attention_heads * shapes.config.attention.kv_channels
 
 
@@ -57,7 +57,6 @@ def sequence_attention(shapes: Shapes, length: int) -> Case:
         lambda: _projections(shapes, length, 2),
         lambda args: size(args[0], *args),
         flops=_attention_flops(shapes, length, 2),
-        capture=False,
     )
 
 
@@ -78,7 +77,6 @@ def depth_attention(shapes: Shapes, length: int) -> Case:
         flops=_attention_flops(shapes, length, 2 + 5),
         name="depth_attention",
         reference=split(reference.depth_attention),
-        capture=False,
     )
 
 
@@ -96,7 +94,6 @@ def activation(shapes: Shapes, length: int) -> Case:
         lambda args: size(args[0]) * (3 + 2 * config.mlp.ffn_hidden_size / width),
         name=f"{config.mlp.activation} training",
         reference=_differentiated(inspect.unwrap(op)),
-        capture=False,
     )
 
 
@@ -113,7 +110,6 @@ def quantize_rows(shapes: Shapes, length: int) -> Case:
         lambda: (shapes.normal(length, hidden),),
         lambda args: size(args[0]) + args[0].numel() + 4 * length,
         judge=value,
-        capture=False,
     )
 
 
@@ -130,7 +126,6 @@ def fp8_linear(shapes: Shapes, length: int) -> Case:
         make,
         lambda args: size(args[0], *args),
         flops=2.0 * length * hidden**2,
-        capture=False,
     )
 
 
@@ -143,11 +138,11 @@ def update(shapes: Shapes) -> Case:
         second = shapes.uniform(count, dtype=torch.float32)
         return grad, master, first, second, 10, 1e-3, (0.9, 0.95), 1e-8, 0.01
 
-    return Case(adamw_, f"[{count}]", make, lambda args: 2 * size(*args[:4]), capture=False)
+    return Case(adamw_, f"[{count}]", make, lambda args: 2 * size(*args[:4]))
 
 
 def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
-    """The loss of all depths through the frozen lm_head, and the gradient of what the heads gave."""
+    """The loss of all depths through the frozen lm_head, and the gradient with respect to the heads' outputs."""
     config, depths = shapes.config, shapes.k
 
     def make() -> Args:
@@ -189,5 +184,4 @@ def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
         name=f"head_losses {kind}",
         reference=plain,
         tolerance=0.1 if kind == "tv" else None,  # a rounding turns the sign of p - q where they are close
-        capture=False,
     )

@@ -1,0 +1,266 @@
+"""Settings of the benchmarks, each declared once: commands make their options from these fields.
+
+Torch is not imported here, so that `--help` answers at once.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from mtpkit.config.checked import checked, field_of, keys_of
+from mtpkit.engine import EngineOptions, SamplingParams
+from mtpkit.engine.options import Drafts, Rollback
+
+MOST_RANDOM_TOKENS = 2**28
+"""Most tokens of all random prompts together: as Python lists they take some 10 GB."""
+
+Positive = Annotated[int, Field(ge=1)]
+FromZero = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Counts = Annotated[tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")]
+Dtype = Literal["auto", "float32", "bfloat16"]
+StateDtype = Literal["float32", "bfloat16"]
+LossKind = Literal["kl", "tv", "ce"]
+"""As `mtpkit.kernels.head_loss` has it, which imports torch."""
+
+BATCH_SIZES = (1, 4, 16, 32, 64, 128)
+USUAL_DRAFTS, SPEEDUP_DRAFTS = (0, 1, 3), (0, 1, 2, 3)
+"""K by default of `bench` and of `speedup`, as far as the heads were trained."""
+
+
+def _with_plain(ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if ks is None else tuple(sorted({0, *ks}))
+
+
+def _sorted(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(sizes)))
+
+
+@checked("speedup")
+class SpeedupConfig:
+    """What `measure_speedup` measures."""
+
+    ks: Annotated[tuple[Drafts, ...] | None, AfterValidator(_with_plain)] = Field(
+        default=None, validation_alias="num_speculative_tokens"
+    )
+    """Drafts per step; 0 is always measured. By default 0 to 3, as far as the heads were trained."""
+    batch_sizes: Annotated[Counts, AfterValidator(_sorted)] = Field(default=(1, 8), validation_alias="batch_size")
+    """Requests at once, at most the prompts."""
+    repeats: Positive = 3
+    """Times that everything is measured; the median counts."""
+    sampling: SamplingParams = SamplingParams(temperature=0, max_tokens=128)
+    """Its seed, 0 if None, is the first prompt's; each further prompt has the next one."""
+    block_size: int = field_of(EngineOptions, "block_size")
+    max_model_len: int | None = field_of(EngineOptions, "max_model_len")
+    gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
+    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
+    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
+    draft_sampling: bool = False
+    """Draw drafts from the heads' distribution instead of taking their best tokens."""
+    draft_vocab: str | Path | None = field_of(EngineOptions, "draft_vocab")
+    enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
+
+
+@checked("decode benchmark")
+class DecodeConfig:
+    """What `measure_decode` measures."""
+
+    batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
+    """Requests that run at once."""
+    ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
+        default=None, validation_alias="num_speculative_tokens", title="a list of one or more numbers or 'auto'"
+    )
+    """Drafts per step; auto: as the engine chooses. By default 0, 1 and 3, as far as the heads were trained."""
+    prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
+    """Tokens of a random prompt."""
+    max_tokens: Annotated[int, Field(ge=2)] = 256
+    """Tokens generated for each prompt."""
+    acceptance: tuple[Rate, ...] | None = (0.85,)
+    """Synthetic: rate at which each depth is accepted where all before it were; the last one holds for all further
+    depths. None: drafts are verified."""
+    draft_vocab: Path | Positive | None = None
+    """File of the tokens to draft among, or how many of the first ones. By default all tokens."""
+    presence_penalty: float = field_of(SamplingParams, "presence_penalty")
+    frequency_penalty: float = field_of(SamplingParams, "frequency_penalty")
+    repetition_penalty: float = field_of(SamplingParams, "repetition_penalty")
+    repeats: Positive = 3
+    """Measurements, added up."""
+    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
+    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
+    block_size: int = field_of(EngineOptions, "block_size")
+    max_num_batched_tokens: Positive | None = 8192
+    """Most tokens of a prefill step."""
+    enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
+    trace: bool = True
+    """On a GPU, trace kernels when all is timed; without it there are no host gaps."""
+    seed: FromZero = 0
+    """Seed of the random prompts."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Greedy sampling of all requests, with the penalties."""
+        return SamplingParams(
+            temperature=0,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    def rates(self, k: int) -> list[float] | None:
+        """Synthetic acceptance of K depths."""
+        return None if self.acceptance is None else depth_rates(self.acceptance, k)
+
+
+@checked("prefill benchmark")
+class PrefillConfig:
+    """What `measure_prefill` measures."""
+
+    batch_size: Positive = 64
+    """Prompts."""
+    prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
+    """Tokens of a prompt."""
+    max_num_batched_tokens: Positive = 8192
+    """Most tokens of a step."""
+    k: Drafts = Field(default=0, validation_alias="num_speculative_tokens")
+    """Drafts made after each prompt."""
+    repeats: Positive = 5
+    """Measurements; the median counts."""
+    seed: FromZero = 0
+    """Seed of the random prompts."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a clause where the random prompts are too many tokens."""
+        yield from too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
+
+
+@checked("training benchmark")
+class TrainBenchConfig:
+    """What `measure_training` measures: one row per sequence length and loss."""
+
+    sequence_lengths: Annotated[
+        tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1, title="a list of one or more whole numbers")
+    ] = Field(default=(4096,), validation_alias="sequence_length")
+    """Tokens of a packed sequence."""
+    losses: Annotated[tuple[LossKind, ...], Field(min_length=1)] = Field(default=("kl",), validation_alias="loss")
+    """What the heads learn: kl, tv, ce."""
+    k: Annotated[Drafts, Field(ge=1)] = Field(default=3, validation_alias="num_depths")
+    """Depths."""
+    pattern: str = "*-"
+    """Layers of one depth."""
+    distinct: bool = False
+    """A block for each depth; needs per_depth."""
+    attention: Literal["serving", "per_depth"] = "serving"
+    """What a depth attends to."""
+    dtype: Dtype = field_of(EngineOptions, "dtype")
+    micro_batch_size: Positive = 1
+    """Sequences of one forward and backward."""
+    micro_batches: Positive = 1
+    """Micro-batches per optimizer step on each data-parallel rank."""
+    document_len: Positive | None = Field(default=None, validation_alias="document_length")
+    """Tokens of a document; by default one per sequence."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the heads."""
+    offload: bool = False
+    """AdamW's state is in the host's memory. Its update overlaps the next step's base, whose time has the rest."""
+    recompute: bool = False
+    """Run each depth again in the backward."""
+    cached: bool = False
+    """Take the base's hidden states from the host's memory; no base."""
+    tensor_parallel: Positive = 1
+    """Ranks that split matrices, under torchrun."""
+    pipeline_parallel: Positive = 1
+    """Stages of the base, under torchrun."""
+    balance: Literal["memory", "time"] = "memory"
+    """Balance pipeline stages by memory or by time."""
+    expert_parallel: Positive = 1
+    """Ranks that split experts, under torchrun."""
+    backend: Literal["local", "te"] = "local"
+    """What the layers are built from: local, te."""
+    base_fp8: bool = False
+    """The base multiplies in fp8."""
+    steps: Positive = 5
+    """Optimizer steps; the median counts."""
+    warm_up: FromZero = 3
+    """Steps before them."""
+    seed: FromZero = 0
+    """Seed of the random tokens."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield one clause for each pair of settings that exclude each other."""
+        if self.attention == "serving" and self.distinct:
+            yield "serving attention is for one repeated head; take per_depth for distinct ones"
+        if self.offload and not self.warm_up:
+            yield "offload moves a step's update into the next step: take warm_up of 1 or more"
+        if self.cached and self.base_fp8:
+            yield "cached hidden states leave no base for base_fp8; take one of them"
+
+
+@checked("kernel benchmark")
+class KernelConfig:
+    """What `measure_kernels` measures."""
+
+    rows: Counts = BATCH_SIZES[:3] + BATCH_SIZES[4:]
+    """Requests of a step."""
+    k: Drafts = Field(default=3, validation_alias="num_speculative_tokens")
+    """Drafts per step: each request brings 1 + K tokens."""
+    context_len: Positive = Field(default=512, validation_alias="context_length")
+    """Tokens that each request has behind it; of prompts; training sequences have 8 x."""
+    ops: tuple[str, ...] = ()
+    """Only these."""
+    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
+    draft_vocab_size: Positive | None = None
+    """Draft among the first so many tokens."""
+    repeats: Positive = 20
+    """Timings; the median counts."""
+
+
+@checked("roofline")
+class RooflineConfig:
+    """What `mtpkit bench roofline` computes."""
+
+    batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
+    """Requests that run at once."""
+    ks: Annotated[tuple[Drafts, ...] | None, Field(min_length=1)] = Field(
+        default=None, validation_alias="num_speculative_tokens", title="a list of one or more whole numbers"
+    )
+    """Drafts per step; by default 0, 1 and 3, as far as the heads were trained."""
+    acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
+    """Rate at which each depth is accepted where all before it were; the last one holds for all further depths."""
+    context_len: Annotated[float, Field(ge=0)] = Field(default=512, validation_alias="context_length")
+    """Mean tokens that a request attends to."""
+    dtype: StateDtype = "bfloat16"
+    """Type of weights, keys and values."""
+    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
+    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
+    ring_entries: Positive | None = None
+    """Committed entries that a replay ring holds; by default as the engine's for K."""
+    draft_vocab_size: Positive | None = None
+    """Draft among the first so many tokens."""
+    bandwidth: Annotated[float, Field(ge=0.001)] = 4.3
+    """TB/s; a copy reaches the default on an H200."""
+    matrix_rate: Annotated[float, Field(ge=0.001)] = 790.0
+    """TFLOP/s; an 8192^3 product in bf16 reaches the default on an H200."""
+
+
+def engine_settings(config: object, **others: Any) -> dict[str, Any]:
+    """The settings that `LLM` has by the same names, and others in their place."""
+    return {name: value for name, value in vars(config).items() if name in keys_of(EngineOptions)} | others
+
+
+def depth_rates(acceptance: tuple[float, ...] | list[float], k: int) -> list[float]:
+    """[K] conditional acceptance of each depth; the last one given holds for all further depths."""
+    return [acceptance[min(depth, len(acceptance) - 1)] for depth in range(k)]
+
+
+def too_many_tokens(prompt_len: int, batch_size: int, repeats: int) -> list[str]:
+    """A clause if random prompts for a warm-up and so many repeats are too many tokens, else none."""
+    count = prompt_len * batch_size * (repeats + 1)
+    if count <= MOST_RANDOM_TOKENS:
+        return []
+    return [
+        f"the random prompts have {count:,} tokens in all, must be at most {MOST_RANDOM_TOKENS:,}: lower prompt_length"
+    ]
