@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from pydantic.fields import FieldInfo
@@ -17,10 +17,6 @@ from mtpkit.config import MOST_DRAFTS
 from mtpkit.config.checked import attempt, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.errors import UserError, listed, shown
-
-if TYPE_CHECKING:
-    from mtpkit.config import ModelConfig
-
 
 _DRAFTS_OPTION = "--num-speculative-tokens"
 
@@ -173,15 +169,8 @@ def field(settings: type, name: str, **more: Any) -> Any:
 
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], field(EngineOptions, "dtype")]
-BlockSize = Annotated[int, field(EngineOptions, "block_size")]
 MaxModelLen = Annotated[int | None, field(EngineOptions, "max_model_len")]
-StateRollback = Annotated[Literal["replay", "snapshot"], field(EngineOptions, "state_rollback")]
-StateDtype = Annotated[Literal["float32", "bfloat16"], field(EngineOptions, "state_dtype")]
 DraftVocab = Annotated[Path | None, field(EngineOptions, "draft_vocab")]
-DraftSampling = Annotated[bool, field(EngineOptions, "draft_sampling")]
-MaxNumSeqs = Annotated[int, field(EngineOptions, "max_num_seqs")]
-MaxNumBatchedTokens = Annotated[int | None, field(EngineOptions, "max_num_batched_tokens")]
-GpuMemoryUtilization = Annotated[float, field(EngineOptions, "gpu_memory_utilization")]
 EnforceEager = Annotated[bool, field(EngineOptions, "enforce_eager")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks that split matrices, under torchrun.")]
 PipelineParallel = Annotated[int, typer.Option(min=1, help="Stages of the base, under torchrun.")]
@@ -192,15 +181,11 @@ Drafts = Annotated[
         metavar="INTEGER|auto", help="Drafts a step; auto: by measurement; by default what the heads were trained for."
     ),
 ]
-MaxTokens = Annotated[int, field(SamplingParams, "max_tokens")]
 IgnoreEos = Annotated[bool, field(SamplingParams, "ignore_eos")]
 Temperature = Annotated[float, field(SamplingParams, "temperature")]
 TopP = Annotated[float, field(SamplingParams, "top_p")]
 TopK = Annotated[int, field(SamplingParams, "top_k")]
 MinP = Annotated[float, field(SamplingParams, "min_p")]
-PresencePenalty = Annotated[float, field(SamplingParams, "presence_penalty")]
-FrequencyPenalty = Annotated[float, field(SamplingParams, "frequency_penalty")]
-RepetitionPenalty = Annotated[float, field(SamplingParams, "repetition_penalty")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
 
 
@@ -227,33 +212,18 @@ def drafts_of(model: Path, given: int | str | None) -> int | Literal["auto"]:
         UserError: the heads cannot make so many drafts.
     """
     from mtpkit.checkpoint import load_config
+    from mtpkit.engine.drafting import check_depths
 
     config = load_config(model)
-    chosen = None if given is None else [parse_drafts(given) if isinstance(given, str) else given]
-    (drafts,) = several_drafts(config, chosen, [config.mtp.default_drafts])
+    if given is None:
+        return config.mtp.default_drafts
+    drafts = parse_drafts(given) if isinstance(given, str) else given
+    check_depths(config, drafts, _DRAFTS_OPTION)
     return drafts
 
 
-def several_drafts[K: (int, int | Literal["auto"])](
-    config: "ModelConfig", given: Sequence[K] | None, usual: Sequence[int]
-) -> tuple[K | int, ...]:
-    """All K that are `given`, or, of the `usual` ones, those that the heads of a model were trained for.
-
-    Raises:
-        UserError: the heads cannot make so many drafts.
-    """
-    from mtpkit.engine.drafting import check_depths
-
-    if given is None:
-        most = config.mtp.default_drafts
-        return tuple(dict.fromkeys(min(k, most) for k in usual))
-    for k in given:
-        check_depths(config, k, _DRAFTS_OPTION)
-    return tuple(given)
-
-
 def writable_directory(path: Path | None) -> Path | None:
-    """Of an option that names the directory for results: what could not be written is refused before the work."""
+    """Check the directory of an option before the work: one that cannot be written is refused."""
     from mtpkit.files import check_writable
 
     if path is not None:
