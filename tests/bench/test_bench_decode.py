@@ -53,15 +53,14 @@ def test_every_batch_size_and_k_is_measured(model, device):
     assert "tiny, head *, synthetic acceptance 0.9 0.5" in result.title
 
 
-@pytest.mark.parametrize("k", [0, 2])
-def test_requests_may_have_penalties(model, monkeypatch, k):
+def test_requests_may_have_penalties(model, monkeypatch):
     """What is timed has them: it passes the check with a plain pass that has them too, and no check without."""
-    penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.4}
-    config = DecodeConfig(batch_sizes=(2,), ks=(k,), prompt_len=20, max_tokens=40, repeats=1, **penalties)
+    penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 5.0}
+    config = DecodeConfig(batch_sizes=(2,), ks=(0, 2), prompt_len=20, max_tokens=80, repeats=1, **penalties)
     result = measure_decode(model, config)
-    assert len(result.rows) == 1 and penalties.items() <= result.to_dict()["settings"].items()
+    assert len(result.rows) == 2 and penalties.items() <= result.to_dict()["settings"].items()
     monkeypatch.setattr(plain, "_penalised", lambda logits, *_: logits)
-    with pytest.raises(MtpkitError, match="tokens are not those of a plain forward pass"):
+    with pytest.raises(MtpkitError, match="K = 0: .* tokens are not those of a plain forward pass"):
         measure_decode(model, config)
 
 
