@@ -60,7 +60,7 @@ def test_requests_may_have_penalties(model, monkeypatch):
     result = measure_decode(model, config)
     assert len(result.rows) == 2 and penalties.items() <= result.to_dict()["settings"].items()
     monkeypatch.setattr(plain, "_penalised", lambda logits, *_: logits)
-    with pytest.raises(MtpkitError, match="K = 0: .* tokens are not those of a plain forward pass"):
+    with pytest.raises(MtpkitError, match=r"K = 0: .* tokens are not those of a plain forward pass"):
         measure_decode(model, config)
 
 
