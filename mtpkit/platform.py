@@ -75,6 +75,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def resolve_dtype(dtype: str, device: torch.device) -> str:
+    """The dtype that `auto` is for the weights of a model: bfloat16 on a GPU, float32 on a CPU; any other as it is."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
 class _CpuInsteadOfCuda(TorchFunctionMode):
     """Redirect `device="cuda"` to the CPU in factory calls, and `tensor.cuda()` to the tensor itself."""
 

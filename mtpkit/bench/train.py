@@ -34,8 +34,8 @@ from mtpkit.training.config import (
     ParallelConfig,
     TrainConfig,
 )
-from mtpkit.training.freeze import freeze_base
-from mtpkit.training.mfu import find_peak, utilization
+from mtpkit.training.heads import freeze_base
+from mtpkit.training.metrics import find_peak, utilization
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import check_layout, has_results
 from mtpkit.training.step import train_step
@@ -70,7 +70,7 @@ class TrainRow:
     matrix_share: Annotated[float, Column("of the matrix rate", ".1%")]
     """Share of the matrix rate measured in the same run."""
     mfu: Annotated[float | None, Column("MFU", ".1%")]
-    """Share of the GPU's stated bf16 peak, see `mtpkit.training.mfu`; None where that is not known."""
+    """Share of the GPU's stated bf16 peak, see `mtpkit.training.metrics`; None where that is not known."""
     mean_loss: float
     """Weighted mean over all depths after the last step: of no meaning with random weights, but finite."""
 

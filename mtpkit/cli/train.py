@@ -1,13 +1,20 @@
 """`mtpkit train`: train MTP heads on a frozen base."""
 
+import itertools
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtpkit.cli.command import Command, new_app
 
+if TYPE_CHECKING:
+    from mtpkit.training import TrainConfig
+
 app = new_app()
+
+_COLUMNS = ("text_column", "prompt_column", "response_column", "messages_column")
 
 
 def _print_settings(wanted: bool) -> None:
@@ -38,13 +45,49 @@ def train(
     ] = False,
 ) -> None:
     """Train the heads of a base, or go on with a run that was stopped; under torchrun on all of its processes."""
+    from mtpkit.training import load_config
+
+    loaded = load_config(config, overrides or ())  # wrong settings are refused before torch is imported
     import torch.distributed as dist
 
-    from mtpkit.training import load_config
     from mtpkit.training import train as run_training
-    from mtpkit.training.ending import describe_end
 
-    loaded = load_config(config, overrides or ())
     run_training(loaded)
     if dist.get_rank() == 0:
         typer.echo("\n".join(describe_end(loaded)))
+
+
+def describe_end(config: "TrainConfig") -> list[str]:
+    """What a run says last: its directory, its best checkpoint, and commands that export and evaluate that one."""
+    from mtpkit.checkpoint import latest_iteration
+    from mtpkit.training.metrics import METRICS, read_metrics
+    from mtpkit.training.run import BEST, read_best
+
+    directory = Path(config.output)
+    step = latest_iteration(directory)
+    lines, model = [f"trained heads with their base: {directory}, step {step} of {config.steps}"], directory
+    if best := read_best(directory):
+        length = f"held-out acceptance length {best.acceptance_length:.3f}"
+        if best.iteration == step:
+            lines.append(f"the best step is the last one: {length}")
+        else:
+            model = directory / BEST
+            evals = [line for line in read_metrics(directory / METRICS) if line["kind"] == "eval"]
+            last = [line["acceptance_length"] for line in evals if line["step"] == step]
+            ahead = f", ahead of step {step} with {last[-1]:.3f}" if last else ""
+            lines.append(f"the best step is {best.iteration}, in {model}: {length}{ahead}")
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    exports = (directory.with_name(f"{directory.absolute().name}-hf{number}") for number in numbers)
+    free = next(place for place in exports if not place.exists())
+    lines.append(f"export it:   {_command('convert', 'export', model, free)}")
+    data = config.data
+    columns = {name: getattr(data, name) for name in _COLUMNS}
+    options = [
+        f"--{name.replace('_', '-')}={value}" for name, value in columns.items() if value != getattr(type(data), name)
+    ]
+    measure = _command("acceptance", "--model", model, "--data", *(data.eval or data.train), *options)
+    return [*lines, f"evaluate it: {measure}"]
+
+
+def _command(*parts: object) -> str:
+    return shlex.join(["mtpkit", *map(str, parts)])

@@ -1,5 +1,7 @@
 """The description of a model: its sizes, its layers and its heads."""
 
+from typing import Literal
+
 from mtpkit.config.model import ModelConfig, MtpConfig, config_of_file
 from mtpkit.config.sections import SECTIONS, Section, known_letters, register_section
 
@@ -9,10 +11,18 @@ LARGEST_COUNT = 2**31 - 1
 MOST_DRAFTS = 1000
 """The most drafts of a step, whatever the heads."""
 
+LossKind = Literal["kl", "tv", "ce"]
+"""What heads minimise: KL divergence or total variation distance to the base, or cross-entropy against the tokens."""
+
+Balance = Literal["memory", "time"]
+"""Balance pipeline stages by memory (weights, gradients and moments) or by the time of a training step (FLOPs)."""
+
 __all__ = [
     "LARGEST_COUNT",
     "MOST_DRAFTS",
     "SECTIONS",
+    "Balance",
+    "LossKind",
     "ModelConfig",
     "MtpConfig",
     "Section",

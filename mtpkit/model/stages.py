@@ -1,23 +1,20 @@
 """Deal the layers of the base to pipeline stages.
 
-The frozen base runs forward only and streams (see `mtpkit.training.pipeline`). The last stage trains the heads besides:
+The frozen base runs forward only and streams (see `mtpkit.training.parallel`). The last stage trains the heads besides:
 an even deal would leave it with the most to hold and the most to compute, and the slowest stage sets the pace. Layers
 are dealt by one of these costs instead, and it gets fewer of them.
 """
 
 import functools
 import itertools
-from typing import Literal, get_args
+from typing import get_args
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from mtpkit.config import ModelConfig
+from mtpkit.config import Balance, ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.flops import FORWARD, FROZEN, TRAINED, head_matrices
 from mtpkit.model.kinds import KINDS
-
-Balance = Literal["memory", "time"]
-"""Balance stages by memory (weights, gradients and moments) or by the time of a training step (FLOPs)."""
 
 _TRAINED_BYTES = 18  # of a head's weight: in bf16, and in fp32 its master, gradient and two moments
 

@@ -1,45 +1,53 @@
-"""The data sets of a run, and micro-batches whose cached hidden states are read before they are needed."""
+"""The data sets of a run, and micro-batches whose cached hidden states are read ahead."""
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from mtpkit.checkpoint import load_config
-from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, load_tokenizer
+from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, find_sources, load_tokenizer
 from mtpkit.data.dataset import StoredStates
 from mtpkit.data.loader import LoaderState
-from mtpkit.training.config import TrainConfig
+from mtpkit.training.config import DataConfig, TrainConfig
 
 AHEAD = 3
-"""Micro-batches whose hidden states are read, or are ready, before they are asked for."""
+"""Micro-batches whose hidden states are being read or ready ahead of use."""
 
 
 def open_dataset(config: TrainConfig, paths: tuple[str, ...]) -> PackedDataset:
-    """The packed sequences of files, folders and globs, as the settings have them.
-
-    Raises:
-        UserError: as `build_dataset`.
-    """
+    """The packed sequences of files, folders and globs, by the settings; raises the errors of `build_dataset`."""
     data = config.data
     columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
     vocab_size = load_config(config.model).vocab_size
     return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns, vocab_size)
 
 
-class ReadAhead:
-    """A `PackedLoader` of which a thread reads the next micro-batches' hidden states while a step runs.
+def shared_data(data: DataConfig) -> list[str]:
+    """Files and prepared directories that belong to both the training and the held-out data."""
+    if not data.eval:
+        return []
+    train, heldout = (
+        {os.path.realpath(path) for source in find_sources(paths) for path in source.files or [str(source.prepared)]}
+        for paths in (data.train, data.eval)
+    )
+    return sorted(train & heldout)
 
-    It draws one global batch more than it has handed out; `state_dict` does not count that one.
+
+class ReadAhead:
+    """A `PackedLoader` with a thread that reads the hidden states of the next micro-batches during a step.
+
+    It draws one global batch ahead, which `state_dict` does not count.
     """
 
     def __init__(self, loader: PackedLoader):
         self.dataset = loader.dataset
         self._loader = loader
         self._drawn: deque[list[PackedBatch]] = deque()
-        self._states = deque([loader.state_dict()])  # before each of `_drawn`, and after the last
+        self._states = deque([loader.state_dict()])  # the loader's state before each of `_drawn`, and after the last
         self._waiting: deque[_Reading] = deque()
-        self._num_read = 0  # of those that were not asked for yet
+        self._num_read = 0  # micro-batches read ahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden-states")
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
@@ -52,24 +60,24 @@ class ReadAhead:
         return self._drawn.popleft()
 
     def state_dict(self) -> LoaderState:
-        """The loader's, after the batch that was handed out last."""
+        """The loader's state after the last batch that was returned."""
         return self._states[0]
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Before the first batch; errors as `PackedLoader.load_state_dict`."""
+        """Set the state before the first batch; raises the errors of `PackedLoader.load_state_dict`."""
         assert not self._drawn, "batches were drawn already"
         self._loader.load_state_dict(state)
         self._states = deque([self._loader.state_dict()])
 
     def start(self) -> None:
-        """Begin to read as many micro-batches as there is room for."""
+        """Start to read until AHEAD micro-batches are read ahead."""
         while self._waiting and self._num_read < AHEAD:
             reading = self._waiting.popleft()
             reading.future = self._thread.submit(reading.read)
             self._num_read += 1
 
     def taken(self) -> None:
-        """A micro-batch is in use: make room for another."""
+        """Note that a micro-batch is in use, and start to read another."""
         self._num_read -= 1
         self.start()
 
@@ -85,7 +93,7 @@ class ReadAhead:
 
 
 class _Reading:
-    """The hidden states of one micro-batch, once and in turn."""
+    """Reads the hidden states of one micro-batch, once and in order."""
 
     def __init__(self, owner: ReadAhead, batch: PackedBatch):
         assert batch.hidden is not None, "nothing to read"

@@ -1,14 +1,17 @@
-"""The base's final hidden states of packed sequences on the disk, so that heads are trained without the base.
+"""The base's final hidden states of packed sequences on disk, from which heads are trained without the base.
 
-    DIR/cache.json                           what they are of, and their sizes
+    DIR/cache.json                           the manifest: base, data, sizes
     DIR/train-00000-of-00012.safetensors     `hidden` [rows, s, h], in fp8 with `scale` [rows, s] float32
-    DIR/eval-00000-of-00001.safetensors      of the held-out sequences
+    DIR/eval-00000-of-00001.safetensors      the same for the held-out sequences
 
-A shard has its name only when it is whole. `cache_write` makes them.
+A shard gets its name when it is complete. `cache_write` writes them.
 
 Shape legend: b batch, s sequence, h hidden size.
 """
 
+import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
+
+# isort: split
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,53 +31,53 @@ from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.hybrid import HybridModel
 
 FORMAT = 2
-"""Version of the layout; another one is refused."""
+"""Version of the layout; other versions are refused."""
 MANIFEST = "cache.json"
 SHARD_BYTES = 2**30
-"""About what a shard holds; one sequence at least."""
+"""Approximate size of a shard, which holds at least one sequence."""
 
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """`values` [b, s, h] in the dtype of the cache; in fp8 what each token's are multiplied by, `scale` [b, s] fp32."""
+    """`values` [b, s, h] in the dtype of the cache, and with fp8 the `scale` [b, s] fp32 of each token."""
 
     values: Tensor
     scale: Tensor | None = None
 
     @classmethod
     def encode(cls, hidden: Tensor, dtype: torch.dtype) -> "HiddenStates":
-        """Of hidden [b, s, h]; in fp8 as `quantize_rows`, a row a token."""
+        """Convert hidden [b, s, h] to a dtype; fp8 has one scale per token."""
         if dtype != FP8:
             return cls(hidden.to(dtype))
         values, scale = quantize_rows(hidden)
         return cls(values, scale.squeeze(-1))
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """[b, s, h] in `dtype`."""
+        """The hidden states [b, s, h] in `dtype`."""
         if self.scale is None:
             return self.values.to(dtype)
         return (self.values.float() * self.scale[..., None]).to(dtype)
 
     def finite(self) -> list[bool]:
-        """Which of the b sequences hold neither NaN nor infinity; the host waits for them."""
+        """For each of the b sequences, whether it has neither NaN nor infinity; the host waits for the device."""
         parts = [part for part in (self.values, self.scale) if part is not None]
         return torch.stack([torch.stack([*map(_is_finite, row)]).all() for row in zip(*parts, strict=True)]).tolist()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":
-        """`change` of both tensors."""
+        """Apply `change` to both tensors."""
         return HiddenStates(change(self.values), None if self.scale is None else change(self.scale))
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    """[] bool, by the extremes alone: forty times as fast on a CPU as `isfinite` of each."""
-    if values.dtype == FP8:  # without infinity, and NaN are the bytes 7f and ff
+    """[] bool from the extremes alone, forty times as fast on a CPU as `isfinite` of each value."""
+    if values.dtype == FP8:  # has no infinity, and NaN are the bytes 7f and ff
         return (values.view(torch.int8).max() < 0x7F) & (values.view(torch.uint8).max() < 0xFF)
     return torch.stack(values.aminmax()).isfinite().all()
 
 
 @torch.no_grad()
 def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
-    """The base's hidden states [s, b, h] (s / tp under sequence parallelism): those that the batch has, or computed."""
+    """The base's hidden states [s, b, h] (s / tp under sequence parallelism), cached in the batch or computed."""
     if batch.hidden is None:
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         return base_forward(model, batch.token_ids, inputs)
@@ -89,13 +92,13 @@ class Split:
 
     name: str
     fingerprint: str
-    """Of the sequences."""
+    """Digest of the sequences."""
     num_sequences: int
     rows_per_shard: int
 
     @classmethod
     def plan(cls, name: str, fingerprint: str, num_sequences: int, row_bytes: int, multiple: int) -> "Split":
-        """Cut into shards of about equal size, of a multiple of so many sequences."""
+        """Split sequences into shards of about equal size, each but the last a multiple of `multiple` sequences."""
         most = max(1, SHARD_BYTES // (row_bytes * multiple)) * multiple
         shards = -(-num_sequences // most)
         rows = -(-num_sequences // (shards * multiple)) * multiple
@@ -115,7 +118,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache is of. Caches of which all but names and files are equal hold the same numbers."""
+    """The origin and sizes of a cache. Caches with equal manifests, but for names and files, hold the same numbers."""
 
     format: int
     base: str
@@ -123,20 +126,20 @@ class Manifest:
     base_config: str
     """Digest of its config."""
     base_name: str
-    """Where they lay."""
+    """Directory of the weights."""
     base_files: dict[str, list[int]]
-    """Size and time of change (ns) of each file that they lay in."""
+    """Size and modification time (ns) of each file of the weights."""
     tokenizer: str
     """Fingerprint."""
     dtype: str
-    """In which the base ran."""
+    """Dtype in which the base ran."""
     cache_dtype: str
     hidden_size: int
     sequence_length: int
     splits: list[Split]
 
     def differences(self, other: "Manifest") -> list[str]:
-        """In what another cache would be of something else, a clause each. Held-out data that one lacks is none."""
+        """A clause for each difference from another manifest, except for held-out data that one of them lacks."""
         labels = {
             "base": (f"base {self.base_name} ({self.base[:8]})", f"{other.base_name} ({other.base[:8]})"),
             "base_config": (f"config of the base ({self.base_config[:8]})", f"({other.base_config[:8]})"),
@@ -158,7 +161,7 @@ class Manifest:
         return found
 
     def problems(self) -> list[str]:
-        """What cannot be of numbers and names that have the right types."""
+        """Problems of numbers and names that have the right types."""
         sizes = {"hidden_size": self.hidden_size, "sequence_length": self.sequence_length}
         for split in self.splits:
             sizes |= {f"{split.name}'s {key}": getattr(split, key) for key in ("num_sequences", "rows_per_shard")}
@@ -176,16 +179,16 @@ class Manifest:
 
 
 def row_bytes(sequence_length: int, hidden_size: int, dtype: str) -> int:
-    """Of one sequence in a shard."""
+    """Bytes per sequence in a shard."""
     values = getattr(torch, dtype)
     return sequence_length * (hidden_size * values.itemsize + (4 if values == FP8 else 0))
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a cache; None where there is none.
+    """The manifest of a cache; None if the directory is empty or missing.
 
     Raises:
-        UserError: the directory holds something else, or the manifest is damaged or of another version.
+        UserError: the directory holds something else, or the manifest is damaged or has another version.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -206,10 +209,10 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 class HiddenReader:
-    """Hidden states of sequences of one data set, mapped from the shards.
+    """Reads hidden states of one data set from memory-mapped shards.
 
     Raises:
-        UserError: a shard is missing, damaged, or not of the manifest's sizes.
+        UserError: a shard is missing, damaged, or has other sizes than the manifest says.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: Split):
@@ -232,10 +235,10 @@ class HiddenReader:
         self._pin = torch.cuda.is_available()
 
     def read(self, rows: np.ndarray) -> HiddenStates:
-        """The states of sequences `rows` [b], in memory; pinned where there is a GPU.
+        """The states of sequences `rows` [b], in memory that is pinned if there is a GPU.
 
         Raises:
-            UserError: they are not finite.
+            UserError: the states are not finite.
         """
         places = [divmod(int(row), self._rows_per_shard) for row in rows]
         gathered = []
@@ -252,7 +255,7 @@ class HiddenReader:
 
 
 def _map_tensor(path: Path, name: str) -> Tensor:
-    """A tensor that stays in its file until it is read."""
+    """Memory-map a tensor of a file."""
     if is_there(path):
         require_file(path)
     try:

@@ -1,4 +1,4 @@
-"""Making a cache of hidden states: announced, by all data-parallel ranks, and resumed where it was stopped."""
+"""Write a cache of hidden states on all data-parallel ranks, announced first and resumable."""
 
 import fcntl
 import os
@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -24,6 +22,7 @@ from mtpkit.data import PackedDataset, load_tokenizer
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.files import staged_file, storage_errors, write_file
+from mtpkit.model import gather_sequence
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision, on_first_rank
 from mtpkit.training.batches import open_dataset
@@ -43,22 +42,22 @@ from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.parallel import check_layout
 
 LOCK = ".lock"
-"""File that whoever writes a cache keeps locked."""
+"""File that a process locks while it writes a cache."""
 Missing = dict[str, list[int]]
-"""Numbers of the shards that are not there, by split."""
+"""Numbers of the missing shards, by split."""
 
 
 def write_cache(config: TrainConfig) -> None:
-    """Write what a run with these settings would write before its first step. Collective over all ranks.
+    """Write the cache that a run with these settings would write before its first step. Collective over all ranks.
 
     Raises:
-        UserError, StorageError: as `attach_cache`; or there is no `cache` in the settings.
+        UserError, StorageError: as `attach_cache`; or the settings have no `cache`.
     """
     if not config.cache:
         raise UserError("no cache to write: set cache=DIR")
-    config, model_config = resolve(config)
     parallel = config.parallel
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
+    config, model_config = resolve(config)
     check_layout(parallel, model_config)
     train = open_dataset(config, config.data.train)
     heldout = open_dataset(config, config.data.eval) if config.data.eval else None
@@ -73,15 +72,15 @@ def attach_cache(
     heldout: PackedDataset | None,
     device: torch.device,
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """Both data sets with the base's hidden states from `config.cache`, which is completed first if need be.
+    """Both data sets with the base's hidden states from `config.cache`, in which missing shards are written first.
 
-    Collective over all ranks, which see the same file system.
+    Collective over all ranks, which need the same file system.
 
     Args:
-        model_config: of the model that is trained; its heads do not matter.
+        model_config: config of the trained model; its heads do not matter.
 
     Raises:
-        UserError: the cache is of something else, damaged, or being written; or there is too little space.
+        UserError: the cache is of another base or other data, damaged, or being written; or there is too little space.
         StorageError: writing failed; finished shards stay.
     """
     directory = Path(config.cache)
@@ -89,7 +88,8 @@ def attach_cache(
     manifest, missing = on_first_rank(lambda: _plan(config, model_config, datasets))
     if any(missing.values()):
         with _writing(directory, manifest):
-            model = _build_base(config, model_config, device)
+            headless = replace(config, heads=replace(config.heads, init="fresh"))
+            model = build_with_heads(headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), device)
             _write(directory, manifest, missing, model, datasets, config)
             drop_base_layers(model)
             dist.barrier()
@@ -102,7 +102,7 @@ def attach_cache(
 def _plan(
     config: TrainConfig, model_config: ModelConfig, datasets: Mapping[str, PackedDataset]
 ) -> tuple[Manifest, Missing]:
-    """The manifest of the cache, old or new, and what is to be written, which is announced."""
+    """The manifest of the cache, and its missing shards, which are announced."""
     directory = Path(config.cache)
     before = read_manifest(directory)
     known = (Path(before.base_name), before.base, before.base_files) if before else None
@@ -129,7 +129,7 @@ def _plan(
                 f"cache {directory} is of something else: {listed(differences, separator='; ')}; set cache to another "
                 "directory"
             )
-        # Its own sizes of shards, which may have been made for other settings.
+        # An existing cache keeps its shard sizes, which may come from other settings.
         splits = {split.name: split for split in (*now.splits, *before.splits)}
         now = replace(now, splits=list(splits.values()))
     missing = {
@@ -143,10 +143,10 @@ def _plan(
 
 
 def _announce(directory: Path, manifest: Manifest, missing: Missing, size: int) -> None:
-    """Say how much will be written.
+    """Print how much will be written.
 
     Raises:
-        UserError: there is no room for it.
+        UserError: there is too little space.
     """
     splits = [split for split in manifest.splits if split.name in missing]
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
@@ -172,7 +172,7 @@ def _gigabytes(size: int) -> str:
 
 @contextmanager
 def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
-    """Write the manifest, and keep other processes from writing into the directory. Collective."""
+    """Write the manifest, and lock the directory against other writers. Collective."""
     locks: list[int] = []
 
     def begin() -> None:
@@ -195,11 +195,6 @@ def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
             os.close(lock)
 
 
-def _build_base(config: TrainConfig, model_config: ModelConfig, device: torch.device) -> HybridModel:
-    headless = replace(config, heads=replace(config.heads, init="fresh"))
-    return build_with_heads(headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), device)
-
-
 @torch.no_grad()
 def _write(
     directory: Path,
@@ -209,9 +204,8 @@ def _write(
     datasets: Mapping[str, PackedDataset],
     config: TrainConfig,
 ) -> None:
-    """Write this data-parallel rank's share of the shards."""
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    writes = parallel_state.get_tensor_model_parallel_rank() == 0
+    groups = model.pg_collection
+    rank, ranks, together = groups.dp.rank(), groups.dp.size(), groups.ep.size() > 1
     splits = [split for split in manifest.splits if missing.get(split.name)]
     total = sum(len(split.rows(shard)) for split in splits for shard in missing[split.name][rank::ranks])
     bar = tqdm(
@@ -226,24 +220,25 @@ def _write(
     with bar, ThreadPoolExecutor(1) as saver:
         saving: Future | None = None
         for split in splits:
-            for shard, rows in _share(split, missing[split.name], rank, ranks):
+            for shard, rows in _share(split, missing[split.name], rank, ranks, together):
                 tensors = _compute(model, datasets[split.name], rows, config.data.micro_batch_size, dtype, bar)
                 if saving is not None:
                     saving.result()
-                if writes and shard is not None:
+                if groups.tp.rank() == 0 and shard is not None:
                     own = {name: tensor[: len(split.rows(shard))] for name, tensor in tensors.items()}
                     saving = saver.submit(_save, directory / split.files[shard], own)
         if saving is not None:
             saving.result()
 
 
-def _share(split: Split, missing: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int | None, np.ndarray]]:
-    """This rank's missing shards and the rows to run, the shard's own first.
+def _share(
+    split: Split, missing: Sequence[int], rank: int, ranks: int, together: bool
+) -> Iterator[tuple[int | None, np.ndarray]]:
+    """This rank's missing shards, each with the rows to run, those of the shard first.
 
-    Where ranks share experts all of them run as often: one whose shard is shorter than another's begins it again, and
-    one without a shard runs another's in vain (None).
+    Ranks that share experts (`together`) all run the same number of rows: a rank with a shorter shard repeats it, and a
+    rank without a shard (None) runs another rank's.
     """
-    together = parallel_state.get_expert_model_parallel_world_size() > 1
     for start in range(0, len(missing), ranks):
         turn = [split.rows(shard) for shard in missing[start : start + ranks]]
         shard = missing[start + rank] if rank < len(turn) else None
@@ -255,7 +250,7 @@ def _share(split: Split, missing: Sequence[int], rank: int, ranks: int) -> Itera
 def _compute(
     model: HybridModel, dataset: PackedDataset, rows: np.ndarray, size: int, dtype: torch.dtype, bar: tqdm
 ) -> dict[str, Tensor]:
-    """The tensors of a shard. All micro-batches have one size, since others may round differently.
+    """The tensors of a shard. All micro-batches have the same size, since another size may round differently.
 
     Raises:
         MtpkitError: hidden states are not finite.
@@ -265,9 +260,7 @@ def _compute(
     for start in range(0, len(rows), size):
         wanted = rows[start : start + size]
         batch = dataset.batch(np.resize(wanted, size)).to(device)
-        hidden = base_states(model, replace(batch, hidden=None))
-        if model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
+        hidden = gather_sequence(model, base_states(model, replace(batch, hidden=None)))
         states = HiddenStates.encode(hidden.transpose(0, 1)[: len(wanted)], dtype)
         if bad := [int(row) for row, good in zip(wanted, states.finite(), strict=True) if not good]:
             raise MtpkitError(
@@ -282,6 +275,5 @@ def _compute(
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a shard, whole or not at all."""
     with staged_file(path) as staging:
         save_file(tensors, staging)

@@ -1,14 +1,15 @@
-"""One packed batch through the frozen base and all depths: which tokens count, the losses, the accepted drafts.
+"""Losses and acceptance of all depths on a packed batch, compared with the frozen base.
 
-Everything here is laid out by *target position*: entry j of depth k is what depth k, started at i = j - k, says about
-token t_{j+1}, beside what the base says about it from h_j. Example, K = 2, tokens A B C D E: entry j = 2 holds depth 1
-started at i = 1, which read (h_1, C), and depth 2 started at i = 0, which read (g^1_0, C); both predict D, as h_2 does.
+Tensors are laid out by *target position*: entry j of depth k is the prediction of token t_{j+1} by depth k started at
+i = j - k, which is compared with the base's prediction from h_j. Example, K = 2, tokens A B C D E: entry j = 2 holds
+depth 1 started at i = 1, which read (h_1, C), and depth 2 started at i = 0, which read (g^1_0, C); both predict D.
 
 Shape legend: K depths, s sequence, b batch, h hidden size, n selected target positions.
 """
 
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,49 +22,48 @@ from mtpkit.errors import MtpkitError, listed
 from mtpkit.model import gather_sequence, mtp_forward, output_weight, unroll_depths
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.training.cache import base_states
-from mtpkit.training.config import HeadAttention
-from mtpkit.training.loss import LossOptions, head_agreement, head_losses
+from mtpkit.training.config import HeadAttention, LossConfig, MixKind
+from mtpkit.training.loss import head_agreement, head_losses
 from mtpkit.training.main_grad import training_forward
-from mtpkit.training.mixing import HiddenMix
 
 Decoding = Literal["greedy", "sampling", "draft_sampling"]
-"""How drafts are made and verified. `greedy`: the heads' best tokens, against the base's. `sampling`: the heads' best
-tokens, against tokens that the base samples at temperature 1; the engine's default, `draft_sampling=False`.
-`draft_sampling`: tokens drawn from the heads at temperature 1, by rejection sampling (Leviathan et al. 2023,
-arXiv:2211.17192); the engine's `draft_sampling=True`."""
+"""A way to make and verify drafts. `greedy`: the heads' best tokens against the base's best. `sampling`: the heads'
+best tokens against tokens that the base samples at temperature 1, the engine's default. `draft_sampling`: tokens
+sampled from the heads at temperature 1, verified by rejection sampling (Leviathan et al. 2023, arXiv:2211.17192), the
+engine's `draft_sampling=True`."""
 DECODINGS: tuple[Decoding, ...] = get_args(Decoding)
 
 
 @dataclass(frozen=True)
 class DepthSums:
-    """Sums over the selected tokens of one batch or of many, and what follows from them.
+    """Sums over the selected tokens of one or several batches, and the rates that follow from them.
 
-    `values` [2 + 2 D, K] fp64, rows: the losses; the selected tokens; then for each of the first D `DECODINGS` the
-    positions whose drafts 1 .. k - 1 are accepted (`offered`), and those of them whose k-th draft is too (`accepted`).
-    Of sampling both are expected numbers.
+    `values` is [2 + 2 D, K] fp64. Its rows are the losses; the numbers of selected tokens; then, for each of the first
+    D `DECODINGS`, the number of positions whose drafts 1 .. k - 1 are accepted (`offered`), and of those whose k-th
+    draft is accepted too (`accepted`). With sampling these are expected numbers.
     """
 
     values: Tensor
 
     @classmethod
     def zero(cls, num_depths: int, device: torch.device, num_decodings: int = 1) -> "DepthSums":
-        """Of nothing."""
+        """Sums over no tokens."""
         return cls(torch.zeros(2 + 2 * num_decodings, num_depths, dtype=torch.float64, device=device))
 
     @property
     def num_decodings(self) -> int:
-        """D."""
+        """D, the number of decodings that were measured."""
         return len(self.values) // 2 - 1
 
     def __add__(self, other: "DepthSums") -> "DepthSums":
         return DepthSums(self.values + other.values)
 
     def on_host(self) -> "DepthSums":
-        """The same; the host waits for them once."""
+        """The sums in host memory; the host waits for the device once."""
         return DepthSums(self.values.cpu())
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> "DepthSums":
-        """The sum over ranks."""
+        """The sums over all ranks of `group`."""
         values = self.values.clone()
         dist.all_reduce(values, group=group)
         return DepthSums(values)
@@ -73,19 +73,19 @@ class DepthSums:
         return self._ratios(0, 1)
 
     def conditional_acceptance(self, decoding: Decoding = "greedy") -> list[float]:
-        """For each depth, the rate at which its draft is accepted where all earlier ones are."""
+        """For each depth, the acceptance rate of its draft where all earlier drafts are accepted."""
         offered = 2 + 2 * DECODINGS.index(decoding)
         return self._ratios(offered + 1, offered)
 
     def acceptance_length(self, decoding: Decoding = "greedy") -> float:
-        """AL = 1 + the mean number of accepted drafts of a step that could start at any position."""
+        """AL = 1 + the mean number of accepted drafts per step, with steps starting at every position."""
         return 1 + sum(itertools.accumulate(self.conditional_acceptance(decoding), operator.mul))
 
     def check_finite(self, where: str) -> None:
-        """Refuse sums that are not numbers; the host waits for them.
+        """Refuse sums that are NaN or infinite; the host waits for the device.
 
         Raises:
-            MtpkitError: it names `where` and what `not_finite` finds.
+            MtpkitError: names `where` and the result of `not_finite`.
         """
         if found := self.not_finite():
             raise MtpkitError(
@@ -94,7 +94,7 @@ class DepthSums:
             )
 
     def not_finite(self) -> str:
-        """Which sums are NaN or infinity, such as `the loss of depth 1, 3`; nothing where all are numbers."""
+        """Names of the sums that are NaN or infinite, such as `the loss of depth 1, 3`; empty if all are finite."""
         names = ["loss", "number of tokens", *(f"{name} acceptance" for name in DECODINGS for _ in range(2))]
         found: dict[str, set[int]] = {}
         for row, depth in (~self.values.isfinite()).nonzero().tolist():
@@ -102,7 +102,7 @@ class DepthSums:
         return "; ".join(f"the {name} of depth {listed(sorted(depths))}" for name, depths in found.items())
 
     def _ratios(self, numerator: int, denominator: int) -> list[float]:
-        """Quotients of two rows, where 0 of 0 is 0, and NaN and infinity stay what they are."""
+        """Quotients of two rows; 0 / 0 is 0, and NaN and infinity stay."""
         above, below = self.values[numerator], self.values[denominator]
         return torch.where((above == 0) & (below == 0), above, above / below).tolist()
 
@@ -110,8 +110,8 @@ class DepthSums:
 def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Tensor:
     """[K, s, b] bool: entry (k - 1, j) says whether depth k learns to predict t_{j+1}.
 
-    It does when that token is selected by `loss_mask` [b, s] and everything the depth has read, from t_{j-k} on, is of
-    the token's own document (`documents` [b, s]).
+    It does if `loss_mask` [b, s] selects that token, and all tokens that the depth has read, from t_{j-k} on, belong to
+    the token's document (`documents` [b, s]).
     """
     loss_mask, documents = loss_mask.t(), documents.t()
     selected = torch.zeros(num_depths, *loss_mask.shape, dtype=torch.bool, device=loss_mask.device)
@@ -121,20 +121,53 @@ def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Ten
 
 
 @dataclass(frozen=True)
+class HiddenMix:
+    """Mixes the base's hidden states into those that a depth hands to the next; a `mix` of `unroll_depths`.
+
+    In decoding, depth k + 1 at i reads g^k_i in place of the base's h_{i+k}. A share of 0 trains the same, as HASS does
+    (Zhang et al. 2024, arXiv:2408.15766). With a share of 1 every depth reads the base's states, as in EAGLE (Li et al.
+    2024, arXiv:2401.15077). Shares between are scheduled sampling (Bengio et al. 2015, arXiv:1506.03099). No gradient
+    flows to earlier depths through the base's states.
+    """
+
+    share: float
+    kind: MixKind = "sample"
+    """`sample`: each position reads h_{i+k} with probability `share`, else g^k_i. `blend`: every position reads
+    share * h_{i+k} + (1 - share) * g^k_i."""
+    generators: Sequence[torch.Generator] = ()
+    """One generator per sequence of the b, on the device of the states; empty: torch's global one for all."""
+    part: tuple[int, int] = (0, 1)
+    """Index of this sequence-parallel part, and the number of equal parts: all take their part of the same draws."""
+
+    def __call__(self, own: Tensor, base: Tensor) -> Tensor:
+        """The mixture [s, b, h] of own and base [s, b, h]."""
+        if self.kind == "blend":
+            return own.lerp(base, self.share)
+        number, parts = self.part
+        length, rows = len(own) * parts, own.shape[1]
+        if self.generators:
+            assert len(self.generators) == rows, "one generator per sequence"
+            draws = torch.stack([torch.rand(length, generator=g, device=own.device) for g in self.generators], 1)
+        else:
+            draws = torch.rand(length, rows, device=own.device)
+        return torch.where(draws.chunk(parts)[number][..., None] < self.share, base, own)
+
+
+@dataclass(frozen=True)
 class Selection:
-    """What the depths learn from a batch. To make it the host waits for the device: best before the base runs."""
+    """The tokens that the depths learn to predict. Making one waits for the device, so do it before the base runs."""
 
     selected: Tensor
     """[K, s, b], see `select_targets`."""
     rows: Tensor
-    """[n] indices, among s * b, of the positions that some depth selects."""
+    """[n] indices, in s * b, of the positions that at least one depth selects."""
     mask: Tensor
-    """[K, n] bool: which of them each depth does."""
+    """[K, n] bool: those that each depth selects."""
     mask_on_host: Tensor
 
     @classmethod
     def of(cls, batch: PackedBatch, num_depths: int) -> "Selection":
-        """Of depths 1 .. num_depths."""
+        """The selection for depths 1 .. num_depths."""
         selected = select_targets(batch.loss_mask, batch.documents, num_depths)
         rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
         mask = selected.flatten(1)[:, rows]
@@ -142,17 +175,17 @@ class Selection:
 
 
 def count_accepted(matches: Tensor, selected: Tensor, rates: Tensor | None = None) -> Tensor:
-    """Offered and accepted drafts [2, K], as `DepthSums` has them, all [K, s, b].
+    """Offered and accepted drafts [2, K], as in `DepthSums`, from tensors [K, s, b].
 
-    Depth k's draft made at i stands at target position i + k. It counts when the drafts 1..k - 1 made at the same i are
-    selected and accepted, and it is selected itself.
+    The draft of depth k made at i stands at target position i + k. It counts if it is selected, and drafts 1 .. k - 1
+    made at the same i are selected and accepted.
 
-    Of a text that was drawn from p, the expected numbers under sampling come from probabilities: a step that goes on
-    past the text's token t with probability r(t) is past any token v with p(v) r(v).
+    On a text sampled from p, probabilities give the expected numbers under sampling: a step that continues past the
+    text's token t with probability r(t) continues past any token v with probability p(v) r(v).
 
     Args:
-        matches: bool, or the probability that a step whose base says the text's token accepts it as depth k's draft.
-        rates: the probability that depth k's draft is accepted, whichever token it is; None: `matches`.
+        matches: bool, or the probability that the text's token, if the base samples it, is accepted from depth k.
+        rates: the probability that the draft of depth k is accepted, whichever token it is; None: `matches`.
     """
     rates = matches if rates is None else rates
     alive = torch.ones_like(selected[0])
@@ -170,7 +203,7 @@ def run_depths(
     batch: PackedBatch,
     num_depths: int,
     attention: HeadAttention,
-    options: LossOptions,
+    options: LossConfig,
     mix: HiddenMix | None = None,
     hidden: Tensor | None = None,
     recompute: bool = False,
@@ -178,12 +211,13 @@ def run_depths(
 ) -> tuple[Tensor, DepthSums]:
     """Sum of each depth's loss over its selected tokens, [K] with its gradient, and the batch's sums.
 
-    The gradient of parameters that an optimizer took over goes to their `main_grad`.
+    Parameters that an optimizer manages get their gradient in `main_grad`. Tensor-parallel ranks return the same losses
+    and sums. Positions that no depth selects do not go through lm_head.
 
-    `hidden` [s, b, h] (s / tp under sequence parallelism) are the base's hidden states; None: the base runs, without
-    gradients. Tensor-parallel ranks come to the same losses and sums. Positions that no depth selects cost no lm_head;
-    a depth that does not select a position that another does reads some finite row there, which its mask drops.
-    `recompute` as in `unroll_depths`. `selection` is the batch's, None: made here.
+    Args:
+        hidden: [s, b, h] (s / tp under sequence parallelism), the base's hidden states; None: the base runs here.
+        recompute: as in `unroll_depths`.
+        selection: that of the batch; None: it is made here.
     """
     compared = _unroll(model, batch, num_depths, attention, mix, hidden, recompute, selection)
     losses, matches = head_losses(*compared.inputs, options, *compared.more)
@@ -197,18 +231,17 @@ def measure_depths(
     batch: PackedBatch,
     num_depths: int,
     attention: HeadAttention,
-    options: LossOptions,
+    options: LossConfig,
     hidden: Tensor | None = None,
 ) -> DepthSums:
-    """The sums of a batch with acceptance under all `DECODINGS`, and no gradient.
+    """The sums of a batch with acceptance under all `DECODINGS`, without gradients.
 
-    The heads read the text's tokens (teacher forcing). Greedy acceptance is that of decoding on text that the base
-    wrote greedily, the others on text that it sampled at temperature 1. There a step goes on past the text's token t
-    where it is the draft, or for drawn drafts with probability min(1, q(t) / p(t)), which makes min(p, q) in all. On
-    other text they are about the places where the text goes on as the heads would.
+    The heads read the text's tokens (teacher forcing). Greedy acceptance equals that of decoding on text that the base
+    wrote greedily, the others on text that it sampled at temperature 1: a step continues past the text's token t if t
+    is the draft, or for sampled drafts with probability min(1, q(t) / p(t)), which gives min(p, q) in all.
 
-    All positions count alike. A decoder starts fewer steps where drafts are accepted, having jumped ahead: its own
-    count is lower where acceptance comes in runs. `served_acceptance` counts where greedy decoding starts.
+    All positions count the same. A decoder jumps over positions whose drafts are accepted, so that its own figure is
+    lower if acceptance comes in runs; `served_acceptance` counts only the positions where greedy decoding starts.
     """
     compared = _unroll(model, batch, num_depths, attention, hidden=hidden)
     losses, found = head_agreement(*compared.inputs, options, *compared.more)
@@ -224,22 +257,22 @@ def measure_depths(
 
 @dataclass(frozen=True)
 class _Compared:
-    """What base and depths make of the positions that some depth selects."""
+    """Hidden states of base and depths at the positions that at least one depth selects."""
 
     selection: Selection
     inputs: tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]
     """Students, teacher, weight, targets and mask of n tokens for `head_losses`."""
     more: tuple[dist.ProcessGroup, Tensor]
-    """Its group and the mask on the host."""
+    """The last arguments of `head_losses`: group, and mask on the host."""
 
     def spread(self, values: Tensor) -> Tensor:
-        """[K, s, b] from what the n positions have, [K, n]; 0 elsewhere."""
+        """[K, s, b] with values [K, n] at the n positions and 0 elsewhere."""
         selected = self.selection.selected
         whole = values.new_zeros(len(selected), selected[0].numel())
         return whole.index_copy(1, self.selection.rows, values).view_as(selected)
 
     def sums(self, losses: Tensor, counts: Tensor) -> DepthSums:
-        """Of losses [K] and counts [2 D, K]."""
+        """The sums from losses [K] and counts [2 D, K]."""
         tokens = self.selection.selected.flatten(1).sum(dim=1)
         return DepthSums(torch.cat([losses[None].double(), tokens[None].double(), counts.double()]))
 
@@ -254,7 +287,7 @@ def _unroll(
     recompute: bool = False,
     selection: Selection | None = None,
 ) -> _Compared:
-    """Run all depths over a batch, and the base if that was not done."""
+    """Run all depths over a batch, and the base if `hidden` is None."""
     assert attention != "auto", "the settings are not resolved"
     selection = selection or Selection.of(batch, num_depths)
     hidden = base_states(model, batch) if hidden is None else hidden

@@ -1,4 +1,4 @@
-"""Acceptance on held-out data, by source: the same in the loop of a run and for any checkpoint."""
+"""Acceptance of heads on held-out data by source, during a run and for any checkpoint, and as in serving."""
 
 import functools
 import operator
@@ -9,61 +9,56 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from torch import Tensor
 
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.data import Columns, PackedBatch, PackedDataset, build_dataset, load_tokenizer
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.model.backends import resolve_backend
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.platform import default_device, device_name, ensure_distributed
+from mtpkit.model.mtp import DepthAttention
+from mtpkit.platform import default_device, device_name, ensure_distributed, resolve_dtype
 from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig, TrainConfig
 from mtpkit.training.depths import DECODINGS, DepthSums
 from mtpkit.training.heads import resolve_attention
-from mtpkit.training.loss import LossOptions
 from mtpkit.training.parallel import check_layout, even_share
-from mtpkit.training.step import evaluate, loss_options
+from mtpkit.training.step import evaluate
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How heads are evaluated."""
+    """Settings of an evaluation."""
 
     num_depths: int
     attention: HeadAttention
-    """`serving` or `per_depth`."""
-    options: LossOptions
-    """Of the loss that is reported."""
-    depth_weights: tuple[float, ...]
-    """[K], of each depth in the loss."""
+    loss: LossConfig
+    """The reported loss, with the weights of the depths."""
     batch_size: int = 1
-    """Sequences of one forward pass on one rank."""
+    """Sequences per forward pass on one rank."""
     max_sequences: int | None = None
-    """Sequences of each source that are read, evenly spread over it; None: all."""
+    """Sequences to read of each source, evenly spread over it; None: all."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "EvaluationSettings":
-        """Those of a run."""
-        size, limit = config.data.micro_batch_size, config.data.eval_sequences
-        heads = config.heads
-        return cls(heads.num_depths, heads.attention, loss_options(config), config.depth_weights(), size, limit)
+        """The settings of a run's evaluations."""
+        heads, data = config.heads, config.data
+        return cls(heads.num_depths, heads.attention, config.loss, data.micro_batch_size, data.eval_sequences)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found on each source."""
+    """Sums over the held-out tokens of each source."""
 
     sources: dict[str, DepthSums]
-    """By name."""
     depth_weights: tuple[float, ...]
 
     @property
     def overall(self) -> DepthSums:
-        """Of all sources together, each token counting the same."""
+        """The sums of all sources together, in which each token counts the same."""
         return functools.reduce(operator.add, self.sources.values())
 
     def __str__(self) -> str:
-        """In one line, for people."""
         overall = self.overall
         rates = ", ".join(f"{rate:.1%}" for rate in overall.conditional_acceptance())
         text = f"held-out AL {overall.acceptance_length():.3f}, conditional acceptance {rates}"
@@ -74,17 +69,17 @@ class Evaluation:
         return text
 
     def to_dict(self) -> dict[str, object]:
-        """The `summary` of all, and under `sources` that of each."""
+        """The `summary` of all sources together, and that of each under `sources`."""
         each = {name: summary(sums, self.depth_weights) for name, sums in self.sources.items()}
         return {**summary(self.overall, self.depth_weights), "sources": each}
 
 
 def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, object]:
-    """What is reported of some tokens.
+    """The numbers that are logged and reported for some tokens.
 
-    `loss` is the depths' `depth_losses` by their weights. `acceptance_length` and `conditional_acceptance`, one rate a
-    depth, are of greedy decoding; the same names after `sampling_` and `draft_sampling_` are the expected ones at
-    temperature 1, see `Decoding`. `positions` are the places where a step could start.
+    `loss` is the weighted sum of `depth_losses`. `acceptance_length` and `conditional_acceptance` (one rate per depth)
+    are for greedy decoding; with the prefixes `sampling_` and `draft_sampling_` they are the expected ones at
+    temperature 1, see `Decoding`. `positions` counts the positions where a step could start.
     """
     values: dict[str, object] = {
         "loss": sum(weight * loss for weight, loss in zip(depth_weights, sums.losses(), strict=True)),
@@ -104,17 +99,17 @@ def evaluate_sources(
     """Evaluate the heads on every source. Collective over the data-parallel `group`, whose ranks share the work.
 
     Raises:
-        MtpkitError: what was found is not finite; on all ranks.
+        MtpkitError: a loss or an acceptance rate is not finite; on all ranks.
     """
     device = next(model.parameters()).device
     sources = {}
     for source in dataset.sources:
         batches = _batches(dataset, source, settings.batch_size, settings.max_sequences)
         share = (batch.to(device) for batch in even_share(batches, group))
-        sums = evaluate(model, share, settings.num_depths, settings.attention, settings.options, group)
+        sums = evaluate(model, share, settings.num_depths, settings.attention, settings.loss, group)
         sources[source] = sums = sums.on_host()
         sums.check_finite(f"held-out data {source}")
-    return Evaluation(sources, settings.depth_weights)
+    return Evaluation(sources, settings.loss.weights(settings.num_depths))
 
 
 def evaluate_directory(
@@ -133,19 +128,19 @@ def evaluate_directory(
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
 
     Args:
-        num_depths: K; None: what the heads were trained for, 3 where that is unknown. A repeated head can be unrolled
-            further.
+        num_depths: K; None: the number that the heads were trained for, or 3 if that is unknown. A repeated head can
+            be unrolled further.
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         backend: as `TrainConfig.backend`.
-        parallel: how ranks split the model; None: each has the whole.
+        parallel: how ranks split the model; None: each rank has the whole model.
 
     Returns:
-        `Evaluation.to_dict`, of KL at temperature 1 with the default depth weights, after `model`, `num_depths`,
-        `attention`, `dtype` and `device`; None on ranks but the first.
+        `model`, `num_depths`, `attention`, `sequence_length`, `dtype` and `device`, then `Evaluation.to_dict` for KL at
+        temperature 1 with the default depth weights; None on all ranks but the first.
 
     Raises:
         UserError: no model, no heads, too few of them, or data or a split that does not fit.
-        MtpkitError: what was found is not finite.
+        MtpkitError: a loss or an acceptance rate is not finite.
     """
     config = load_config(directory)
     if not config.mtp.num_depths:
@@ -165,8 +160,7 @@ def evaluate_directory(
     dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size)
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     device = default_device()
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = resolve_dtype(dtype, device)
     model = load_model(
         directory,
         dtype=getattr(torch, dtype),
@@ -176,14 +170,58 @@ def evaluate_directory(
         pipeline_parallel=parallel.pipeline,
         expert_parallel=parallel.expert,
     )
-    weights = LossConfig().weights(num_depths)
-    settings = EvaluationSettings(num_depths, attention, LossOptions(), weights, batch_size, max_sequences)
-    found = evaluate_sources(model, dataset, settings, parallel_state.get_data_parallel_group())
+    settings = EvaluationSettings(num_depths, attention, LossConfig(), batch_size, max_sequences)
+    found = evaluate_sources(model, dataset, settings, model.pg_collection.dp)
     if dist.get_rank():
         return None
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}
     about |= {"sequence_length": sequence_length, "dtype": dtype, "device": device_name(device)}
-    return {**about, **found.to_dict()}
+    return about | found.to_dict()
+
+
+@torch.no_grad()
+def served_acceptance(
+    model: HybridModel, token_ids: Tensor, prompt_length: int, num_depths: int, attention: DepthAttention = "serving"
+) -> DepthSums:
+    """Measure acceptance without an engine, at the positions where greedy speculative decoding would start a step.
+
+    A step that starts at p drafts t_{p+2} .. t_{p+K+1}; after n accepted drafts the next one starts at p + n + 1.
+    Example, K = 2, a prompt of 3 tokens: the first step starts at p = 2, where t_3 is known from the prompt's own
+    forward pass; if the draft of t_4 is right and that of t_5 is wrong, the base supplies t_5 and the next step starts
+    at p = 4.
+
+    Args:
+        token_ids: [s], a prompt and the base's greedy answer.
+
+    Returns:
+        Sums over the steps whose K drafts all lie in the text; the losses in them are 0.
+
+    Raises:
+        MtpkitError: logits where a step may start are not finite.
+    """
+    batch = token_ids[None]
+    hidden = base_forward(model, batch, SequenceInput())
+    starts = max(0, len(token_ids) - num_depths - 1)  # positions from 0 on whose K drafts lie in the text
+    right = []
+    for depth, states in enumerate(unroll_depths(model, hidden, batch, num_depths, attention), start=1):
+        logits = compute_logits(model, states[:starts, 0])
+        if not logits[prompt_length - 1 :].isfinite().all():
+            raise MtpkitError(f"NaN or infinity in the logits of depth {depth}; look for it in the model's weights")
+        drafts = logits.argmax(dim=-1)
+        right.append((drafts == token_ids[depth + 1 : depth + 1 + starts]).tolist())
+    sums = DepthSums.zero(num_depths, torch.device("cpu"))
+    position = prompt_length - 1
+    while position < starts:
+        sums.values[1] += 1
+        accepted = 0
+        while accepted < num_depths:
+            sums.values[2, accepted] += 1
+            if not right[accepted][position]:
+                break
+            sums.values[3, accepted] += 1
+            accepted += 1
+        position += accepted + 1
+    return sums
 
 
 def _batches(dataset: PackedDataset, source: str, size: int, limit: int | None) -> Iterator[PackedBatch]:

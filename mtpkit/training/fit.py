@@ -1,11 +1,11 @@
 """Least squares for the input projection of heads that are copies of the base's last layers.
 
-A head reads h_i and the embedding of t_{i+1}, and should come out where the base is one token later. Its layers are the
-base's last ones already. What is left for `eh_proj` is to stand in for all layers before them: the linear map from the
-head's two inputs to what enters those layers at i + 1. Some thousands of tokens tell it in closed form, without a
-single step of training, and at every depth alike, since each depth hands on about the base's own next state.
+A head reads h_i and the embedding of t_{i+1}, and should give h_{i+1}. Its layers are copies of the base's last ones,
+so that `eh_proj` has to replace all layers before those: it should map the head's two inputs to the input of those
+layers at i + 1. Some thousands of tokens give this linear map in closed form, for every depth alike, since each depth
+hands on approximately the base's next state.
 
-Shape legend: s sequence, b batch, h hidden size, n tokens that count.
+Shape legend: s sequence, b batch, h hidden size, n tokens in the fit.
 """
 
 import math
@@ -20,25 +20,23 @@ from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.stages import first_layer
-from mtpkit.training.parallel import own_rows
-from mtpkit.training.pipeline import from_last_stage, stream_base
+from mtpkit.training.parallel import from_last_stage, own_rows, stream_base
 
 RIDGE = 1e-2
-"""Penalty on the weights, in units of the inputs' mean square."""
+"""Ridge penalty, in units of the mean square of the inputs."""
 
 
 @torch.no_grad()
 def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> float:
-    """Set every head's `eh_proj` to the ridge regression onto what enters the copied layers one token later.
+    """Set every head's `eh_proj` by ridge regression onto the input of the copied layers one token later.
 
-    All ranks must be given the same batches. Collective, over pipeline stages too.
+    Collective; all ranks must be given the same batches.
 
     Returns:
-        The share of the target's square that the regression explains on these batches, at most 1.
+        The share of the target's squared norm that the regression explains on these batches, at most 1.
 
     Raises:
-        MtpkitError: there is no solution, since the base's states are not finite or there is nothing to fit; on all
-            ranks.
+        MtpkitError: the base's states are not finite, or there is nothing to fit; on all ranks.
     """
     sums: tuple[Tensor, ...] | None = None  # over tokens: x^T x, x^T y and y^T y
     explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
@@ -59,7 +57,7 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
 
 
 def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -> Tensor:
-    """Set the projections by the sums over tokens; the share explained, NaN where there is no solution."""
+    """Set the projections from the sums over tokens; returns the explained share, NaN without a solution."""
     penalty = RIDGE * inputs.diagonal().mean() * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
     if not (inputs.isfinite().all() and targets.isfinite().all() and total > 0):
         return torch.full_like(total, torch.nan)
@@ -70,9 +68,9 @@ def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -
 
 
 def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor]:
-    """What a head reads [n, 2h], and what should enter its layers [n, h], wherever both are of one document.
+    """Inputs of a head's projection [n, 2h] and its targets [n, h], where both belong to one document.
 
-    Padding follows the last token that is learnt.
+    Padding, after the last token that is learnt, is left out.
     """
     head = model.mtp.layers[0]
     embedding, hidden, residual = (gather_sequence(model, t) for t in (embed(model, batch.token_ids), *states))
@@ -83,10 +81,10 @@ def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tens
 
 
 def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = None) -> Tensor:
-    """A stage's hidden states, and what it makes of the residual stream for the fit, [2, s, b, h].
+    """A stage's hidden states, and its part of the regression's target, [2, s, b, h].
 
-    On the last stage the second is the base's last residual stream less what the copied layers added to it; before,
-    what those of the stages up to there took from it.
+    The target is the base's last residual stream minus the outputs that the copied layers added to it. Earlier stages
+    hand on the negative sum of those outputs up to there.
     """
     config = model.mtpkit_config
     taken = []

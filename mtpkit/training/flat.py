@@ -1,11 +1,14 @@
-"""fp32 gradients, master weights and moments of the heads, spread over data-parallel ranks.
+"""fp32 gradients, master weights and moments of the heads, sharded over data-parallel ranks.
 
-The gradients of all parameters with one data-parallel group are views of one flat fp32 buffer. A rank owns one of the
-buffer's equal parts: it alone gets that part's sum over ranks, keeps master weights and moments of it, and updates it
-(ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054). The updated weights are gathered in the same buffer. Summing
-into parts and gathering them sends as much as summing everywhere.
+The gradients of all parameters with the same data-parallel group are views of one flat fp32 buffer. A rank owns one of
+the buffer's equal parts: it gets the sum of that part over ranks, keeps its master weights and moments, and updates it
+(ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054). The updated weights are gathered in the same buffer. Reduce-
+scatter and all-gather send as many bytes as an all-reduce.
 """
 
+import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
+
+# isort: split
 import itertools
 import math
 import operator
@@ -21,10 +24,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR = range(5)
-"""Kinds of parameters in the order in which a buffer has them. Neighbours share their treatment: weight decay (all but
-vectors), Muon (matrices), and a sum over tensor-parallel ranks, of whose sequence each rank has seen a part (partial).
-"""
-PADDING = 64  # a rank's part has a multiple of so many elements, for aligned loads
+"""Kinds of parameters in the order of a buffer, in which neighbours are treated alike: weight decay (all but vectors),
+Muon (matrices), and a sum over tensor-parallel ranks, each of which sees a part of the sequence (partial)."""
+PADDING = 64  # a rank's part is a multiple of this many elements, for aligned loads
 
 
 def kind_of(parameter: nn.Parameter) -> int:
@@ -34,29 +36,29 @@ def kind_of(parameter: nn.Parameter) -> int:
         return PARTIAL_VECTOR if partial else VECTOR
     if parameter.ndim == 2:
         return PARTIAL_MATRIX if partial else MATRIX
-    assert not partial, "no such parameter is known"
+    assert not partial, "only matrices and vectors may be sequence-parallel"
     return DECAYED
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether Muon is for it."""
+    """Whether Muon updates a parameter."""
     return parameter.ndim == 2
 
 
 @dataclass
 class Region:
-    """Neighbouring elements of a buffer that this rank owns and updates in one way."""
+    """Contiguous elements of a buffer that this rank owns and updates alike."""
 
     first: int
-    """Place of the first one in the buffer."""
+    """Index of the first element in the buffer."""
     grad: Tensor
     """[n] fp32, in the buffer; holds the new weights after an update."""
     offload: bool
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """[n] fp32 each: `fp32_param` and what the optimizer keeps, as checkpoints name them."""
+    """[n] fp32 each: `fp32_param` and the optimizer's state, by their names in checkpoints."""
 
     def keep(self, name: str) -> Tensor:
-        """A new one of `tensors`, all zero."""
+        """Add a tensor of zeros to `tensors`, and return it."""
         device = torch.device("cpu") if self.offload else self.grad.device
         self.tensors[name] = torch.zeros(len(self.grad), dtype=torch.float32, device=device, pin_memory=self.offload)
         return self.tensors[name]
@@ -73,10 +75,10 @@ class FlatBuffer:
 
     Args:
         parameters: in any order; the buffer sorts them.
-        group: ranks that hold copies of these parameters and see other data.
+        group: ranks that hold copies of these parameters and read different data.
         tensor_group: ranks that split these parameters.
         distributed: False: every rank owns the whole buffer.
-        offload: what regions keep is in pinned memory of the host; of parameters on a GPU.
+        offload: keep the tensors of regions in pinned host memory.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -98,12 +100,12 @@ class FlatBuffer:
         self.own = self.flat[self.first : self.first + part]
         views = self.flat[: sum(sizes)].split(sizes)
         self.grads = [view.view_as(parameter) for view, parameter in zip(views, self.parameters, strict=True)]
-        """fp32, of each parameter's shape; after `gather` the parameters' values in full precision."""
+        """fp32 gradients in the shapes of the parameters; after `gather` the weights in full precision."""
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.main_grad = grad  # type: ignore[attr-defined]  # see `main_grad`
 
     def region(self, kinds: Sequence[int]) -> Region:
-        """What this rank owns of neighbouring kinds, with masters of the parameters as they are."""
+        """Add the region that this rank owns of neighbouring kinds, with masters of the current parameters."""
         start, end = self._span(kinds)
         start, end = (min(max(place, self.first), self.first + len(self.own)) for place in (start, end))
         region = Region(start, self.flat[start:end], self.offload)
@@ -116,13 +118,13 @@ class FlatBuffer:
         return region
 
     def sum_partial(self) -> None:
-        """Add up the gradients of which each tensor-parallel rank has a part."""
+        """Sum the partial gradients over tensor-parallel ranks."""
         start, end = self._span((PARTIAL_MATRIX, PARTIAL_VECTOR))
         if self.tensor_group.size() > 1 and start < end:
             dist.all_reduce(self.flat[start:end], group=self.tensor_group)
 
     def reduce(self) -> None:
-        """Sum the buffer over ranks, where this rank owns it."""
+        """Sum the part that this rank owns over ranks."""
         if self.group.size() == 1:
             return
         if self.distributed:
@@ -131,12 +133,12 @@ class FlatBuffer:
             dist.all_reduce(self.flat, group=self.group)
 
     def gather(self) -> None:
-        """Fill the buffer with what each rank has in its own part."""
+        """Fill the buffer with every rank's own part."""
         if self.distributed and self.group.size() > 1:
             dist.all_gather_into_tensor(self.flat, self.own, group=self.group)
 
     def square_norm(self) -> Tensor:
-        """[] fp64: of this rank's share of the summed gradient; over all ranks every parameter counts once."""
+        """[] fp64, the part of this rank in the squared norm of the summed gradient; ranks count no parameter twice."""
         total = torch.zeros((), dtype=torch.float64, device=self.flat.device)
         if not self.distributed and self.group.rank() > 0:
             return total
@@ -147,23 +149,23 @@ class FlatBuffer:
         return total
 
     def take_masters(self) -> None:
-        """Overwrite the gradients that this rank owns by the masters, for `publish`."""
+        """Overwrite the gradients that this rank owns with the masters, for `publish`."""
         for region in self.regions:
             region.grad.copy_(region.master)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Set the parameters to the new weights that all ranks have in their parts, and clear the gradients."""
+        """Set the parameters to the new weights in all ranks' parts, and clear the gradients."""
         self.gather()
         for parameter, value in zip(self.parameters, self.grads, strict=True):
             parameter.copy_(value)
         self.flat.zero_()
 
     def sharded_state(self, parts: Mapping[int, ShardedTensor | ShardedTensorFactory]) -> dict[str, Any]:
-        """What this rank owns, for megatron-core's checkpoints; `load` takes the same nesting back.
+        """The tensors of this rank's regions for megatron-core's checkpoints; `load` takes the same nesting.
 
         Args:
-            parts: how the model's own checkpoint has each parameter, by `id` of it.
+            parts: entry of each parameter in the model's own checkpoint, by `id` of the parameter.
         """
         state: dict[str, Any] = {}
         for region in self.regions:
@@ -173,7 +175,7 @@ class FlatBuffer:
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take tensors that `sharded_state` asked for."""
+        """Copy tensors loaded for `sharded_state` into the regions."""
         for region in self.regions:
             for name, tensor in region.tensors.items():
                 for low, piece in state.get(name, {}).items():
@@ -184,7 +186,7 @@ class FlatBuffer:
     def _pieces(
         self, region: Region, name: str, tensor: Tensor, parts: Mapping[int, ShardedTensor | ShardedTensorFactory]
     ) -> Iterator[tuple[int, ShardedTensor]]:
-        """(place in the buffer, piece) of what a region has of each parameter, in blocks of whole tensors' entries."""
+        """Yield (place in the buffer, piece) for each rectangular block of a parameter inside a region."""
         for begin, parameter in zip(self._bounds, self.parameters, strict=False):
             entry = parts[id(parameter)]
             whole = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
@@ -199,12 +201,12 @@ class FlatBuffer:
                     low += count
 
     def _span(self, kinds: Sequence[int]) -> tuple[int, int]:
-        """First place of neighbouring kinds, and that after them."""
+        """Start and end of neighbouring kinds in the buffer."""
         own = [kind_of(parameter) for parameter in self.parameters]
         return self._bounds[bisect_left(own, kinds[0])], self._bounds[bisect_right(own, kinds[-1])]
 
     def _counted(self) -> Iterator[tuple[int, int]]:
-        """Ranges of the buffer that no other tensor-parallel rank counts, neighbours in one."""
+        """Yield ranges of the buffer that no other tensor-parallel rank counts, with neighbours joined."""
         start = end = 0
         for parameter, (first, after) in zip(self.parameters, itertools.pairwise(self._bounds), strict=True):
             if self.tensor_group.rank() == 0 or getattr(parameter, "tensor_model_parallel", False):
@@ -216,7 +218,7 @@ class FlatBuffer:
 
 
 def _block(part: ShardedTensor, low: int, high: int, replicated: bool) -> ShardedTensor:
-    """The largest block of a tensor's entries that starts at `low` and ends by `high` in their order in memory.
+    """The largest rectangular block of a tensor that starts at `low` and ends by `high` in memory order.
 
     Example, entries 2 .. 9 of a part of shape [4, 3]: [0, 2], then rows 1 and 2, then [3, 0].
     """

@@ -1,4 +1,4 @@
-"""The model of a run: a base from a directory, with its own heads or fresh ones."""
+"""The model of a run: a base from a directory with its own heads or new ones, of which only the heads are trained."""
 
 import bisect
 import dataclasses
@@ -12,27 +12,29 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.config import SECTIONS, ModelConfig, known_letters
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
 from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in
+from mtpkit.platform import default_device, resolve_dtype
 from mtpkit.training.config import HeadAttention, TrainConfig
-from mtpkit.training.freeze import HEAD_PREFIX
 from mtpkit.training.parallel import own_rows
 
 _logger = logging.getLogger(__name__)
 
+HEAD_PREFIX = "mtp."
+
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
-    """Settle what is `auto` in the settings, and which heads the model gets.
+    """Replace `auto` in the settings, and decide which heads the model gets.
 
     Raises:
         UserError: the settings of heads or loss do not fit the model.
@@ -48,7 +50,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
         model = base.replace(
             mtp_pattern=pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
         )
-        if base.mtp.num_depths and not _same_layers(base, model):
+        same = (base.mtp.pattern, base.mtp.num_layers) == (model.mtp.pattern, model.mtp.num_layers)
+        if base.mtp.num_depths and not same:
             number = "" if base.mtp.repeated else f" and heads.num_depths={base.mtp.num_depths}"
             raise UserError(
                 f"{config.model} has heads of pattern {base.mtp.pattern!r} ({base.mtp.num_layers} physical), which "
@@ -72,20 +75,21 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
     backend = cast(Any, resolve_backend(config.backend))
-    exact = config.dtype == "float32" and config.matmul_precision == "highest"
+    dtype = cast(Any, resolve_dtype(config.dtype, default_device()))
+    exact = dtype == "float32" and config.matmul_precision == "highest"
     if backend == "te" and exact and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         _logger.warning(
             "Transformer Engine multiplies fp32 in TF32, whatever matmul_precision is: set backend=local, or "
             "NVIDIA_TF32_OVERRIDE=0 in the environment"
         )
-    return dataclasses.replace(config, heads=settled, backend=backend), model
+    return dataclasses.replace(config, heads=settled, backend=backend, dtype=dtype), model
 
 
 def default_pattern(base: ModelConfig) -> str:
-    """Layers of a depth of new heads: those of the base's own heads, else one that mixes tokens and one that does not.
+    """Layers of a depth of new heads: those of the base's heads, else one that mixes tokens and one that does not.
 
-    Both are of a kind that the base has, attention rather than Mamba2 and MLPs rather than experts. Example: `*-` for
-    `M*-`, `*E` for `ME*E`, `M-` for `M-`, `*` for `M*`.
+    Both are kinds of the base, attention before Mamba2 and MLPs before experts. Example: `*-` for `M*-`, `*E` for
+    `ME*E`, `M-` for `M-`, `*` for `M*`.
     """
     kinds = kinds_in(base.pattern)
     pairs = ([kind.letter for kind in kinds if kind.keeps_past is mixes][:1] for mixes in (True, False))
@@ -93,14 +97,15 @@ def default_pattern(base: ModelConfig) -> str:
 
 
 def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None:
-    """Refuse layers of new heads that cannot be made.
+    """Refuse layers that new heads cannot have.
 
     Raises:
-        UserError: it says what `heads.pattern` or `heads.init` may be instead.
+        UserError: says which `heads.pattern` or `heads.init` to set instead.
     """
     copies = config.heads.init == "base"
     absent = sorted(set(pattern) - set(base.pattern))
-    sizeless = [letter for letter in absent if letter in SECTIONS and not _has_sizes(base, letter)]
+    known = [letter for letter in absent if letter in SECTIONS]
+    sizeless = [letter for letter in known if list(base.section(SECTIONS[letter]).requirements(1))]
     if unknown := sorted(set(pattern) - SECTIONS.keys()):
         problem = f"has {listed(map(repr, unknown))}, but layers are {known_letters()}"
     elif copies and absent:
@@ -115,27 +120,19 @@ def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None
     raise UserError(f"heads.pattern={pattern} {problem}; set {'heads.pattern=auto' if fits else 'heads.init=fresh'}")
 
 
-def _has_sizes(base: ModelConfig, letter: str) -> bool:
-    return not list(base.section(SECTIONS[letter]).requirements(1))
-
-
 def _named(letters: Sequence[str]) -> str:
     return listed(f"{letter!r} ({SECTIONS[letter].title})" for letter in letters)
 
 
-def _same_layers(a: ModelConfig, b: ModelConfig) -> bool:
-    return (a.mtp.pattern, a.mtp.num_layers) == (b.mtp.pattern, b.mtp.num_layers)
-
-
 def resolve_attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention:
-    """What `auto` is for a model.
+    """The attention of a model's heads, with `auto` replaced.
 
     Raises:
         UserError: `serving` for distinct heads.
     """
     if asked == "serving" and not model.mtp.repeated:
         raise UserError(
-            "heads.attention=serving is for one repeated head; distinct heads have a cache a depth, so that "
+            "heads.attention=serving is for one repeated head; distinct heads have a cache per depth, so that "
             "heads.attention=per_depth is what they see in serving"
         )
     if asked != "auto":
@@ -150,20 +147,20 @@ def build_with_heads(
     load_weights: bool = True,
     base_layers: bool = True,
 ) -> HybridModel:
-    """The model that `resolve` settled on; `load_weights=False` leaves them to a checkpoint that is restored later.
+    """Build the model for settings from `resolve`.
 
     Args:
-        base_layers: as of `build_model`.
+        load_weights: False leaves the weights to a checkpoint that is restored later.
+        base_layers: as in `build_model`.
 
     Raises:
         UserError: the weights in `config.model` do not fit its config.
     """
-    open_weights(config.model, fit_config=True)  # before a model is built in the sizes that its config claims
-    dtype = getattr(torch, config.dtype)
+    open_weights(config.model, fit_config=True)  # refuses a wrong config before a model of its sizes is built
     parallel = config.parallel
     model = build_model(
         model_config,
-        dtype=dtype,
+        dtype=getattr(torch, resolve_dtype(config.dtype, device)),
         device=device,
         tensor_parallel=parallel.tensor,
         pipeline_parallel=parallel.pipeline,
@@ -175,7 +172,7 @@ def build_with_heads(
         balance=parallel.balance,
     )
     fp8, new = config.base_fp8 and base_layers, config.heads.init != "checkpoint"
-    if load_weights or fp8:  # what a checkpoint has of the base is not in fp8
+    if load_weights or fp8:  # a checkpoint does not hold the base in fp8
         load_model_weights(model, Path(config.model), strict=base_layers, allow_missing_heads=new or not load_weights)
     if load_weights and new:
         init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
@@ -188,10 +185,10 @@ def build_with_heads(
 
 @torch.no_grad()
 def init_from_base(model: HybridModel) -> None:
-    """Start each head as the base's last layers of its kinds, reading the sum of embedding and hidden state.
+    """Initialise each head with the base's last layers of its kinds, reading the sum of embedding and hidden state.
 
-    What is there before stays as noise in `eh_proj`; everything else but the input norms is replaced. Collective over a
-    pipeline, whose earlier stages may hold these layers.
+    The random values of `eh_proj` remain as noise, and the input norms as they are. Collective over pipeline stages,
+    since earlier ones may hold these layers.
     """
     heads = model.mtp.layers if model.mtp_process else []
     for place, letter in enumerate(model.mtpkit_config.mtp.pattern):
@@ -205,7 +202,7 @@ def init_from_base(model: HybridModel) -> None:
 
 
 def _copy_layer(model: HybridModel, number: int, layers: Sequence[nn.Module]) -> None:
-    """Give `layers`, which the last stage has, the weights of a base layer; its stage sends them."""
+    """Copy the weights of a base layer to `layers` on the last stage; the stage that holds it sends them."""
     group = model.pg_collection.pp
     last = group.size() - 1
     counts = [len(part) for part in model.stage_patterns]
@@ -227,8 +224,48 @@ def _copy_layer(model: HybridModel, number: int, layers: Sequence[nn.Module]) ->
 
 
 def drop_base_layers(model: HybridModel) -> None:
-    """Free the base's layers, for heads that are trained on cached hidden states."""
+    """Free the base's layers before heads are trained on cached hidden states."""
     model.decoder.layers = torch.nn.ModuleList()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def freeze_base(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Make the heads' parameters the only ones that require a gradient, and return them by name."""
+    model.requires_grad_(False)
+    model.eval()
+    heads = {name: parameter for name, parameter in model.named_parameters() if name.startswith(HEAD_PREFIX)}
+    for parameter in heads.values():
+        parameter.requires_grad_(True)
+    return heads
+
+
+def fingerprint(model: nn.Module) -> dict[str, int]:
+    """One integer per tensor that training must not change: the sum of its bit patterns.
+
+    These are the base's parameters and persistent buffers, and the router biases of the heads (`expert_bias`), which
+    have no gradient, but which trainers that balance experts adjust.
+    """
+    return {
+        name: _bit_sum(tensor)
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor) and (not name.startswith(HEAD_PREFIX) or name.endswith("expert_bias"))
+    }
+
+
+def check_unchanged(model: nn.Module, before: dict[str, int]) -> None:
+    """Compare with an earlier `fingerprint`.
+
+    Raises:
+        MtpkitError: frozen tensors changed; names them.
+    """
+    after = fingerprint(model)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise MtpkitError(f"training changed tensors of the frozen base: {listed(changed)}")
+
+
+def _bit_sum(tensor: Tensor) -> int:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))

@@ -1,6 +1,10 @@
-"""A training run from a config to its last checkpoint."""
+"""The loop of a training run."""
 
+import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
+
+# isort: split
 import dataclasses
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,18 +14,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mtpkit.data import PackedBatch, PackedDataset, PackedLoader
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model.flops import step_flops
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision
-from mtpkit.training.batches import ReadAhead, open_dataset
+from mtpkit.training.batches import ReadAhead, open_dataset, shared_data
 from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config import TrainConfig
 from mtpkit.training.evaluation import EvaluationSettings, evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
-from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
-from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
-from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, check_wandb, read_metrics
-from mtpkit.training.mfu import find_peak, utilization
+from mtpkit.training.heads import build_with_heads, check_unchanged, drop_base_layers, fingerprint, freeze_base, resolve
+from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, check_wandb, find_peak, read_metrics, utilization
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.parallel import check_layout, has_results
 from mtpkit.training.report import REPORT, write_report
@@ -29,15 +31,17 @@ from mtpkit.training.run import RunDirectory
 from mtpkit.training.signals import StopSignal
 from mtpkit.training.step import train_step
 
+_logger = logging.getLogger(__name__)
+
 
 def train(config: TrainConfig) -> Path:
     """Train until the last step, SIGTERM or SIGINT, and return the run's directory. Collective over all ranks.
 
     Raises:
-        KeyboardInterrupt: SIGINT ended it, and a checkpoint is saved.
+        KeyboardInterrupt: SIGINT ended the run, and a checkpoint is saved.
         UserError: the model, the data or an earlier run in `output` does not fit the settings.
-        MtpkitError: a loss, the gradient or what was found on held-out data is not finite, so that the run ends as it
-            was saved last; or a frozen tensor changed.
+        MtpkitError: a loss, the gradient or a held-out figure is not finite, and the last checkpoint is the result; or
+            a frozen tensor changed.
     """
     ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
     with matmul_precision(config.matmul_precision):
@@ -50,9 +54,9 @@ def train(config: TrainConfig) -> Path:
 
 
 class Trainer:
-    """The parts of a run, put together and resumed. `step` counts the finished optimizer steps.
+    """The parts of a run, resumed if there is a checkpoint. `step` counts the finished optimizer steps.
 
-    Nothing is written into the run's directory before `directory.started`.
+    The run's directory is not written before `directory.started`.
     """
 
     def __init__(self, config: TrainConfig):
@@ -67,6 +71,8 @@ class Trainer:
         train_data = open_dataset(config, config.data.train)
         self.loader: PackedLoader | ReadAhead = self._loader(train_data)  # refuses sizes before a cache is written
         self.eval_data = open_dataset(config, config.data.eval) if config.data.eval else None
+        if has_results() and (shared := shared_data(config.data)):
+            _logger.warning("data.eval is not held out: %s is in data.train too", listed(shared))
         resuming = self.directory.iteration is not None
         from_base = self.config.heads.init == "base" and not resuming
         if config.cache:
@@ -76,7 +82,7 @@ class Trainer:
             self.config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
         )
         self.explained: float | None = None
-        """Share of what new heads' layers expect that their fitted inputs explain; None: they were not fitted."""
+        """Result of `fit_input_projection`; None: the inputs of the heads were not fitted."""
         if from_base and config.heads.fit_tokens:
             self.explained = fit_input_projection(self.model, self._fit_batches())
         if config.cache:
@@ -89,7 +95,7 @@ class Trainer:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Open the logs of the run for what is inside."""
+        """Open the logs of the run inside the context."""
         config = self.config
         self.log = MetricsLog(
             self.directory.path,
@@ -113,6 +119,8 @@ class Trainer:
             self.log.message(self.no_peak)
         if 0 < self.step < config.steps:
             self.log.message(f"going on after step {self.step} of {config.steps}, saved in {self.directory.newest}")
+        if self.directory.changed:
+            self.log.message(f"settings changed since the last part of the run: {'; '.join(self.directory.changed)}")
         if self.step == 0:
             self._evaluate()
         elif self.step >= config.steps:
@@ -122,7 +130,7 @@ class Trainer:
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
                 sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group, self.step)
-                sums = sums.on_host()  # waits for the losses, not for an update that goes on
+                sums = sums.on_host()  # waits for the losses, not for a deferred update
                 sums.check_finite(f"step {self.step + 1}")
                 values = summary(sums, config.depth_weights())
             self.step += 1
@@ -159,7 +167,7 @@ class Trainer:
             throughput.reset()
 
     def _evaluate(self) -> float | None:
-        """Write losses and acceptance on the held-out data; the acceptance length, if there is any."""
+        """Log losses and acceptance on the held-out data; returns the acceptance length, None without such data."""
         if self.eval_data is None:
             return None
         self.optimizer.finish()
@@ -173,7 +181,7 @@ class Trainer:
         return evaluation.overall.acceptance_length()
 
     def _report(self) -> None:
-        """Draw the curves. Lines in the metrics that cannot be drawn are no reason to lose a run."""
+        """Write the report; metrics that cannot be drawn give a message and do not end the run."""
         if not self.log.enabled:
             return
         try:

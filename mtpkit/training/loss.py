@@ -1,17 +1,15 @@
-"""Losses of all MTP depths through the frozen lm_head, without ever holding the [tokens, vocabulary] logits.
+"""Losses of all MTP depths through the frozen lm_head, without holding the [tokens, vocabulary] logits in memory.
 
-The work goes chunk by chunk over tokens. One product gives a chunk's logits of the base and of every depth, in a buffer
-that all chunks share; `kernels.head_loss` makes of them the losses and, in their place, their gradient; a second
-product takes that to the hidden states. Tokens that a depth's mask leaves out have no row in any of this. The lm_head's
-own gradient is never computed.
+Tokens are processed in chunks. One product gives the logits of base and depths for a chunk, in a buffer that all chunks
+share; `kernels.head_loss` computes the losses and, in place of the logits, their gradient; a second product gives the
+gradient of the hidden states. Tokens outside a depth's mask have no row. The gradient of lm_head is never computed.
 
-What is kept for the backward is the hidden states' gradient, [N, h] a depth in the model's dtype, and the backward only
-scales it: a depth's losses are summed here, so what comes from above is one number a depth. Making logits and
-statistics again in the backward would keep as much, the hidden states, and take 1 + K products more than the 1 + 2 K
-that there are: 1 + K for logits, K for the gradient.
+The forward pass saves the gradient of the hidden states, [N, h] per depth in the model's dtype, and the backward pass
+only scales it, since the losses of a depth are summed here. Recomputing logits and statistics in the backward pass
+would save as many bytes, and take 1 + K products more than these 1 + 2 K.
 
-Under tensor parallelism each rank holds a slice of the vocabulary. The ranks exchange seven numbers a row and chunk,
-two more for `tv`, and add up the hidden states' gradient; what leaves this module is the same on all of them.
+Under tensor parallelism each rank holds a slice of the vocabulary. The ranks exchange seven numbers per row (nine for
+`tv`) and sum the gradient of the hidden states; the results are the same on all ranks.
 
 Shape legend: N tokens, h hidden size, V vocabulary (of one rank: V/tp), K depths, C tokens of a chunk, S rows of
 logits of a chunk's depths, at most K * C.
@@ -24,51 +22,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpkit.kernels.head_loss import HeadLoss, LossKind
+from mtpkit.kernels.head_loss import HeadLoss
 from mtpkit.kernels.head_loss.slices import draft_tokens, fold, is_finite, log_probs, matches, number_tokens, row_losses
 from mtpkit.platform import to_device
+from mtpkit.training.config import LossConfig
 
 CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
-"""What the logits of a chunk take, base and depths together: on a GPU enough rows for products at full rate, on a CPU
-what stays in its cache. The products for logits and for the gradient take 38 ms on an H200 for 4,096 tokens at h =
-4,096, V = 131,072, K = 3; with 512 MiB 43 ms, with 256 MiB 39."""
+"""Bytes of a chunk's logits, base and depths together: on a GPU enough rows for products at full rate, on a CPU what
+stays in its cache. The products for logits and gradient take 38 ms on an H200 for 4,096 tokens at h = 4,096, V =
+131,072, K = 3; with 512 MiB 43 ms, with 256 MiB 39."""
 LEAST_TOKENS = 64
-"""A chunk has at least so many, and a multiple of them, however large the vocabulary: each reads the whole lm_head."""
+"""Tokens per chunk are a multiple of this, however large the vocabulary: each chunk reads the whole lm_head."""
 _ALIGNMENT = 64  # elements between rows of logits are a multiple of this, for loads of 16 bytes
 
 
-@dataclass(frozen=True)
-class LossOptions:
-    """What `head_losses` computes and how."""
-
-    kind: LossKind = "kl"
-    """`kl`: forward KL from the base's distribution at a temperature, times the temperature squared. `tv`: total
-    variation distance to it, one minus the expected acceptance rate. `ce`: cross-entropy against the tokens."""
-    temperature: float = 1.0
-    """Of `kl`; the other kinds are at 1."""
-    chunk_size: int = 0
-    """C; 0: as many tokens as CHUNK_BYTES hold the logits of, whatever N and V are."""
-    top_k: int = 0
-    """Of `kl`: the base's distribution is cut to its `top_k` largest logits, and to those that equal the smallest of
-    them, and made to sum to 1 again. Left out is what the base gives all other tokens: the loss is that of a base that
-    never says them, and is least where the head never does either. 0: all tokens."""
-
-
 class VocabShard:
-    """The slice of the vocabulary that this rank of `group` holds; all of it when that is None."""
+    """The slice of the vocabulary on this rank of `group`; all of it if `group` is None."""
 
     def __init__(self, size: int, group: dist.ProcessGroup | None = None):
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.first = size * dist.get_rank(self.group) if self.group else 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up every rank's `values` in place."""
+        """Sum `values` over ranks, in place."""
         if self.group is not None:
             dist.all_reduce(values, group=self.group)
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """[tp, ...], every rank's `values`."""
+        """[tp, ...], the `values` of all ranks."""
         if self.group is None:
             return values[None]
         every = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
@@ -76,13 +58,13 @@ class VocabShard:
         return torch.stack(every)
 
     def pick(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-        """[n] in at least fp32: the logit of each of `tokens` [n] in each of `rows` [n] of logits [.., V/tp]."""
+        """[n] in at least fp32: the logits of `tokens` [n] in `rows` [n] of logits [.., V/tp]."""
         columns = tokens - self.first
         held = (columns >= 0) & (columns < logits.shape[1])
         return self.sum(logits[rows, columns.where(held, 0)].to(_wide(logits)).where(held, 0))
 
     def kth_largest(self, logits: Tensor, k: int) -> Tensor:
-        """[C] the k-th largest logit of each row [C, V/tp] over all slices; the smallest where there are fewer."""
+        """[C] the k-th largest logit of each row [C, V/tp] over all slices; the smallest if there are fewer than k."""
         best = self.gather(logits.topk(min(k, logits.shape[1])).values).transpose(0, 1).flatten(1)
         return best.topk(min(k, best.shape[1])).values[:, -1]
 
@@ -93,14 +75,13 @@ def head_losses(
     weight: Tensor,
     targets: Tensor,
     mask: Tensor,
-    options: LossOptions,
+    options: LossConfig,
     group: dist.ProcessGroup | None = None,
     mask_on_host: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of each depth's loss over its selected tokens, and where its greedy choice is the base's.
+    """Sum of each depth's loss over its selected tokens, and the tokens where its greedy choice equals the base's.
 
-    Row n belongs to one target position: the base predicts that token from `teacher[n]`, depth k from
-    `students[k - 1][n]`.
+    Row n is one target position: the base predicts its token from `teacher[n]`, depth k from `students[k - 1][n]`.
 
     Args:
         students: K tensors [N, h], the only inputs that receive a gradient.
@@ -108,14 +89,15 @@ def head_losses(
         weight: [V/tp, h], the lm_head.
         targets: [N] int64, the tokens; read by `ce` alone.
         mask: [K, N] bool, the tokens that count for each depth.
+        options: `top_k` also keeps logits of the base that equal the smallest of its `top_k` largest.
         group: the tensor-parallel group, or None when `weight` is whole.
-        mask_on_host: the same as `mask`, if the caller has it: else the host waits for the device to read it.
+        mask_on_host: a copy of `mask` on the host; None: it is read from the device.
 
     Returns:
-        losses [K] in at least fp32, and matches [K, N] bool, True where the mask is and student and base have the same
-        argmax of the logits in the model's dtype, the smallest token of equals. Where a row's logits are NaN or
-        infinity, of student or base, the depth's loss is, too, and the row is no match. On ranks of `group` the
-        gradient is that of one loss, computed by all together.
+        losses [K] in at least fp32, and matches [K, N] bool, True where the mask is True and student and base have the
+        same argmax of the logits in the model's dtype, the smallest of equal tokens. If a logit in a row of student or
+        base is NaN or infinite, so is the depth's loss, and the row is no match. On the ranks of `group` the gradient
+        is that of one loss.
     """
     wants_grad = torch.is_grad_enabled() and any(student.requires_grad for student in students)
     return _HeadLosses.apply(teacher, weight, targets, mask, mask_on_host, options, group, wants_grad, *students)
@@ -123,11 +105,10 @@ def head_losses(
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far depths and base agree about each token; all [K, N] in at least fp32, 0 where the mask is not.
-
-    Where logits are not finite `match` and `draft_is_token` are 0, and the other numbers are NaN.
+    """Agreement of depths and base about each token; all [K, N] in at least fp32, 0 outside the mask.
 
     p is the base's distribution of the token at a target position, q the depth's, d = argmax q, t the text's token.
+    With logits that are not finite `match` and `draft_is_token` are 0, and the other numbers are NaN.
     """
 
     match: Tensor
@@ -137,9 +118,9 @@ class Agreement:
     draft_is_token: Tensor
     """1 where d = t."""
     overlap: Tensor
-    """sum_v min(p(v), q(v)), one minus the total variation distance: rejection sampling accepts a draft from q."""
+    """sum_v min(p(v), q(v)): the probability that rejection sampling accepts a draft sampled from q."""
     token_accept: Tensor
-    """min(1, q(t) / p(t)): with t drawn from p, the share of it that such a draft gives."""
+    """min(1, q(t) / p(t)): for t sampled from p, the probability that an accepted draft from q gives it."""
 
 
 @torch.no_grad()
@@ -149,15 +130,14 @@ def head_agreement(
     weight: Tensor,
     targets: Tensor,
     mask: Tensor,
-    options: LossOptions,
+    options: LossConfig,
     group: dist.ProcessGroup | None = None,
     mask_on_host: Tensor | None = None,
 ) -> tuple[Tensor, Agreement]:
-    """Sum of each depth's loss over its selected tokens [K], and how far it agrees with the base at each of them.
+    """Sum of each depth's loss over its selected tokens [K], and its agreement with the base at each of them.
 
-    Arguments as in `head_losses`. Logits are made once, and read once more than for the loss: one pass gives the
-    statistics, of which all but the overlap follow, and the overlap takes the place of the gradient. A loss other than
-    `kl` at temperature 1 over all tokens has its own two passes.
+    Arguments as in `head_losses`. One pass over the logits gives all numbers but the overlap, which takes a second
+    pass. A loss other than `kl` at temperature 1 over all tokens takes passes of its own.
     """
     shard = VocabShard(weight.shape[0], group)
     losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
@@ -181,7 +161,7 @@ class _HeadLosses(torch.autograd.Function):
         targets: Tensor,
         mask: Tensor,
         mask_on_host: Tensor | None,
-        options: LossOptions,
+        options: LossConfig,
         group: dist.ProcessGroup | None,
         wants_grad: bool,
         *students: Tensor,
@@ -219,13 +199,13 @@ def _finish(
     drafts: Tensor,
     mask: Tensor,
     targets: Tensor,
-    options: LossOptions,
+    options: LossConfig,
     shard: VocabShard,
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Losses [S] and matches [S] of a chunk's logits; drafts [S, V/tp] become their gradient where that is wanted."""
-    kind, temperature = options.kind, options.temperature if options.kind == "kl" else 1.0
-    floor = shard.kth_largest(base, options.top_k) if options.top_k and kind == "kl" else None
+    """Losses [S] and matches [S] of a chunk's logits; with `wants_grad`, drafts [S, V/tp] become their gradient."""
+    kind, temperature = options.kind, options.temperature
+    floor = shard.kth_largest(base, options.top_k) if options.top_k else None
     loss = HeadLoss(base, drafts, mask, targets - shard.first, kind, temperature, floor)
     own = fold(loss.statistics(), kind, temperature)
     whole = fold(shard.gather(number_tokens(own, shard.first)), kind, temperature)
@@ -240,16 +220,16 @@ def _finish(
 
 
 def _agree(
-    base: Tensor, drafts: Tensor, mask: Tensor, targets: Tensor, options: LossOptions, shard: VocabShard
+    base: Tensor, drafts: Tensor, mask: Tensor, targets: Tensor, options: LossConfig, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
-    """Losses [S] and the numbers of `Agreement` [5, S] from a chunk's logits, which are used up."""
+    """Losses [S] and the numbers of `Agreement` [5, S] from a chunk's logits, which are overwritten."""
     plain = options.kind == "kl" and options.temperature == 1 and not options.top_k
     if not plain:
         losses, _ = _finish(base.clone(), drafts.clone(), mask, targets, options, shard, wants_grad=False)
     rows, each = mask.nonzero()[:, 1], torch.arange(len(drafts), device=drafts.device)
     tokens = targets[rows]
     token_logits = shard.pick(drafts, each, tokens)
-    # A copy of the base's logits: what the statistics leave of them is the kernel's own.
+    # A copy, since the kernel overwrites the base's logits.
     loss = HeadLoss(base.clone(), drafts, mask, targets - shard.first, "kl")
     whole = fold(shard.gather(number_tokens(fold(loss.statistics(), "kl"), shard.first)), "kl")
     log_q, log_p = log_probs(whole, token_logits, shard.pick(base, rows, tokens))
@@ -268,7 +248,7 @@ def _agree(
 
 
 class _Logits:
-    """Room for the logits of one chunk."""
+    """A buffer for the logits of one chunk."""
 
     def __init__(self, teacher: Tensor, weight: Tensor, num_depths: int, chunk_size: int):
         width = -(-len(weight) // _ALIGNMENT) * _ALIGNMENT
@@ -287,7 +267,7 @@ class _Logits:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a depth has in a chunk: `rows` of the N tokens, which are `span` of the chunk's S rows."""
+    """A depth's part of a chunk: `rows` of the N tokens are `span` of the chunk's S rows."""
 
     depth: int
     rows: slice | Tensor
@@ -295,7 +275,7 @@ class _Part:
 
 
 def _chunks(mask: Tensor, on_host: Tensor | None, chunk_size: int) -> Iterator[tuple[slice, list[_Part]]]:
-    """Chunks of mask [K, N] with anything in them. It is read on the host, once, where that has no copy of it."""
+    """Chunks of mask [K, N] that select a token; the mask is read once if the host has no copy of it."""
     on_host = mask.cpu() if on_host is None else on_host
     for start in range(0, mask.shape[1], chunk_size):
         rows = slice(start, min(start + chunk_size, mask.shape[1]))
@@ -310,5 +290,5 @@ def _chunks(mask: Tensor, on_host: Tensor | None, chunk_size: int) -> Iterator[t
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """What sums are in."""
+    """The dtype of sums: fp32, or fp64 for fp64 tensors."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,12 +1,14 @@
 """Weight gradients of a repeated head, summed over its depths in fp32.
 
-Autograd sums what the K uses of a weight contribute in the weight's own dtype: in bf16 a contribution that is 256 times
-smaller than the sum so far is lost. Here each use adds its contribution to `parameter.main_grad` (megatron-core's name
-for the fp32 gradient that the optimizer keeps) as soon as the backward has it, and `parameter.grad` stays None. The
-product that gives the contribution of one of megatron-core's linears is itself added up in fp32, without a tensor of
-its own.
+Autograd would sum the contributions of the K uses of a weight in the weight's dtype: bf16 loses a contribution that is
+256 times smaller than the sum so far. Here the backward pass adds each contribution to `parameter.main_grad`
+(megatron-core's name for the optimizer's fp32 gradient), and `parameter.grad` stays None. megatron-core's linears add
+the product that is their contribution in fp32, without a tensor of its own.
 """
 
+import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
+
+# isort: split
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +38,7 @@ _LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The parameter itself, whose gradient goes to `main_grad`; megatron-core's linears see to that themselves."""
+    """The identity on a parameter, whose gradient goes to `main_grad`; megatron-core's linears do this themselves."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
@@ -51,9 +53,9 @@ class _IntoMainGrad(torch.autograd.Function):
 
 @contextmanager
 def gradients_into_main(module: nn.Module) -> Iterator[None]:
-    """Uses inside of parameters in `module` that have a `main_grad` add their gradients to it, one by one.
+    """A context in which each use of parameters in `module` that have a `main_grad` adds its gradient to that.
 
-    Every backward through them does, even one that asks for other gradients alone. Not to be nested on one module.
+    So does every backward pass through these uses, even one for other gradients alone. Do not nest it on one module.
     """
     found = [
         (owner, name, parameter)
@@ -77,6 +79,6 @@ def gradients_into_main(module: nn.Module) -> Iterator[None]:
 
 
 def training_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
-    """`mtp_forward` for training, see the module."""
+    """`mtp_forward` with gradients into `main_grad`."""
     with gradients_into_main(head_of(model, depth)):
         return mtp_forward(model, depth, hidden, token_ids, inputs)

@@ -1,9 +1,10 @@
-"""Where the numbers of a run go: a JSON line a step, TensorBoard, Weights & Biases, and a progress bar."""
+"""Logs of a run (JSON lines, TensorBoard, Weights & Biases, a progress bar), and its throughput and MFU."""
 
 import contextlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 import time
 import warnings
@@ -12,30 +13,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 
 from mtpkit.errors import UserError
 from mtpkit.files import is_there, parse_json, read_text, write_file
+from mtpkit.platform import device_name
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
-"""File of a run with a line for each training step that is logged, and for each evaluation."""
+"""File of a run with a line per logged training step and per evaluation."""
+
+PEAK_RATES = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A30": 165e12,
+    "A40": 150e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+"""bf16 FLOPs per second by a part of the device's name; the first match counts. All are Tensor Core peaks for dense
+matrices from NVIDIA's data sheets, half of the rates with sparsity if only those are given. A large product reaches
+about 0.8 of the peak (790e12 on an H200)."""
 
 
 def check_wandb(project: str) -> None:
-    """Refuse a W&B project without the package that reports to it.
-
-    Raises:
-        UserError: the package is missing.
-    """
+    """Raise UserError if a W&B project is set and the package is missing."""
     if project and importlib.util.find_spec("wandb") is None:
         raise UserError(f"log.wandb={project} needs the package wandb: pip install wandb, or leave log.wandb empty")
 
 
 class MetricsLog:
-    """Writes to `output/metrics.jsonl`, `output/tensorboard` and W&B; on any rank but the first it does nothing."""
+    """Writes to `output/metrics.jsonl`, `output/tensorboard` and W&B if `enabled`, and shows progress."""
 
     def __init__(
         self,
@@ -46,14 +68,14 @@ class MetricsLog:
         wandb: str = "",
         settings: Mapping[str, object] | None = None,
     ):
-        """Open the logs of a run that goes on after `first_step`; lines of later steps are forgotten.
+        """Open the logs of a run that resumes after `first_step`; lines of later steps are removed.
 
         Args:
             wandb: project; empty: none.
             settings: shown by W&B beside the curves.
 
         Raises:
-            UserError: W&B does not take the run, or the metrics so far cannot be read.
+            UserError: W&B refuses the run, or existing metrics cannot be read.
         """
         self.enabled = enabled
         self._file = None
@@ -71,7 +93,7 @@ class MetricsLog:
         self._bar = tqdm(total=steps, initial=first_step, desc="training", unit=" steps", disable=disable)
 
     def progress(self, step: int, shown: str, due: bool) -> None:
-        """Advance the bar by one step and show this beside it; without a bar, print it where a line is due."""
+        """Advance the bar by one step with a text beside it; without a bar, print the text if a line is due."""
         if self._bar.disable:
             if due:
                 self.message(f"step {step} of {self._steps}: {shown}")
@@ -82,7 +104,7 @@ class MetricsLog:
     def write(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         """Append one line `{"kind": .., "step": .., **values}`.
 
-        Boards get a scalar an entry: `train/depth_losses_2`, `eval/sources/code/acceptance_length`.
+        TensorBoard and W&B get one scalar per entry: `train/depth_losses_2`, `eval/sources/code/acceptance_length`.
         """
         if self._file is None:
             return
@@ -96,7 +118,7 @@ class MetricsLog:
             self._wandb.log({**scalars, "step": step})
 
     def sync(self) -> None:
-        """Bring the lines so far to the disk: a checkpoint is not to be ahead of them."""
+        """Flush the lines to disk, so that no checkpoint is ahead of them."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -116,7 +138,7 @@ class MetricsLog:
 
 
 class Throughput:
-    """Tokens a second of the training steps alone, since the last `reset`."""
+    """Tokens per second of training steps, without evaluations and saves, since the last `reset`."""
 
     def __init__(self) -> None:
         self.reset()
@@ -128,22 +150,49 @@ class Throughput:
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
-        """Time the block, which trains on so many tokens."""
+        """Time the block, which trains on `tokens` tokens."""
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
         self._tokens += tokens
 
     def rate(self) -> float:
-        """Tokens a second in this window."""
+        """Tokens per second in this window."""
         return self._tokens / self._seconds
 
 
+def peak_rate(name: str) -> float | None:
+    """Stated dense bf16 FLOPs per second of a device; None if `PEAK_RATES` lacks it.
+
+    Example: `NVIDIA H100 80GB HBM3` and `NVIDIA GH200 480GB` are 989e12, `NVIDIA H100 PCIe` is 756e12.
+    """
+    found = (rate for part, rate in PEAK_RATES.items() if re.search(rf"\b{part}\b", name))
+    return next(found, None)
+
+
+def find_peak(device: torch.device) -> tuple[float | None, str | None]:
+    """The `peak_rate` of a device, and a message for the user if that of a GPU is unknown."""
+    rate = peak_rate(device_name(device))
+    known = rate is not None or device.type != "cuda"
+    return rate, None if known else f"no MFU is given: the stated peak rate of {device_name(device)} is not known"
+
+
+def utilization(tokens_per_s: float, flops: float, num_devices: int, peak: float | None) -> float | None:
+    """Model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311); None if the peak is unknown, as on a CPU.
+
+    Args:
+        tokens_per_s: tokens per second on all devices together.
+        flops: FLOPs per token, see `mtpkit.model.flops.step_flops`.
+        peak: FLOPs per second of one device, `peak_rate`.
+    """
+    return None if peak is None else tokens_per_s * flops / (num_devices * peak)
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics file but a last one that was cut off; none if there is no file.
+    """The lines of a run's metrics file without an incomplete last one; none if there is no file.
 
     Raises:
-        UserError: it is no text, or a line is none of a run's; the line is named.
+        UserError: the file is not text, or a line is not as a run writes it; names the line.
     """
     whole, _, last = read_text(path).rpartition("\n") if is_there(path) else ("", "", "")
     lines = [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole.splitlines(), start=1)]
@@ -161,9 +210,9 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Forget what a run that was cut off wrote after the checkpoint that it goes on from.
+    """Remove the lines that a killed run wrote after the checkpoint from which it resumes.
 
-    A run that starts anew evaluates its untrained heads again, so of step 0 nothing is kept either.
+    A run that starts again evaluates its untrained heads again, so step 0 keeps nothing.
     """
     if not is_there(path):
         return
@@ -172,7 +221,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """(tag, number) of everything in a value that may be nested; entries of lists are numbered from 1."""
+    """Yield (tag, number) for everything in a nested value; entries of lists are numbered from 1."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _scalars(f"{name}/{key}", entry)
@@ -193,7 +242,7 @@ def _tensorboard(directory: Path, first_step: int) -> "SummaryWriter | None":
 
 
 def _start_wandb(project: str, output: Path, settings: Mapping[str, object] | None) -> Any:
-    """A W&B run that goes on where `output` goes on: its id is kept there."""
+    """Start or resume the W&B run whose id is kept in `output`."""
     import wandb
 
     identity = output / "wandb_id.txt"
@@ -212,6 +261,6 @@ def _start_wandb(project: str, output: Path, settings: Mapping[str, object] | No
         raise UserError(
             f"log.wandb={project}: {error}; run `wandb login`, set WANDB_MODE=offline, or leave log.wandb empty"
         ) from error
-    # Steps that are done again after a kill are logged again, which W&B's own counter would refuse.
+    # Steps repeated after a kill are logged again, which W&B's own counter would refuse.
     run.define_metric("*", step_metric="step")
     return run

@@ -1,9 +1,9 @@
-"""Optimizer state on the host, brought to the GPU piece by piece and back while the GPU does something else.
+"""Optimizer state on the host, copied to the GPU and back piece by piece while the GPU computes something else.
 
-The bus carries both directions at once, by copy engines that take no multiprocessor from what runs beside them: one
-stream brings a piece, one updates the piece before, one takes the piece before that back. A thread asks for pieces only
-as earlier ones leave: streams may share a queue of a copy engine, and whatever small copy the trainer makes meanwhile
-would wait behind all that were asked for.
+Copy engines use both directions of the bus at once and no multiprocessor: one stream copies a piece to the GPU, one
+updates the piece before, one copies the piece before that back. A thread issues the copies of a piece only when earlier
+pieces have left: streams may share the queue of a copy engine, in which small copies of the trainer would wait behind
+all issued pieces.
 """
 
 from collections import deque
@@ -15,20 +15,18 @@ import torch
 from torch import Tensor
 
 PIECE = 8 << 20
-"""Elements of each tensor that are on their way at a time, enough for the bus' full rate: 48 GB/s each way beside an
-H200."""
+"""Elements of each tensor per piece, enough for the full rate of the bus: 48 GB/s each way on an H200."""
 PIECES = 6
-"""On the GPU at a time: some come, are updated or leave, and some are there for the thread to be late. With three the
-heads' backward waited 7 ms for an 8B shape's update, with six it does not."""
+"""Pieces on the GPU at a time, some of them spare in case the thread is late. With three the heads' backward pass
+waited 7 ms for the update of an 8B shape, with six it does not."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """An update of state on the host."""
+    """An update of optimizer state."""
 
     update: Callable[..., None]
-    """Takes a gradient [n], which it may overwrite, and n elements of each state tensor on the same device, which it
-    changes."""
+    """Takes a gradient [n], which it may overwrite, and n elements of each state tensor, which it updates in place."""
     grad: Tensor
     """[n] on the current GPU."""
     state: Sequence[Tensor]
@@ -36,34 +34,34 @@ class Part:
 
 
 class HostState:
-    """Updates parts beside what the current stream does.
+    """Updates parts concurrently with the current stream.
 
-    Between `start` and `finish` the host must not touch their state, nor the current stream their gradients.
+    Between `start` and `finish` the host must not use their state, nor the current stream their gradients.
     """
 
     def __init__(self) -> None:
         self._inward, self._outward = torch.cuda.Stream(), torch.cuda.Stream()
-        # Ahead of what runs beside it: it is short, and copies wait for it.
+        # High priority: updates are short, and copies wait for them.
         self._update = torch.cuda.Stream(priority=-1)
         self._thread = ThreadPoolExecutor(1, "offload")
         self._job: Future[None] | None = None
         self._room: Tensor | None = None
 
     def start(self, parts: Sequence[Part]) -> None:
-        """Update all parts, after what the current stream has been asked for."""
+        """Update all parts after the work that is queued on the current stream."""
         longest = max((len(part.grad) for part in parts), default=0)
         if longest:
-            # Of the current stream's memory, so that it can be used there after `finish`.
+            # Allocated on the current stream, which can reuse the memory after `finish`.
             count, device = max(len(part.state) for part in parts), parts[0].grad.device
             self._room = torch.empty(PIECES, count, min(PIECE, longest), device=device)
             self._inward.wait_stream(torch.cuda.current_stream())
             self._job = self._thread.submit(self._run, parts, self._room)
 
     def finish(self) -> None:
-        """Have the current stream wait for the updates; the room that they took on the GPU is free again.
+        """Let the current stream wait for the updates, and free their memory on the GPU.
 
         Raises:
-            Exception: what an update raised, here and at every later call: the state is between two steps.
+            Exception: the error of an update, at this and every later call, since the state is between two steps.
         """
         if self._job is not None:
             self._job.result()
@@ -71,7 +69,7 @@ class HostState:
             self._job = self._room = None
 
     def synchronize(self) -> None:
-        """Have the host wait for the updates, to read the state."""
+        """Let the host wait for the updates, so that it can read the state."""
         self._outward.synchronize()
 
     @torch.no_grad()

@@ -1,5 +1,8 @@
-"""AdamW or Muon on fp32 master weights of the heads, spread over data-parallel ranks as `flat` has it."""
+"""AdamW or Muon on fp32 master weights of the heads, sharded over data-parallel ranks by `flat`."""
 
+import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
+
+# isort: split
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -14,13 +17,18 @@ from torch import Tensor, nn
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.training.config import OptimizerConfig
-from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region
-from mtpkit.training.muon import Muon
+from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region, is_matrix
 from mtpkit.training.offload import HostState, Part
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Muon's quintic Newton-Schulz step, from its authors: steep at zero, and not exact at one."""
+ITERATIONS = 5
+RMS_OF_ADAMW = 0.2
+"""Usual root mean square of the entries of AdamW's step at a learning rate of 1."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate of step 0 .. steps - 1: linear up to `lr`, then half a cosine down to `min_lr` at the last step."""
+    """Learning rate of steps 0 .. steps - 1: linear up to `lr`, then half a cosine down to `min_lr` at the last."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
@@ -28,7 +36,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class AdamW:
-    """AdamW on regions of flat buffers, each with a weight decay of its own; `host` updates those that are there."""
+    """AdamW on regions of flat buffers, each with its own weight decay; `host` updates them if their state is there."""
 
     def __init__(self, config: OptimizerConfig, host: HostState | None = None):
         self.steps = 0
@@ -37,13 +45,13 @@ class AdamW:
         self._parts: list[tuple[Region, float]] = []
 
     def add(self, region: Region, weight_decay: float) -> None:
-        """Update this region. Its moments are made here, not at the first step, for a checkpoint to fill."""
+        """Register a region. Its moments are allocated here, so that a checkpoint can fill them."""
         for name in ("exp_avg", "exp_avg_sq"):
             region.keep(name)
         self._parts.append((region, weight_decay))
 
     def step(self, lr: float) -> None:
-        """Update the regions by the gradients in their buffers, which become the new weights."""
+        """Update the regions by the gradients in their buffers, and overwrite these with the new weights."""
         self.steps += 1
         update = partial(adamw_, step=self.steps, lr=lr, betas=self._betas, eps=self._eps)
         parts = [
@@ -62,15 +70,85 @@ class AdamW:
             part.update(part.grad, *part.state)
 
 
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Approximately U V^T of a matrix U S V^T [m, n] fp32.
+
+    Its singular values are 0.7 to 1.2, except for those below a hundredth of the largest. Computed in bf16 on a GPU,
+    and in fp32 on a CPU, which may take twenty times as long in bf16.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix / matrix.norm().clamp(min=1e-7)
+    x = x.bfloat16() if x.is_cuda else x
+    x = x.t() if x.shape[0] > x.shape[1] else x
+    for _ in range(ITERATIONS):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.t() if matrix.shape[0] > matrix.shape[1] else x).float()
+
+
+class Muon:
+    """Muon (Jordan et al. 2024) on the matrices of flat buffers: Nesterov momentum, orthogonalised.
+
+    All directions of a weight move alike, also those with small gradients beside a few large ones, so that heads learn
+    in fewer steps than with AdamW. Steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that
+    one learning rate serves both. A matrix that tensor-parallel ranks split is gathered first.
+
+    Args:
+        momentum: decay of the running sum of gradients.
+        weight_decay: decoupled, as in AdamW.
+    """
+
+    def __init__(self, momentum: float, weight_decay: float):
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self._parts: list[tuple[FlatBuffer, Region]] = []
+
+    def add(self, buffer: FlatBuffer, region: Region) -> None:
+        """Register a region: the part that this rank owns of all matrices of the buffer."""
+        region.keep("momentum_buffer")
+        self._parts.append((buffer, region))
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the regions by the summed gradients in their buffers, which are overwritten. Collective.
+
+        Each data-parallel rank orthogonalises some of the matrices.
+        """
+        for buffer, region in self._parts:
+            momentum = region.tensors["momentum_buffer"]
+            momentum.mul_(self.momentum).add_(region.grad)
+            region.grad.add_(momentum, alpha=self.momentum)
+            buffer.gather()
+            matrices = [pair for pair in zip(buffer.parameters, buffer.grads, strict=True) if is_matrix(pair[0])]
+            for index, (parameter, grad) in enumerate(matrices):
+                if index % buffer.group.size() == buffer.group.rank():
+                    grad.copy_(_orthogonal_step(parameter, grad, buffer.tensor_group))
+                else:
+                    grad.zero_()
+            buffer.reduce()
+            region.master.mul_(1 - lr * self.weight_decay).add_(region.grad, alpha=-lr)
+
+
+def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the step at a learning rate of 1, given its part of the gradient."""
+    ranks = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
+    if ranks == 1:
+        return _scaled(grad)
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    parts = [torch.empty_like(grad) for _ in range(ranks)]
+    dist.all_gather(parts, grad.contiguous(), group=group)
+    return _scaled(torch.cat(parts, dim)).chunk(ranks, dim)[group.rank()]
+
+
+def _scaled(matrix: Tensor) -> Tensor:
+    return orthogonalize(matrix) * (RMS_OF_ADAMW * max(matrix.shape) ** 0.5)
+
+
 class HeadOptimizer:
-    """Keeps the fp32 gradients, sums them over ranks, clips and steps.
+    """Keeps fp32 gradients, sums them over ranks, clips and steps.
 
-    From here on the parameters are this optimizer's: backwards of `run_depths` add to its `main_grad` of each, see the
-    module of that name.
-
-    Parameters are rounded from their fp32 masters at each step. Experts that ranks have split among themselves are
-    summed over the ranks that hold the same ones, all other parameters over all data-parallel ranks. On pipeline stages
-    without heads there are no parameters and nothing happens. megatron-core's groups exist.
+    It gives each parameter a `main_grad`, to which backward passes of `run_depths` add, see the module of that name.
+    Parameters are rounded from their fp32 masters at each step. Gradients of experts are summed over the ranks that
+    hold the same experts, all others over all data-parallel ranks. Does nothing on pipeline stages without heads.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
@@ -105,15 +183,15 @@ class HeadOptimizer:
         self._uses_muon = config.kind == "muon"
         self._defers = config.offload
         self._asked: float | None = None
-        """Learning rate of an update that was put off."""
+        """Learning rate of a deferred update."""
         self._begun = False
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Sum the gradients over ranks, clip, update the parameters, and clear the gradients.
 
-        Collective over the ranks that have heads. With `config.offload` the update is put off until `begin`: call
-        `finish` before parameters or gradients are used.
+        Collective over the ranks that have heads. With `config.offload` the update is deferred to `begin`: call
+        `finish` before using parameters or gradients.
 
         Returns:
             The global norm of the gradient before clipping, every parameter counted once; 0 without parameters.
@@ -123,7 +201,7 @@ class HeadOptimizer:
         """
         if not self.buffers:
             return 0.0
-        assert self._asked is None and not self._begun, "gradients of heads that did not wait for the last update"
+        assert self._asked is None and not self._begun, "gradients were made before the last update finished"
         norm = self.reduce()
         if not math.isfinite(norm):
             raise MtpkitError(f"the gradient's norm is {norm}; lower optimizer.lr or set dtype=float32")
@@ -137,10 +215,10 @@ class HeadOptimizer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin the update that `step` put off, if there is one.
+        """Begin the update that `step` deferred, if there is one.
 
-        With state on the host it goes on beside what the caller does next. It fills the bus: small copies between host
-        and device may have to wait for it, and are best made before.
+        With state on the host it runs in the background and fills the bus: make small copies between host and device
+        before, or they may wait for it.
         """
         if self._asked is None:
             return
@@ -152,7 +230,7 @@ class HeadOptimizer:
                 buffer.take_masters()
 
     def finish(self) -> None:
-        """Have what follows see the last update. Collective, as `step` is; does nothing a second time."""
+        """Complete the last update, so that parameters are current. Collective like `step`; idempotent."""
         self.begin()
         if not self._begun:
             return
@@ -163,7 +241,7 @@ class HeadOptimizer:
         self._begun = False
 
     def reduce(self) -> float:
-        """Sum every gradient over the ranks that have a part of it; the global norm."""
+        """Sum every gradient over the ranks that have a part of it, and return the global norm."""
         assert all(p.grad is None for p in self.parameters), "a backward outside of `gradients_into_main`"
         square = torch.zeros((), dtype=torch.float64, device=self.buffers[0].flat.device)
         for buffer in self.buffers:
@@ -174,9 +252,9 @@ class HeadOptimizer:
         return float(square.sqrt())
 
     def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Masters and moments for `mtpkit.checkpoint`, in pieces of the parameters as `model_state` has them.
+        """Masters and moments for `mtpkit.checkpoint`, which load at any parallel layout.
 
-        `model_state` is the model's own `sharded_state_dict()`, of whatever nesting. The pieces load at any layout.
+        They are sharded like the parameters in `model_state`, the model's own `sharded_state_dict()`.
         """
         if not self.buffers:
             return {}
@@ -188,7 +266,7 @@ class HeadOptimizer:
         return {str(index): buffer.sharded_state(parts) for index, buffer in enumerate(self.buffers)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]], step: int) -> None:
-        """Take the tensors that `sharded_state_dict` asked for, after `step` updates; sets the parameters too."""
+        """Load tensors of `sharded_state_dict` saved after `step` updates, and set the parameters."""
         for index, buffer in enumerate(self.buffers):
             buffer.load(state.get(str(index), {}))
             buffer.take_masters()

@@ -1,13 +1,22 @@
-"""How a run is spread over processes, and what has to fit for that.
+"""Parallel training: checks of the parallel sizes, shares of batches, and the pipeline of the frozen base.
 
 DP: every rank has all heads and its own sequences. TP with sequence parallelism: ranks split matrices, heads of
-attention and the vocabulary, and between them the sequence. PP: see `pipeline`. EP: data-parallel ranks split the
-experts among themselves. All are megatron-core's, and products of them are allowed.
+attention and the vocabulary, and between them the sequence. EP: data-parallel ranks split the experts among themselves.
+All are megatron-core's, and products of them are allowed.
+
+PP: hidden states of the frozen base flow forward over its stages, and nothing flows back. A stage receives the hidden
+states of a micro-batch, runs its layers without gradients, sends the result to the next stage, and continues with the
+next micro-batch during the transfer. It keeps nothing of a micro-batch, so that no schedule of forwards and backwards
+is needed: the slowest stage sets the pace.
 """
 
+import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
+
+# isort: split
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -21,11 +30,18 @@ from mtpkit.data import PackedBatch
 from mtpkit.errors import raise_problems
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in
+from mtpkit.training.cache import base_states
 from mtpkit.training.config import ParallelConfig
+
+IN_FLIGHT = 2
+"""Micro-batches in transfer between two stages."""
+
+StageForward = Callable[[PackedBatch, Tensor | None], Tensor]
+"""A stage's output from a micro-batch and the output of the stage before, None on the first stage."""
 
 
 def has_results() -> bool:
-    """Whether this is the one rank that logs: the first of those with heads."""
+    """Whether this rank logs: the first of the ranks with heads."""
     return (
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
@@ -33,10 +49,10 @@ def has_results() -> bool:
 
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Whether a model can be spread so.
+    """Check that a model can be split so.
 
     Raises:
-        UserError: it cannot; names every setting and what it may be.
+        UserError: names every wrong setting, and its possible values.
     """
     raise_problems("parallel", list(_problems(parallel, model)))
 
@@ -78,10 +94,10 @@ def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def even_share(batches: Iterable[PackedBatch], group: dist.ProcessGroup) -> Iterator[PackedBatch]:
-    """This rank's share of batches, every n-th of n ranks, as many on all ranks and of one shape at a time.
+    """Yield every n-th batch on each of n ranks, the same number of batches in the same shapes on all ranks.
 
-    Ranks that share experts run every layer together. What is short is filled up with sequences that have nothing to
-    learn and so count for nothing.
+    Ranks that share experts run every layer together. Missing sequences are filled with ones that have nothing to learn
+    and so do not count.
     """
     for turn in itertools.batched(batches, group.size()):
         spare = dataclasses.replace(turn[0], loss_mask=torch.zeros_like(turn[0].loss_mask))
@@ -89,7 +105,7 @@ def even_share(batches: Iterable[PackedBatch], group: dist.ProcessGroup) -> Iter
 
 
 def _filled(batch: PackedBatch, rows: int) -> PackedBatch:
-    """A batch with its first sequence repeated, unwanted, until there are so many."""
+    """A batch with `rows` sequences: its own are repeated with nothing to learn."""
     short = rows - len(batch.token_ids)
     if not short:
         return batch
@@ -105,5 +121,95 @@ def _filled(batch: PackedBatch, rows: int) -> PackedBatch:
 
 
 def own_rows(weight: Tensor, local: Tensor, model: HybridModel) -> Tensor:
-    """This tensor-parallel rank's rows of a whole weight [m, n], of which `local` is its part."""
+    """This tensor-parallel rank's rows of a whole weight [m, n], as many as `local` has."""
     return weight.chunk(weight.shape[0] // local.shape[0])[model.pg_collection.tp.rank()]
+
+
+def stream_base(
+    model: HybridModel, batches: Iterable[PackedBatch], forward: StageForward | None = None, width: int = 1
+) -> Iterator[tuple[PackedBatch, Tensor]]:
+    """Run micro-batches through all stages, and yield each with the base's hidden states on the last stage.
+
+    Collective over pipeline stages, which are given the same batches. Callers loop over it on every stage; the other
+    stages work and yield nothing, so that the body of the loop runs where the heads are.
+
+    Args:
+        forward: the work of a stage; None: its part of the base.
+        width: number of hidden states [s, b, h] that `forward` takes and returns, stacked.
+
+    Yields:
+        (batch, result of the last stage's `forward`): [s, b, h] (s / tp under sequence parallelism).
+    """
+    forward = forward or _base(model)
+    last = model.post_process
+    sends: deque[tuple[dist.Work, Tensor]] = deque()
+    for batch, received in _receive(model, batches, width):
+        with torch.no_grad():
+            output = forward(batch, received)
+        if last:
+            yield batch, output
+            continue
+        output = output.contiguous()
+        group = model.pg_collection.pp
+        sends.append((_started(dist.isend(output, group=group, group_dst=group.rank() + 1)), output))
+        if len(sends) > IN_FLIGHT:
+            sends.popleft()[0].wait()
+    for work, _ in sends:
+        work.wait()
+
+
+def from_last_stage(model: HybridModel, values: Tensor) -> Tensor:
+    """The `values` of the last stage, on every stage. Collective."""
+    group = model.pg_collection.pp
+    if group.size() > 1:
+        values = values.clone()
+        dist.broadcast(values, group=group, group_src=group.size() - 1)
+    return values
+
+
+def _base(model: HybridModel) -> StageForward:
+    def forward(batch: PackedBatch, received: Tensor | None) -> Tensor:
+        if received is not None:
+            model.set_input_tensor(received)
+        return base_states(model, batch)
+
+    return forward
+
+
+def _receive(
+    model: HybridModel, batches: Iterable[PackedBatch], width: int
+) -> Iterator[tuple[PackedBatch, Tensor | None]]:
+    """Yield every batch with the output of the stage before; transfers of the next ones run meanwhile."""
+    if model.pre_process:
+        yield from ((batch, None) for batch in batches)
+        return
+    group = model.pg_collection.pp
+    ahead: deque[tuple[PackedBatch, Tensor, dist.Work]] = deque()
+
+    def arrived() -> tuple[PackedBatch, Tensor]:
+        batch, buffer, work = ahead.popleft()
+        work.wait()
+        return batch, buffer
+
+    for batch in batches:
+        buffer = _buffer(model, batch, width)
+        ahead.append((batch, buffer, _started(dist.irecv(buffer, group=group, group_src=group.rank() - 1))))
+        if len(ahead) > IN_FLIGHT:
+            yield arrived()
+    while ahead:
+        yield arrived()
+
+
+def _buffer(model: HybridModel, batch: PackedBatch, width: int) -> Tensor:
+    """An empty tensor for hidden states of a batch: [s, b, h], or [width, s, b, h] if `width` is more than 1."""
+    config = model.config
+    rows, length = batch.token_ids.shape
+    length //= config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shape = (length, rows, config.hidden_size)
+    leading = (width,) if width > 1 else ()
+    return torch.empty(*leading, *shape, dtype=config.params_dtype, device=batch.token_ids.device)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in its own pipeline"
+    return work

@@ -1,16 +1,16 @@
-"""`report.html` of a run: its curves and its last evaluation in one file that needs nothing else."""
+"""`report.html` of a run: its curves and its last evaluation in one file that needs no other."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 
-from mtpkit.errors import UserError
-from mtpkit.files import is_there, read_text, write_file
-from mtpkit.training.lines import EvalLine, Evaluated, Summary, TrainLine, read_lines
-from mtpkit.training.metrics import METRICS
+from mtpkit.errors import UserError, shown
+from mtpkit.files import is_there, read_record, read_text, write_file
+from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.run import read_best
 
 REPORT = "report.html"
@@ -19,6 +19,41 @@ MAX_POINTS = 500
 
 Curve = tuple[str, list[float], list[float]]
 """Label, steps, values."""
+
+
+@dataclass(frozen=True)
+class TrainLine:
+    """A logged training step."""
+
+    step: int
+    loss: float
+    lr: float
+    tokens_per_s: float
+    conditional_acceptance: list[float]
+    """Rate per depth, greedy decoding."""
+    acceptance_length: float
+    mfu: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Loss and acceptance on held-out tokens, see `mtpkit.training.evaluation.summary`."""
+
+    positions: int
+    loss: float
+    conditional_acceptance: list[float]
+    acceptance_length: float
+    sampling_acceptance_length: float
+    draft_sampling_acceptance_length: float
+
+
+@dataclass(frozen=True)
+class Evaluated(Summary):
+    """An `Evaluation.to_dict`: the summary of all sources together, and that of each."""
+
+    sources: dict[str, Summary]
+    step: int = 0
+
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en">
@@ -68,19 +103,19 @@ LEGEND = (
 
 
 def table_rows(evaluation: Mapping[str, object]) -> list[list[str]]:
-    """Source and `COLUMNS` of each source, and of all together if there are several; of an `Evaluation.to_dict`."""
-    return _rows(Evaluated.read(evaluation, "evaluation"))
+    """Rows of an `Evaluation.to_dict`: name and `COLUMNS` of each source, and of all together if there are several."""
+    return _rows(read_record(Evaluated, _known(Evaluated, evaluation, "evaluation"), "evaluation"))
 
 
 def _rows(found: Evaluated) -> list[list[str]]:
     named = dict(found.sources)
     if len(named) > 1:
-        named["all"] = found.overall
+        named["all"] = found
     return [[name, *(show(values) for show in COLUMNS.values())] for name, values in named.items()]
 
 
 def write_report(directory: Path) -> Path:
-    """Make the report of a run from its metrics, whole or not at all; returns the file.
+    """Write the report of a run from its metrics, and return its path.
 
     Raises:
         UserError: the directory has no metrics, or what is in it is not as a run writes it.
@@ -96,9 +131,35 @@ def write_report(directory: Path) -> Path:
     return directory / REPORT
 
 
-def _values(directory: Path, lines: list[TrainLine | EvalLine]) -> dict[str, object]:
-    """What the template shows."""
-    evals = [line for line in lines if isinstance(line, EvalLine)]
+def read_lines(path: Path) -> list[TrainLine | Evaluated]:
+    """The lines of a metrics file in order, as `read_metrics` finds them.
+
+    Raises:
+        UserError: a line is not as a run writes it; names file, line and key.
+    """
+    kinds: dict[str, type[TrainLine | Evaluated]] = {"train": TrainLine, "eval": Evaluated}
+    lines = []
+    for number, values in enumerate(read_metrics(path), start=1):
+        kind, where = kinds[values["kind"]], f"{path}, line {number}"
+        lines.append(read_record(kind, _known(kind, values, where), where))
+    return lines
+
+
+def _known(kind: type, values: object, where: str) -> object:
+    """The entries of a JSON object that are fields of a record, and likewise in each of its sources."""
+    if not isinstance(values, dict):
+        return values
+    known = {name: values[name] for name in get_type_hints(kind) if name in values}
+    if "sources" in known:
+        if not isinstance(known["sources"], dict):
+            raise UserError(f"{where}: sources is {shown(known['sources'])}, must be an object")
+        known["sources"] = {name: _known(Summary, found, where) for name, found in known["sources"].items()}
+    return known
+
+
+def _values(directory: Path, lines: list[TrainLine | Evaluated]) -> dict[str, object]:
+    """The values of the template."""
+    evals = [line for line in lines if isinstance(line, Evaluated)]
     panels = _panels([line for line in lines if isinstance(line, TrainLine)], evals)
     last, settings = evals[-1] if evals else None, directory / "config.yaml"
     return {
@@ -107,7 +168,7 @@ def _values(directory: Path, lines: list[TrainLine | EvalLine]) -> dict[str, obj
         "curves": [_draw(panel) for panel in panels if any(steps for _, steps, _ in panel.curves)],
         "step": last and last.step,
         "columns": ["source", *COLUMNS],
-        "rows": _rows(last.found) if last else [],
+        "rows": _rows(last) if last else [],
         "legend": LEGEND,
         "settings": read_text(settings) if is_there(settings) else "",
     }
@@ -127,48 +188,48 @@ class _Panel:
     title: str
     curves: list[Curve]
     limits: tuple[float | None, float | None] = (None, None)
-    """Of the values that are shown; None: as they come."""
+    """Range of the vertical axis; None: that of the values."""
 
 
-def _panels(train: list[TrainLine], evals: list[EvalLine]) -> list[_Panel]:
-    overall = [(line.step, line.found.overall) for line in evals]
-    learnt = [(line.step, line) for line in train]
-    measured: Sequence[tuple[int, Summary | TrainLine]] = overall or learnt
+def _panels(train: list[TrainLine], evals: list[Evaluated]) -> list[_Panel]:
+    measured: Sequence[TrainLine | Evaluated] = evals or train
     where = "held-out" if evals else "training"
     rates = [
-        _curve([(step, line.conditional_acceptance[depth]) for step, line in measured], f"depth {depth + 1}")
-        for depth in range(min(len(line.conditional_acceptance) for _, line in measured))
+        _curve(f"depth {depth + 1}", [(line.step, line.conditional_acceptance[depth]) for line in measured])
+        for depth in range(min(len(line.conditional_acceptance) for line in measured))
     ]
-    names = dict.fromkeys(name for line in evals for name in line.found.sources)
-    sources = {name: [(line.step, line.found.sources.get(name)) for line in evals] for name in names}
+    names = dict.fromkeys(name for line in evals for name in line.sources)
     lengths = [
-        _curve([(step, found.acceptance_length) for step, found in points if found], name)
-        for name, points in sources.items()
+        _curve(name, [(line.step, line.sources[name].acceptance_length) for line in evals if name in line.sources])
+        for name in names
     ]
     if len(names) != 1:
-        lengths.append(_curve([(step, line.acceptance_length) for step, line in measured], "all"))
+        lengths.append(_curve("all", [(line.step, line.acceptance_length) for line in measured]))
     losses = [
-        _curve([(step, line.loss) for step, line in learnt], "training"),
-        _curve([(step, found.loss) for step, found in overall], "held-out"),
+        _curve("training", [(line.step, line.loss) for line in train]),
+        _curve("held-out", [(line.step, line.loss) for line in evals]),
     ]
     decodings = [
-        _curve([(step, found.acceptance_length) for step, found in overall], "greedy"),
-        _curve([(step, found.sampling_acceptance_length) for step, found in overall], "sampling"),
-        _curve([(step, found.draft_sampling_acceptance_length) for step, found in overall], "drawn drafts"),
+        _curve("greedy", [(line.step, line.acceptance_length) for line in evals]),
+        _curve("sampling", [(line.step, line.sampling_acceptance_length) for line in evals]),
+        _curve("drawn drafts", [(line.step, line.draft_sampling_acceptance_length) for line in evals]),
     ]
-    used = [(step, line.mfu) for step, line in learnt if line.mfu is not None]
     return [
         _Panel("loss", losses),
         _Panel(f"conditional acceptance, {where}", rates, limits=(0, 1)),
         _Panel(f"acceptance length, {where}", lengths),
         _Panel("acceptance length by decoding, held-out", decodings),
-        _Panel("learning rate", [_curve([(step, line.lr) for step, line in learnt], "")]),
-        _Panel("tokens/s", [_curve([(step, line.tokens_per_s) for step, line in learnt], "")], limits=(0, None)),
-        _Panel("model FLOPs utilization", [_curve(used, "")], limits=(0, 1)),
+        _Panel("learning rate", [_curve("", [(line.step, line.lr) for line in train])]),
+        _Panel("tokens/s", [_curve("", [(line.step, line.tokens_per_s) for line in train])], limits=(0, None)),
+        _Panel(
+            "model FLOPs utilization",
+            [_curve("", [(line.step, line.mfu) for line in train if line.mfu is not None])],
+            limits=(0, 1),
+        ),
     ]
 
 
-def _curve(points: Sequence[tuple[int, float]], label: str) -> Curve:
+def _curve(label: str, points: Sequence[tuple[int, float]]) -> Curve:
     return label, _thin([step for step, _ in points]), _thin([value for _, value in points])
 
 

@@ -1,14 +1,14 @@
-"""The directory of a run: its settings, its checkpoints, and how it goes on after it was stopped.
+"""The directory of a run: its settings, its checkpoints, and how a stopped run is resumed.
 
     OUTPUT/config.yaml                       the resolved settings
     OUTPUT/metrics.jsonl  tensorboard/       see `metrics`
     OUTPUT/report.html                       the curves, see `report`
     OUTPUT/iter_0000200/  ...                base, heads and optimizer; see `mtpkit.checkpoint.run`
     OUTPUT/best -> iter_0000100              the checkpoint with the best held-out acceptance length
-    OUTPUT/best.json                         which one that is: {"iteration": 100, "acceptance_length": 2.31}
+    OUTPUT/best.json                         {"iteration": 100, "acceptance_length": 2.31}
 
-OUTPUT itself is a model directory: its newest checkpoint can be exported, decoded or trained further. So are
-OUTPUT/best and each iteration's own directory.
+OUTPUT itself is a model directory, as are OUTPUT/best and the directory of each iteration: its newest checkpoint can be
+exported, decoded or trained further.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import yaml
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
@@ -43,8 +44,9 @@ from mtpkit.model.fp8 import is_fp8
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
-from mtpkit.training.config import TrainConfig, load_config, save_config
-from mtpkit.training.freeze import HEAD_PREFIX
+from mtpkit.training.config import TrainConfig, load_config
+from mtpkit.training.config.describe import plain_values
+from mtpkit.training.heads import HEAD_PREFIX
 from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer
 
@@ -69,15 +71,15 @@ MAY_CHANGE = {
     "parallel.balance",
     "parallel.expert",
 }
-"""Settings that a resumed run may have otherwise than before."""
+"""Settings that may change when a run is resumed."""
 
 BEST = "best"
 BEST_FILE = f"{BEST}.json"
 LEFT_OVER = re.compile(r"\..+\.(writing|replaced|removing)(-\d+)?")
-"""What a killed run leaves of what it was writing or removing."""
+"""Names of files that a killed run was writing or removing."""
 
 MODEL_FILES = ("config.json", OWN_CONFIG, *TOKENIZER_FILES, "*.safetensors", "*.bin")
-"""What a directory of somebody's model has; a run would replace some of them."""
+"""Files of a model directory, some of which a run would replace."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,16 @@ class Best:
     acceptance_length: float
 
 
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved config as YAML, atomically."""
+    write_file(path, yaml.safe_dump(plain_values(dataclasses.asdict(config)), sort_keys=False))
+
+
 def read_best(directory: Path) -> Best | None:
-    """The best checkpoint of the run in a directory; None where there is no word of one.
+    """The best checkpoint of the run in a directory; None if the directory has no file about it.
 
     Raises:
-        UserError: what is there about it is not as a run writes it.
+        UserError: the file is not as a run writes it.
     """
     path = directory / BEST_FILE
     if not is_there(path):
@@ -105,7 +112,7 @@ def read_best(directory: Path) -> Best | None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the stream of training data was, see `PackedLoader.state_dict`."""
+    """The position in the training data, see `PackedLoader.state_dict`."""
 
     consumed: int
     order: dict[str, Any]
@@ -113,7 +120,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Progress:
-    """What a checkpoint keeps besides tensors."""
+    """The contents of a checkpoint besides tensors."""
 
     iteration: int
     loader: _Place
@@ -121,12 +128,12 @@ class _Progress:
 
 
 class RunDirectory:
-    """Where a run saves and resumes. All ranks use it together.
+    """The directory in which a run saves and from which it resumes. Collective over all ranks.
 
     Raises:
-        UserError: `output` holds something else, a run of other settings, one that was not to be resumed, or metrics
-            that cannot be read.
-        StorageError: it cannot be written.
+        UserError: `output` holds something else, a run with other settings, a run although `resume` is false, or
+            metrics that cannot be read.
+        StorageError: the directory cannot be written.
     """
 
     def __init__(self, config: TrainConfig):
@@ -138,14 +145,16 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output {self.path} is a file; set output to a directory")
         self.iteration = latest_iteration(self.path)
-        """The newest checkpoint; None before there is one."""
+        """Step of the newest checkpoint; None before the first."""
         self._kept = False
         self._before: dict[str, bytes | None] | None = None
-        """What was in the directory before `started`; None: it did not exist."""
+        """Contents of the directory before `started`; None: it did not exist."""
         self._parents: list[Path] = []
-        """Directories above it that did not exist either."""
+        """Parent directories that did not exist either."""
         self.best: Best | None = None
-        """The best one among those that stand."""
+        """The best of the checkpoints that still exist."""
+        self.changed: list[str] = []
+        """A clause with old and new value for each setting that changed since the last part of a resumed run."""
         if self.iteration is not None:
             self._check_resumable()
         elif not self._settings.exists():
@@ -161,14 +170,14 @@ class RunDirectory:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Write the settings, replacing those of an earlier part of the run, and clear what that left half-done.
+        """Write the settings over those of an earlier part of the run, and remove unfinished files.
 
-        A run that fails before it comes to `keep` or `save` leaves what was there before.
+        A run that fails before `keep` or `save` leaves the directory as it found it.
 
         Raises:
             StorageError: the directory cannot be written.
         """
-        on_first_rank(self._take_note)  # before anything may be taken back
+        on_first_rank(self._take_note)  # before `_take_back` may be needed
         try:
             on_first_rank(self._begin)
             yield
@@ -178,11 +187,11 @@ class RunDirectory:
             raise
 
     def keep(self) -> None:
-        """From now on the run has done something: what it wrote stays, however it ends."""
+        """Keep the files of the run from here on, however it ends."""
         self._kept = True
 
     def improves(self, acceptance_length: float | None) -> bool:
-        """Whether a checkpoint with this held-out acceptance length (None: not known) would be the best to keep."""
+        """Whether a checkpoint with this held-out acceptance length (None: unknown) would be the best so far."""
         if acceptance_length is None or not self._config.keep_best:
             return False
         return self.best is None or acceptance_length > self.best.acceptance_length
@@ -195,13 +204,13 @@ class RunDirectory:
         loader: PackedLoader | ReadAhead,
         acceptance_length: float | None = None,
     ) -> Path:
-        """Write a checkpoint, whole or not at all, and remove the oldest beyond `keep_checkpoints`, but not the best.
+        """Write a checkpoint atomically, and remove the oldest ones beyond `keep_checkpoints` except for the best.
 
-        The base is in it as it lies in the model's directory, and takes its room once: see `mtpkit.checkpoint.run`.
-        Which one is the best is part of each checkpoint, so that a run that was killed knows as much as its checkpoint.
+        Checkpoints share the base's files, see `mtpkit.checkpoint.run`. Each one names the best so far, so that a
+        killed run resumes with the best that its checkpoint knows.
 
         Raises:
-            StorageError: writing failed; the previous checkpoint still stands.
+            StorageError: writing failed; the previous checkpoint is intact.
         """
         best = self.best
         if acceptance_length is not None and self.improves(acceptance_length):
@@ -218,10 +227,10 @@ class RunDirectory:
         return path
 
     def restore(self, model: HybridModel, optimizer: HeadOptimizer, loader: PackedLoader | ReadAhead) -> int:
-        """Load the newest checkpoint into its parts; returns its step, 0 when there is none.
+        """Load the newest checkpoint into model, optimizer and loader, and return its step; 0 if there is none.
 
         Raises:
-            UserError: it is damaged, or does not fit the model or the data.
+            UserError: the checkpoint is damaged, or does not fit the model or the data.
         """
         if self.iteration is None:
             return 0
@@ -235,10 +244,10 @@ class RunDirectory:
         return progress.iteration
 
     def _progress(self, state: dict[str, Any]) -> "_Progress":
-        """How far the newest checkpoint says that the run was.
+        """The progress of the run from the state of the newest checkpoint.
 
         Raises:
-            UserError: it does not say so, or contradicts itself.
+            UserError: the state is incomplete or contradicts itself.
         """
         where = f"{self.path / iteration_name(self.iteration)}, the state of the run"
         names = [field.name for field in dataclasses.fields(_Progress)]
@@ -253,7 +262,7 @@ class RunDirectory:
 
     @property
     def _lacks_base(self) -> bool:
-        """Whether the model has not all weights of the base, as they are in checkpoints."""
+        """Whether the model lacks some of the base's weights as checkpoints have them."""
         return bool(self._config.cache) or (self._config.base_fp8 and self._config.backend == "local")
 
     @property
@@ -262,7 +271,7 @@ class RunDirectory:
 
     def _check_writable(self) -> None:
         check_writable(self.path)
-        read_metrics(self.path / METRICS)  # which the run goes on with
+        read_metrics(self.path / METRICS)  # a resumed run continues this file
 
     def _check_resumable(self) -> None:
         if not self._config.resume:
@@ -270,20 +279,20 @@ class RunDirectory:
         if not self._settings.exists():
             raise UserError(f"output {self.path} holds checkpoints but no config.yaml; set another output")
         before, now = _flat(load_config(self._settings)), _flat(self._config)
-        changed = [f"{key} was {before[key]}, is {now[key]}" for key in now if before.get(key) != now[key]]
-        changed = [text for text in changed if text.split(" ", 1)[0] not in MAY_CHANGE]
-        if changed:
+        changed = {key: f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]}
+        if refused := [text for key, text in changed.items() if key not in MAY_CHANGE]:
             raise UserError(
-                f"output {self.path} holds a run of other settings: {listed(changed, separator='; ')}; set another "
+                f"output {self.path} holds a run of other settings: {listed(refused, separator='; ')}; set another "
                 "output"
             )
+        self.changed = list(changed.values())
         if self.iteration > self._config.steps:  # type: ignore[operator]
             raise UserError(
                 f"output {self.path} is at step {self.iteration} already, beyond steps={self._config.steps}"
             )
 
     def _take_note(self) -> None:
-        """Remember the names in the directory, and what is in the files that a run begins by replacing."""
+        """Remember the names in the directory, and the contents of the files that a run replaces at its start."""
         replaced = (self._settings.name, METRICS)
         with storage_errors(self.path):
             self._parents = [parent for parent in self.path.parents if not parent.exists()]
@@ -293,7 +302,7 @@ class RunDirectory:
                 }
 
     def _take_back(self) -> None:
-        """Leave the directory as `_take_note` found it, as far as that can be done."""
+        """Restore the directory as `_take_note` found it, as far as possible."""
         before = self._before
         with contextlib.suppress(OSError):
             for path in self.path.iterdir():
@@ -329,10 +338,10 @@ class RunDirectory:
         write_file(description, json.dumps(dataclasses.asdict(self.best)) + "\n")
 
     def _remove_old(self) -> None:
-        """Under another name first: what has an iteration's name is whole.
+        """Remove old checkpoints, each renamed first, so that a directory named after an iteration is complete.
 
-        A run that was killed before a checkpoint became the newest left one that is later than the newest now. That one
-        does not count: it is written anew when the run comes there.
+        A checkpoint later than the newest is left by a run that was killed before it updated the tracker. It does not
+        count: the run writes it again.
         """
         finished = sorted(path for path in self.path.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name))
         finished = [path for path in finished if int(path.name[5:]) <= (self.iteration or 0)]
@@ -349,7 +358,7 @@ def _sharded_state(model: HybridModel, optimizer: HeadOptimizer, heads_alone: bo
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
-    """`section.key` -> value."""
+    """The settings by `section.key`."""
     flat = {}
     for key, value in dataclasses.asdict(config).items():
         flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})

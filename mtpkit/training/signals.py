@@ -1,4 +1,4 @@
-"""Stopping a run cleanly when the scheduler or the user asks for it."""
+"""Stop a run cleanly at SIGTERM or Ctrl-C."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def _say(number: int) -> None:
-    """Tell what comes of a signal, once for all ranks; not by `print`, which the signal may have come into."""
+    """Print the effect of a signal, on rank 0; not with `print`, which the signal may have interrupted."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         more = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
         with contextlib.suppress(OSError):  # the terminal may be gone: the run is saved all the same
@@ -18,11 +18,11 @@ def _say(number: int) -> None:
 
 
 class StopSignal:
-    """While entered, SIGTERM and the first SIGINT (Ctrl-C) are noted and answered instead of ending the process.
+    """A context in which SIGTERM and the first SIGINT (Ctrl-C) are noted and answered instead of ending the process.
 
-    A launcher that is told to stop tells its workers, and a scheduler may tell both: a second SIGTERM says nothing new.
-    A second SIGINT does what it would have done without this. torchrun leaves its workers 30 s before it kills them;
-    where a save takes longer, signal the workers alone.
+    Further SIGTERMs are ignored, since a scheduler may signal a launcher and its workers, and the launcher signals them
+    again. A second SIGINT has its usual effect. torchrun kills its workers 30 s after a signal; if a save takes longer,
+    signal the workers alone.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in the background
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell ignores it for background jobs
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
         return self
 
@@ -53,17 +53,17 @@ class StopSignal:
             self._restore(number)
 
     def _restore(self, number: int) -> None:
-        """Idempotent: a SIGINT may come in between, and `_note` then does the same."""
+        """Restore a handler. Idempotent: a SIGINT may come in between, and `_note` then does the same."""
         previous = self._previous.get(number)
         if previous is not None:
             signal.signal(number, previous)  # type: ignore[arg-type]
             self._previous.pop(number, None)
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Whether any rank was signalled before the last call; all ranks get the same answer.
+        """Whether any rank was signalled before the last call; the same on all ranks. Collective.
 
-        Collective. The answer to a call is that of the one before, so that no rank waits for the slowest one: the first
-        stages of a pipeline run ahead of the last.
+        A call returns the result of the reduction that the call before started, so that no rank waits for the slowest
+        one: the first stages of a pipeline run ahead of the last.
         """
         asked = self._asked
         noted = torch.tensor(float(self._noted), device=device)

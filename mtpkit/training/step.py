@@ -1,4 +1,4 @@
-"""One optimizer step over a global batch, and one evaluation."""
+"""An optimizer step over a global batch, and an evaluation over held-out batches."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,18 +10,10 @@ from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import to_device
-from mtpkit.training.config import HeadAttention, TrainConfig
-from mtpkit.training.depths import DECODINGS, DepthSums, Selection, measure_depths, run_depths
-from mtpkit.training.loss import LossOptions
-from mtpkit.training.mixing import HiddenMix
+from mtpkit.training.config import HeadAttention, LossConfig, TrainConfig
+from mtpkit.training.depths import DECODINGS, DepthSums, HiddenMix, Selection, measure_depths, run_depths
 from mtpkit.training.optimizer import HeadOptimizer
-from mtpkit.training.pipeline import from_last_stage, stream_base
-
-
-def loss_options(config: TrainConfig) -> LossOptions:
-    """What `head_losses` needs of the settings."""
-    loss = config.loss
-    return LossOptions(loss.kind, loss.temperature, loss.chunk_size, loss.top_k)
+from mtpkit.training.parallel import from_last_stage, stream_base
 
 
 def train_step(
@@ -35,16 +27,15 @@ def train_step(
 ) -> tuple[DepthSums, float]:
     """Train on this rank's micro-batches of one global batch.
 
-    The loss is the depth-weighted sum of each depth's mean over *all* its selected tokens, those of every micro-batch
-    of every rank in `group`: however the tokens are spread, each counts the same.
+    The loss is the weighted sum over depths of the mean over *all* selected tokens of a depth, those of every
+    micro-batch on every rank in `group`: each token counts the same, wherever it is.
 
     Returns:
-        The sums over the global batch, and the gradient's norm before clipping; zeros on pipeline stages without heads,
-        which do not wait for the last one.
+        The sums over the global batch, and the gradient's norm before clipping. Both are zero on pipeline stages
+        without heads, which do not wait for the last stage.
 
     Raises:
-        MtpkitError: the gradient is not finite; nothing is updated. Whether the sums are finite is for the caller to
-            check, who waits for them anyway.
+        MtpkitError: the gradient is not finite; nothing is updated. The caller checks the sums.
     """
     num_depths = config.heads.num_depths
     selections = [Selection.of(batch, num_depths) for batch in batches]
@@ -53,10 +44,10 @@ def train_step(
     weights = to_device(config.depth_weights(), torch.float32, tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
-    attention, options = config.heads.attention, loss_options(config)
-    optimizer.begin()  # the last step's update, beside the base
+    attention, options = config.heads.attention, config.loss
+    optimizer.begin()  # the last step's update, which runs beside the base
     first = dist.get_rank(group) * sum(len(batch.token_ids) for batch in batches)  # as `PackedLoader` shares them out
-    # A stage without heads has its part in the stream, and no batches.
+    # Stages without heads take part in the stream, which yields no batches there.
     for (batch, hidden), selection in zip(stream_base(model, batches), selections, strict=False):
         optimizer.finish()
         mix = _hidden_mix(model, config, step, range(first, first := first + len(batch.token_ids)))
@@ -74,10 +65,10 @@ def train_step(
 
 
 def _hidden_mix(model: HybridModel, config: TrainConfig, step: int, sequences: range) -> HiddenMix | None:
-    """What draws for a micro-batch, which holds these sequences of the step's global batch.
+    """The mix for a micro-batch, which holds the sequences with these numbers in the step's global batch.
 
-    Each sequence's draws follow from seed, step and its number: a run resumes exactly, and ranks and micro-batches
-    change nothing.
+    Its random draws depend on seed, step and the number of the sequence alone, so that a run resumes exactly, with any
+    number of ranks and micro-batches.
     """
     loss = config.loss
     if not loss.hidden_mix:
@@ -96,10 +87,10 @@ def evaluate(
     batches: Iterable[PackedBatch],
     num_depths: int,
     attention: HeadAttention,
-    options: LossOptions,
+    options: LossConfig,
     group: dist.ProcessGroup | None = None,
 ) -> DepthSums:
-    """Losses and acceptance on held-out batches, see `measure_depths`, of all ranks in `group` together.
+    """Losses and acceptance on the held-out batches of all ranks in `group`, see `measure_depths`.
 
     Collective; every pipeline stage gets the result.
     """

@@ -6,9 +6,9 @@ import torch
 from mtpkit.data import PackedBatch
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.training.config import LossConfig
 from mtpkit.training.depths import measure_depths, run_depths
-from mtpkit.training.freeze import freeze_base
-from mtpkit.training.loss import LossOptions
+from mtpkit.training.heads import freeze_base
 from tests.training.toy import VOCAB, toy_batch, toy_model
 
 K, PROMPTS, PROMPT, TOKENS = 2, 64, 4, 128
@@ -22,7 +22,7 @@ def model():
     optimizer = torch.optim.Adam(freeze_base(model).values(), lr=1e-2)
     for seed in range(60):
         optimizer.zero_grad()
-        run_depths(model, toy_batch([[48]] * 8, seed=seed), K, "serving", LossOptions())[0].sum().backward()
+        run_depths(model, toy_batch([[48]] * 8, seed=seed), K, "serving", LossConfig())[0].sum().backward()
         optimizer.step()
     return model.requires_grad_(False)
 
@@ -75,7 +75,7 @@ def test_the_engine_counts_what_is_expected(draft_sampling, model):
     within[LENGTH - 3] = 0  # its second draft is beyond the text
     positions = torch.arange(LENGTH).expand_as(texts)
     batch = PackedBatch(texts, positions > PROMPT, torch.zeros_like(texts, dtype=torch.int32), positions)
-    found = measure_depths(model, batch, K, "serving", LossOptions())
+    found = measure_depths(model, batch, K, "serving", LossConfig())
     measured = found.conditional_acceptance("draft_sampling" if draft_sampling else "sampling")
     want = [conditional(everywhere, go_on, accept)[0], conditional(within, go_on, accept)[1]]
     assert measured == pytest.approx(want, rel=1e-5)

@@ -63,6 +63,7 @@ def run_settings(toy_base, text_files, tmp_path):
             "data.sequence_length": 32,
             "heads.num_depths": 2,
             "optimizer.warmup_steps": 2,
+            "dtype": "float32",
             **values,
         }
         return [f"{key}={value}" for key, value in both.items()]

@@ -11,9 +11,9 @@ from mtpkit.checkpoint.load import _global_shape, _local_slice, _targets
 from mtpkit.model import build_model
 from mtpkit.training import load_config, train
 from mtpkit.training.config import OptimizerConfig
-from mtpkit.training.freeze import freeze_base
+from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer
-from mtpkit.training.pipeline import stream_base
+from mtpkit.training.parallel import stream_base
 from mtpkit.training.step import train_step
 from tests.training.toy import CONFIG, cut, toy_batch
 

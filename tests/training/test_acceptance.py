@@ -7,9 +7,9 @@ from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.training import served_acceptance
+from mtpkit.training.config import LossConfig
 from mtpkit.training.depths import run_depths
-from mtpkit.training.freeze import freeze_base
-from mtpkit.training.loss import LossOptions
+from mtpkit.training.heads import freeze_base
 from tests.training.toy import toy_model
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -39,7 +39,7 @@ def answered():
     batch = PackedBatch(ids, ids >= 0, torch.zeros_like(ids), torch.arange(40)[None])
     for _ in range(6):
         optimizer.zero_grad()
-        run_depths(model, batch, 3, "serving", LossOptions("ce"))[0].sum().backward()
+        run_depths(model, batch, 3, "serving", LossConfig("ce"))[0].sum().backward()
         optimizer.step()
     return model, tokens
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtpkit.training.loss import LossOptions, head_agreement, head_losses
+from mtpkit.training.config import LossConfig
+from mtpkit.training.loss import head_agreement, head_losses
 from tests.ranks import run_ranks
 from tests.training.test_loss import make_inputs
 
-OPTIONS = [LossOptions(chunk_size=16), LossOptions("tv"), LossOptions("ce"), LossOptions(temperature=2.0, top_k=5)]
+OPTIONS = [LossConfig(chunk_size=16), LossConfig("tv"), LossConfig("ce"), LossConfig(temperature=2.0, top_k=5)]
 
 
 def dense(students, teacher, weight, targets, mask):
@@ -53,7 +54,7 @@ def test_on_each_device(options, device):
 
 def test_nothing_selected_is_nothing():
     students, teacher, weight, targets, mask = make_inputs(9, 13)
-    losses, found = agreement((students, teacher, weight, targets, mask & False), LossOptions())
+    losses, found = agreement((students, teacher, weight, targets, mask & False), LossConfig())
     assert not losses.any() and not any(values.any() for values in found)
 
 

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from mtpkit.cli.train import app
 from mtpkit.errors import UserError
-from mtpkit.training.config import TrainConfig, load_config, save_config
+from mtpkit.training.config import TrainConfig, load_config
 from mtpkit.training.config.describe import describe_settings
+from mtpkit.training.run import save_config
 
 SECTIONS = [name for name, hint in get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)]
 NEEDED = ["model=base", "output=run", "data.train=[a.txt]"]

@@ -6,9 +6,9 @@ import torch
 from mtpkit.data import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.training.config import LossConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, count_accepted, measure_depths, run_depths, select_targets
-from mtpkit.training.freeze import freeze_base
-from mtpkit.training.loss import LossOptions
+from mtpkit.training.heads import freeze_base
 from tests.training.toy import cut, toy_batch, toy_model
 
 ATTENTION = ["serving", "per_depth"]
@@ -70,7 +70,7 @@ def test_acceptance_length_is_one_plus_the_mean_accepted_prefix():
 def test_losses_and_matches_equal_whole_logits(attention):
     model, batch = toy_model(), toy_batch(BATCH)
     freeze_base(model)
-    losses, sums = run_depths(model, batch, 3, attention, LossOptions(chunk_size=5))
+    losses, sums = run_depths(model, batch, 3, attention, LossConfig(chunk_size=5))
     hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
     base = compute_logits(model, hidden).log_softmax(-1)
     states = list(unroll_depths(model, hidden, batch.token_ids, 3, attention, batch.documents, batch.positions))
@@ -88,7 +88,7 @@ def test_losses_and_matches_equal_whole_logits(attention):
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize(
     "options",
-    [LossOptions(chunk_size=5), LossOptions("tv"), LossOptions("ce"), LossOptions(temperature=2.0, top_k=3)],
+    [LossConfig(chunk_size=5), LossConfig("tv"), LossConfig("ce"), LossConfig(temperature=2.0, top_k=3)],
     ids=["kl", "tv", "ce", "kl of 3 at 2"],
 )
 @torch.no_grad()
@@ -134,7 +134,7 @@ def test_expected_acceptance_is_that_of_all_that_the_base_may_say():
     found = torch.zeros(6, 2, dtype=torch.float64)
     for text, chance in zip(texts, chances, strict=True):
         batch = PackedBatch(text[None], wanted, torch.zeros(1, 6, dtype=torch.int32), torch.arange(6)[None])
-        found += chance * measure_depths(model, batch, 2, "serving", LossOptions()).values[2:]
+        found += chance * measure_depths(model, batch, 2, "serving", LossConfig()).values[2:]
 
     each = torch.arange(vocab) * vocab  # a text for every first end: what depends on that alone
     p, p_next = p1[0], p2[each]
@@ -157,7 +157,7 @@ def assert_counts(found, decoding, accepted, later):
 
 def losses_and_grads(model, batch, attention):
     heads = freeze_base(model)
-    losses, _ = run_depths(model, batch, 3, attention, LossOptions())
+    losses, _ = run_depths(model, batch, 3, attention, LossConfig())
     model.zero_grad()
     (losses * torch.tensor([1.0, 0.6, 0.36])).sum().backward()
     return losses.detach(), {name: parameter.grad.clone() for name, parameter in heads.items()}

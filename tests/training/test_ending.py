@@ -8,8 +8,8 @@ import pytest
 
 from mtpkit.cli import run
 from mtpkit.cli.main import app
+from mtpkit.cli.train import describe_end
 from mtpkit.training import load_config
-from mtpkit.training.ending import describe_end
 
 
 @pytest.fixture

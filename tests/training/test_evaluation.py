@@ -11,9 +11,9 @@ from mtpkit.checkpoint import save_hf_model, save_model
 from mtpkit.data import Columns, build_dataset, load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.training import evaluation, load_config
+from mtpkit.training.config import LossConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.evaluation import EvaluationSettings, evaluate_directory, evaluate_sources
-from mtpkit.training.loss import LossOptions
 from tests.training.toy import toy_model
 
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -35,7 +35,7 @@ def model():
 
 
 def settings(**changes):
-    return EvaluationSettings(3, "serving", LossOptions(), WEIGHTS, **changes)
+    return EvaluationSettings(3, "serving", LossConfig(depth_weights=WEIGHTS), **changes)
 
 
 def run(model, dataset, **changes):
@@ -48,7 +48,7 @@ def test_each_source_is_evaluated_by_itself(model, dataset):
     assert list(found.sources) == ["cats", "code"]
     for name, sums in found.sources.items():
         batch = dataset.batch(dataset.source_rows(name))
-        expected = measure_depths(model, batch, 3, "serving", LossOptions())
+        expected = measure_depths(model, batch, 3, "serving", LossConfig())
         torch.testing.assert_close(sums.values, expected.values, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(found.overall.values, sum(sums.values for sums in found.sources.values()))
 
@@ -140,6 +140,5 @@ def test_a_run_is_evaluated_by_its_own_settings():
     overrides = ["data.micro_batch_size=2", "data.eval_sequences=5", "loss.kind=tv", "loss.depth_weights=[2,1,1]"]
     needed = ["model=base", "output=run", "data.train=[a.txt]", "heads.attention=serving"]
     found = EvaluationSettings.of(load_config(None, [*needed, *overrides]))
-    assert found == EvaluationSettings(
-        3, "serving", LossOptions("tv"), (0.5, 0.25, 0.25), batch_size=2, max_sequences=5
-    )
+    loss = LossConfig("tv", depth_weights=(2.0, 1.0, 1.0))
+    assert found == EvaluationSettings(3, "serving", loss, batch_size=2, max_sequences=5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import save_model
+from mtpkit.engine.options import EngineOptions
 from mtpkit.errors import UserError
 from mtpkit.training import heads as heads_module
 from mtpkit.training.config import DataConfig, HeadsConfig, ParallelConfig, TrainConfig
@@ -37,7 +38,8 @@ def make_base(tmp_path):
 
 
 def settle(toy_base, **heads):
-    return resolve(TrainConfig(str(toy_base), "unused", DataConfig(train=("unused",)), HeadsConfig(**heads)))
+    data = DataConfig(train=("unused",))
+    return resolve(TrainConfig(str(toy_base), "unused", data, HeadsConfig(**heads), dtype="float32"))
 
 
 def test_heads_from_the_base_start_as_its_last_layers(toy_base):
@@ -73,13 +75,30 @@ def test_every_split_reaches_the_model(toy_base, monkeypatch):
 def test_tf32_of_transformer_engine_is_told(toy_base, monkeypatch, caplog, settings, warns):
     monkeypatch.setattr(heads_module, "resolve_backend", lambda name: "te" if name == "auto" else name)
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    config = TrainConfig(str(toy_base), "unused", DataConfig(train=("unused",)), **settings)
+    config = TrainConfig(str(toy_base), "unused", DataConfig(train=("unused",)), **{"dtype": "float32"} | settings)
     resolve(config)
     assert ("Transformer Engine multiplies fp32 in TF32" in caplog.text) == warns
     caplog.clear()
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     resolve(config)
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype"),
+    [
+        ("auto", "cpu", "float32"),
+        ("auto", "cuda", "bfloat16"),
+        ("float32", "cuda", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_the_dtype_is_by_default_that_of_the_device(toy_base, monkeypatch, asked, device, dtype):
+    """As the engine has it."""
+    monkeypatch.setattr(heads_module, "default_device", lambda: torch.device(device))
+    config = TrainConfig(str(toy_base), "unused", DataConfig(train=("unused",)))
+    assert config.dtype == "auto" == EngineOptions.dtype
+    assert resolve(replace(config, dtype=asked))[0].dtype == dtype
 
 
 def test_new_heads_leave_the_base_as_it_is(toy_base):

@@ -25,7 +25,7 @@ def work(overrides: list[str]) -> None:
 def launch():
     """Starts training in a process of its own, which has the imports behind it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtpkit.training"])
+    context.set_forkserver_preload(["mtpkit.training.loop"])
 
     def launch(overrides: list[str]):
         process = context.Process(target=work, args=(overrides,))

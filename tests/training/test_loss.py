@@ -7,10 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpkit.kernels.head_loss import HeadLoss, reference
 from mtpkit.training import loss
-from mtpkit.training.loss import LossOptions, head_losses
+from mtpkit.training.config import LossConfig
+from mtpkit.training.loss import head_losses
 from tests.ranks import run_ranks
 
 KINDS = ["kl", "tv", "ce"]
+TEMPERATURES = {"kl": 2.0, "tv": 1.0, "ce": 1.0}
 
 
 def make_inputs(num_tokens, vocab, hidden=6, num_depths=3, dtype=torch.float64, seed=0):
@@ -24,7 +26,7 @@ def make_inputs(num_tokens, vocab, hidden=6, num_depths=3, dtype=torch.float64, 
 
 def dense_losses(students, teacher, weight, targets, mask, options):
     """The definition, with every logit held."""
-    temperature = options.temperature if options.kind == "kl" else 1.0
+    temperature = options.temperature
     base = teacher @ weight.t()
     if options.top_k:
         base = base.where(base >= base.topk(options.top_k).values[:, -1:], torch.finfo(base.dtype).min)
@@ -51,7 +53,7 @@ def weighted_grads(losses, students):
 @pytest.mark.parametrize(("num_tokens", "vocab", "chunk_size"), [(63, 500, 16), (500, 63, 499), (1, 7, 1024)])
 def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
     students, teacher, weight, targets, mask = make_inputs(num_tokens, vocab)
-    options = LossOptions(kind, temperature=2.0, chunk_size=chunk_size)
+    options = LossConfig(kind, temperature=TEMPERATURES[kind], chunk_size=chunk_size)
     losses, matches = head_losses(students, teacher, weight, targets, mask, options)
     expected = dense_losses(students, teacher, weight, targets, mask, options)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
@@ -65,7 +67,7 @@ def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
 @pytest.mark.parametrize("top_k", [1, 5, 500])
 def test_top_k_equals_dense_autograd(top_k):
     inputs = make_inputs(63, 500)
-    options = LossOptions("kl", temperature=2.0, chunk_size=16, top_k=top_k)
+    options = LossConfig("kl", temperature=2.0, chunk_size=16, top_k=top_k)
     losses, expected = head_losses(*inputs, options)[0], dense_losses(*inputs, options)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     for got, want in zip(weighted_grads(losses, inputs[0]), weighted_grads(expected, inputs[0]), strict=True):
@@ -74,7 +76,7 @@ def test_top_k_equals_dense_autograd(top_k):
 
 def test_top_k_beyond_the_vocabulary_is_all_of_it():
     inputs = make_inputs(9, 13)
-    whole, cut = (head_losses(*inputs, LossOptions(top_k=top_k))[0] for top_k in (0, 99))
+    whole, cut = (head_losses(*inputs, LossConfig(top_k=top_k))[0] for top_k in (0, 99))
     assert torch.equal(whole, cut)
 
 
@@ -89,7 +91,7 @@ def test_logits_are_those_of_selected_rows(monkeypatch):
         return HeadLoss(base, drafts, *args)
 
     monkeypatch.setattr(loss, "HeadLoss", noted)
-    head_losses(students, *rest, mask, LossOptions(chunk_size=16))
+    head_losses(students, *rest, mask, LossConfig(chunk_size=16))
     assert calls == [(16, mask[:, :16].sum()), (16, mask[:, 32:48].sum()), (15, mask[:, 48:].sum())]
 
 
@@ -98,7 +100,7 @@ def test_rows_that_are_masked_out_are_not_read(kind):
     """Neither their hidden states, nor the base's where no depth is selected; and their gradient is 0."""
     students, teacher, weight, targets, mask = make_inputs(63, 500)
     mask[:, 16:40] = False  # a chunk of nothing, and one with some
-    options = LossOptions(kind, chunk_size=16)
+    options = LossConfig(kind, chunk_size=16)
     losses, matches = head_losses(students, teacher, weight, targets, mask, options)
     grads = weighted_grads(losses, students)
     spoilt = [student.detach().clone() for student in students]
@@ -115,7 +117,7 @@ def test_rows_that_are_masked_out_are_not_read(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(kind):
     students, teacher, weight, targets, mask = make_inputs(5, 11, num_depths=2)
-    options = LossOptions(kind, temperature=1.5, chunk_size=2)
+    options = LossConfig(kind, temperature=TEMPERATURES[kind], chunk_size=2)
     assert torch.autograd.gradcheck(
         lambda *students: head_losses(students, teacher, weight, targets, mask, options)[0], students
     )
@@ -124,11 +126,11 @@ def test_gradcheck(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_selected_tokens_loss_and_gradient_are_zero(kind):
     students, teacher, weight, targets, mask = make_inputs(9, 13)
-    losses, _ = head_losses(students, teacher, weight, targets, torch.zeros_like(mask), LossOptions(kind))
+    losses, _ = head_losses(students, teacher, weight, targets, torch.zeros_like(mask), LossConfig(kind))
     assert not losses.any()
     assert not any(grad.any() for grad in weighted_grads(losses, students))
     empty = [student[:0] for student in students]
-    losses, matches = head_losses(empty, teacher[:0], weight, targets[:0], mask[:, :0], LossOptions(kind))
+    losses, matches = head_losses(empty, teacher[:0], weight, targets[:0], mask[:, :0], LossConfig(kind))
     assert not losses.any() and matches.shape == (3, 0)
 
 
@@ -137,7 +139,7 @@ def test_kl_and_tv_of_the_teacher_itself_are_zero():
     mask = torch.ones(1, 63, dtype=torch.bool)
     for kind in ("kl", "tv"):
         student = teacher.clone().requires_grad_()
-        losses, matches = head_losses([student], teacher, weight, targets, mask, LossOptions(kind))
+        losses, matches = head_losses([student], teacher, weight, targets, mask, LossConfig(kind))
         assert losses.abs().item() < 63 * 1e-6
         assert matches.all()
 
@@ -145,7 +147,7 @@ def test_kl_and_tv_of_the_teacher_itself_are_zero():
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_error_is_near_that_of_dense_bfloat16(kind):
     students, teacher, weight, targets, mask = make_inputs(63, 500, hidden=32)
-    options = LossOptions(kind, chunk_size=16)
+    options = LossConfig(kind, chunk_size=16)
     exact = weighted_grads(dense_losses(students, teacher, weight, targets, mask, options), students)
     low = [tensor.detach().bfloat16() for tensor in (*students, teacher, weight)]
     low_students = [tensor.requires_grad_() for tensor in low[:3]]
@@ -156,7 +158,7 @@ def test_bfloat16_error_is_near_that_of_dense_bfloat16(kind):
 
 
 @pytest.mark.parametrize(
-    "options", [LossOptions(), LossOptions("kl", 2.0, 32, 9), LossOptions("tv"), LossOptions("ce")]
+    "options", [LossConfig(), LossConfig(temperature=2.0, chunk_size=32, top_k=9), LossConfig("tv"), LossConfig("ce")]
 )
 def test_in_fp32_on_each_device(options, device):
     """With rows that are not in whole blocks, nor whole vectors."""
@@ -191,7 +193,7 @@ class LargestTensor(TorchDispatchMode):
 def largest_tensor(kind, num_tokens, vocab, chunk_size=0):
     inputs = make_inputs(num_tokens, vocab, hidden=4)
     with LargestTensor() as largest:
-        losses, _ = head_losses(*inputs, LossOptions(kind, chunk_size=chunk_size))
+        losses, _ = head_losses(*inputs, LossConfig(kind, chunk_size=chunk_size))
         losses.sum().backward()
     return largest.numel
 
@@ -211,14 +213,17 @@ def test_chunks_are_chosen_by_their_bytes(monkeypatch):
 
 def test_without_a_gradient_none_is_made(monkeypatch):
     students, *rest = make_inputs(63, 500)
-    want = head_losses(students, *rest, LossOptions())
+    want = head_losses(students, *rest, LossConfig())
     monkeypatch.setattr(reference.HeadLoss, "gradient_", None)
     with torch.no_grad():
-        have = head_losses(students, *rest, LossOptions())
+        have = head_losses(students, *rest, LossConfig())
     assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True)) and not have[0].requires_grad
 
 
-CASES = [LossOptions(kind, temperature=2.0, chunk_size=16, top_k=top_k) for kind in KINDS for top_k in (0, 7)]
+CASES = [
+    *(LossConfig(kind, temperature=TEMPERATURES[kind], chunk_size=16) for kind in KINDS),
+    LossConfig(temperature=2.0, chunk_size=16, top_k=7),
+]
 
 
 def split_losses(options, rank=None):

@@ -5,10 +5,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mtpkit.model import build_model
-from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.config import LossConfig, OptimizerConfig
 from mtpkit.training.depths import run_depths
-from mtpkit.training.freeze import freeze_base
-from mtpkit.training.loss import LossOptions
+from mtpkit.training.heads import freeze_base
 from mtpkit.training.main_grad import gradients_into_main
 from mtpkit.training.optimizer import HeadOptimizer
 from tests.training.toy import CONFIG, toy_batch, toy_model
@@ -86,7 +85,7 @@ def check_all_arrive(model, attention, recompute, tolerance):
 
     def backward():
         batch = toy_batch([[20]]).to(next(model.parameters()).device)
-        losses, _ = run_depths(model, batch, 3, attention, LossOptions(), recompute=recompute)
+        losses, _ = run_depths(model, batch, 3, attention, LossConfig(), recompute=recompute)
         losses.sum().backward()
 
     heads = freeze_base(model)

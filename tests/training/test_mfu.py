@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mtpkit.training import mfu
-from mtpkit.training.mfu import find_peak, peak_rate, utilization
+from mtpkit.training import metrics
+from mtpkit.training.metrics import find_peak, peak_rate, utilization
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_utilization_is_a_share_of_all_devices_peaks():
 
 def test_a_gpu_that_is_not_known_is_named_and_has_no_peak(monkeypatch):
     assert find_peak(torch.device("cpu")) == (None, None)
-    monkeypatch.setattr(mfu, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H200")
     assert find_peak(torch.device("cuda", 0)) == (989e12, None)
-    monkeypatch.setattr(mfu, "device_name", lambda device: "Voodoo 2")
+    monkeypatch.setattr(metrics, "device_name", lambda device: "Voodoo 2")
     peak, says = find_peak(torch.device("cuda", 0))
     assert peak is None and "Voodoo 2 is not known" in says

@@ -10,11 +10,9 @@ from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
 from mtpkit.model.mtp import shift_states
 from mtpkit.training import step
-from mtpkit.training.config import OptimizerConfig, load_config
-from mtpkit.training.depths import run_depths
-from mtpkit.training.freeze import freeze_base
-from mtpkit.training.loss import LossOptions
-from mtpkit.training.mixing import HiddenMix
+from mtpkit.training.config import LossConfig, OptimizerConfig, load_config
+from mtpkit.training.depths import HiddenMix, run_depths
+from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer
 from tests.ranks import run_ranks
 from tests.training.toy import CONFIG, cut, toy_batch, toy_model
@@ -114,9 +112,9 @@ def test_states_move_across_the_ranks_of_a_sequence():
 def test_a_document_among_others_is_trained_as_alone(attention):
     model, batch = toy_model(), toy_batch([[7, 10, 3]])
     mix = HiddenMix(0.5, "blend")
-    packed = run_depths(model, batch, 3, attention, LossOptions(), mix)[0]
+    packed = run_depths(model, batch, 3, attention, LossConfig(), mix)[0]
     alone = sum(
-        run_depths(model, cut(batch, 0, start, end), 3, attention, LossOptions(), mix)[0]
+        run_depths(model, cut(batch, 0, start, end), 3, attention, LossConfig(), mix)[0]
         for start, end in ((0, 7), (7, 17), (17, 20))
     )
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
@@ -161,7 +159,7 @@ def fields(batch):
 def test_evaluation_reads_what_decoding_does():
     model, batch = toy_model(), toy_batch([[20]])
     sums = [
-        step.evaluate(model, [batch], 3, "serving", step.loss_options(config)).values
+        step.evaluate(model, [batch], 3, "serving", config.loss).values
         for config in (load_config(None, [*NEEDED, f"loss.hidden_mix={share}"]) for share in (0, 1))
     ]
     assert torch.equal(*sums)

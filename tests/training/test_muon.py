@@ -5,8 +5,7 @@ import torch
 
 from mtpkit.training.config import OptimizerConfig
 from mtpkit.training.main_grad import gradients_into_main
-from mtpkit.training.muon import orthogonalize
-from mtpkit.training.optimizer import HeadOptimizer
+from mtpkit.training.optimizer import HeadOptimizer, orthogonalize
 from tests.training.toy import toy_model
 
 

@@ -9,11 +9,9 @@ import torch
 from mtpkit.model import mtp
 from mtpkit.model.layers import attention, linear, residual
 from mtpkit.model.layers.base import keeping_inputs, linear_of
-from mtpkit.training.config import OptimizerConfig
-from mtpkit.training.depths import run_depths
-from mtpkit.training.freeze import freeze_base
-from mtpkit.training.loss import LossOptions
-from mtpkit.training.mixing import HiddenMix
+from mtpkit.training.config import LossConfig, OptimizerConfig
+from mtpkit.training.depths import HiddenMix, run_depths
+from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.step import train_step
 from tests.training.test_step import toy_config
@@ -41,7 +39,7 @@ def run(model, kind, recompute, weights=(1.0, 0.6, 0.3), mix=None):
 
     torch.manual_seed(5)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses, _ = run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossOptions(), mix, recompute=recompute)
+        losses, _ = run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossConfig(), mix, recompute=recompute)
     (losses * torch.tensor(weights)).sum().backward()
     return losses.detach(), [parameter.grad for parameter in heads.values()], sum(kept.values())
 
@@ -105,7 +103,7 @@ def test_inputs_of_linears_are_made_again(made, activation):
         model.zero_grad()
         made.clear()
         with context:
-            losses, _ = run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, "serving", LossOptions())
+            losses, _ = run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, "serving", LossConfig())
         of_heads = made[-12:]  # the base was there before
         assert sum(tensor() is not None for tensor in of_heads) == alive
         before = len(made) - 12
@@ -129,6 +127,6 @@ def test_attention_keeps_no_more_than_its_inputs(kind, monkeypatch):
             return original(q, k, v, *rest)
 
         monkeypatch.setattr(attention, name, watched)
-    run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossOptions())
+    run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossConfig())
     assert len(seen) == 9
     assert all(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() for tensor in seen)

@@ -26,6 +26,7 @@ from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
 from mtpkit.training import batches, load_config, loop, train
 from mtpkit.training import metrics as metrics_log
+from mtpkit.training.config import DataConfig
 from mtpkit.training.loop import Trainer
 from mtpkit.training.optimizer import learning_rate
 from tests.checkpoint.test_hostile_files import put_common_state
@@ -699,3 +700,41 @@ def test_without_a_terminal_a_line_is_printed_at_each_interval(settings, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 4 of 6", "step 6 of 6"]
     assert all("loss " in line and "tokens/s" in line for line in lines)
+
+
+def test_held_out_data_that_is_trained_on_is_told(settings, text_files, tmp_path, caplog):
+    link = tmp_path / "again.txt"
+    link.symlink_to(text_files[0])
+    run(settings, "steps=2", f"output={tmp_path / 'first'}", f"data.eval=[same={link}]")
+    (told,) = [message for message in caplog.messages if "held out" in message]
+    assert told == f"data.eval is not held out: {text_files[0]} is in data.train too"
+    caplog.clear()
+    run(settings, "steps=2", f"output={tmp_path / 'second'}")
+    run(settings, "steps=2", f"output={tmp_path / 'third'}", "data.eval=")
+    assert "held out" not in caplog.text
+
+
+def test_a_file_inside_a_folder_and_prepared_data_are_shared(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text\n")
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    (prepared / "mtpkit_data.json").write_text("{}")
+
+    def shared(train, heldout):
+        return batches.shared_data(DataConfig(train=(str(train),), eval=tuple(map(str, heldout))))
+
+    assert shared(tmp_path / "*.txt", [tmp_path / "b.txt"]) == [str(tmp_path / "b.txt")]
+    assert shared(prepared, [tmp_path / "b.txt", prepared]) == [str(prepared)]
+    assert shared(tmp_path / "a.txt", [tmp_path / "b.txt"]) == []
+
+
+def test_a_resumed_run_tells_settings_that_changed(settings, capsys):
+    run(settings, "steps=3")
+    assert "settings changed" not in capsys.readouterr().out
+    output = run(settings, "steps=4", "eval_interval=2")
+    lines = capsys.readouterr().out.splitlines()
+    assert "settings changed since the last part of the run: steps was 3, is 4; eval_interval was 100, is 2" in lines
+    assert sorted(metrics(output)) == [1, 2, 3, 4]
+    run(settings, "steps=4", "eval_interval=2")
+    assert "settings changed" not in capsys.readouterr().out

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mtpkit.errors import MtpkitError
-from mtpkit.training.config import OptimizerConfig, load_config
-from mtpkit.training.freeze import check_unchanged, fingerprint, freeze_base
-from mtpkit.training.loss import LossOptions
+from mtpkit.training import depths
+from mtpkit.training.config import LossConfig, OptimizerConfig, load_config
+from mtpkit.training.heads import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.main_grad import gradients_into_main
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
-from mtpkit.training.step import evaluate, loss_options, train_step
+from mtpkit.training.step import evaluate, train_step
 from tests.training.toy import cut, toy_batch, toy_model
 
 
@@ -74,9 +74,11 @@ def test_a_gradient_that_is_not_finite_stops_the_run():
     assert torch.equal(parameter, torch.ones(2, 2))
 
 
-def test_every_setting_of_the_loss_reaches_it():
-    settings = ["loss.temperature=2", "loss.chunk_size=7", "loss.top_k=5"]
-    assert loss_options(toy_config(*settings)) == LossOptions("kl", 2.0, 7, 5)
+def test_every_setting_of_the_loss_reaches_it(monkeypatch):
+    given, compute = [], depths.head_losses
+    monkeypatch.setattr(depths, "head_losses", lambda *args: given.append(args[5]) or compute(*args))
+    gradients([toy_batch([[20]])], "loss.temperature=2", "loss.chunk_size=7", "loss.top_k=5")
+    assert given == [LossConfig(temperature=2.0, chunk_size=7, top_k=5)]
 
 
 def gradients(batches, *overrides):
@@ -138,7 +140,7 @@ def test_a_changed_base_is_named():
 
 def test_evaluation_sums_over_batches():
     model, batch = toy_model(), toy_batch([[7, 10, 3], [20]])
-    settings = (3, "serving", loss_options(toy_config()))
+    settings = (3, "serving", toy_config().loss)
     whole = evaluate(model, [batch], *settings)
     parts = evaluate(model, [cut(batch, 0, 0, 20), cut(batch, 1, 0, 20)], *settings)
     torch.testing.assert_close(whole.values, parts.values, rtol=1e-5, atol=1e-6)

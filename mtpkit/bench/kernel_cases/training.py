@@ -20,7 +20,8 @@ from mtpkit.kernels import linear as linears
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
-from mtpkit.training.loss import LossOptions, head_losses
+from mtpkit.training.config import LossConfig
+from mtpkit.training.loss import head_losses
 
 
 def _attention_flops(shapes: Shapes, length: int, products: int) -> float:
@@ -154,7 +155,7 @@ def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
 
     def ours(weight: Tensor, teacher: Tensor, *students: Tensor) -> tuple[Tensor, ...]:
         def total(*leaves: Tensor) -> Tensor:
-            return head_losses(leaves, teacher.clone(), weight, targets.clone(), mask.clone(), LossOptions(kind))[0]
+            return head_losses(leaves, teacher.clone(), weight, targets.clone(), mask.clone(), LossConfig(kind))[0]
 
         return _differentiated(total)(*students)
 

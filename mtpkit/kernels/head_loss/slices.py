@@ -6,12 +6,10 @@ All statistics have one column per student row; student rows with the same teach
 Shape legend: S student rows, P slices, t and s the logits of teacher and student, T the temperature.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-LossKind = Literal["kl", "tv", "ce"]
+from mtpkit.config import LossKind
 
 PEAK, TOKEN, TOTAL, BASE_PEAK, BASE_TOKEN, BASE_TOTAL, CROSS = range(7)
 """Statistics of a slice. PEAK is the student's largest logit; TOKEN is its column, the first among equals; TOTAL is the

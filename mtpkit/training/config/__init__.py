@@ -1,12 +1,12 @@
-"""The settings of a training run: what they are, what describes them, and YAML files with overrides that hold them."""
+"""The settings of a training run, their descriptions, and YAML files with overrides."""
 
-from mtpkit.training.config.reading import load_config, save_config
+from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import (
     DataConfig,
     HeadAttention,
     HeadsConfig,
-    LogConfig,
     LossConfig,
+    MixKind,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -16,11 +16,10 @@ __all__ = [
     "DataConfig",
     "HeadAttention",
     "HeadsConfig",
-    "LogConfig",
     "LossConfig",
+    "MixKind",
     "OptimizerConfig",
     "ParallelConfig",
     "TrainConfig",
     "load_config",
-    "save_config",
 ]

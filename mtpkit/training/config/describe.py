@@ -1,4 +1,4 @@
-"""All settings of a run with their defaults, for people to read: YAML that `load_config` takes back."""
+"""Descriptions of settings: commented YAML of all of them, and messages about unknown keys and sections."""
 
 import dataclasses
 import difflib
@@ -15,15 +15,15 @@ _WIDTH = 100
 
 
 def describe_settings() -> str:
-    """YAML of every setting with its default, under a comment that says what it is and what it may be.
+    """YAML of every setting with its default under a comment, which `load_config` reads.
 
-    A setting without a default stands there as `???`, which `load_config` refuses.
+    A setting without a default is `???`, which `load_config` refuses.
     """
     return "\n".join(_lines(TrainConfig, ""))
 
 
 def describe_unknown(key: str) -> str:
-    """That there is no such setting, and which sections and settings, in whatever section, are called nearly so."""
+    """A message about an unknown setting, with sections and settings of similar names."""
     names = list(_names(TrainConfig))
     sections = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
     section = key.partition(".")[0]
@@ -36,13 +36,13 @@ def describe_unknown(key: str) -> str:
 
 
 def describe_section(key: str) -> str:
-    """That there are settings in a section; empty for a key that is none."""
+    """A message about a value given in place of a section of settings; empty for a key that is no section."""
     is_section = dataclasses.is_dataclass(field_types(TrainConfig).get(key))
     return f"{key} is a section of settings: set {example(key)}, and so on" if is_section else ""
 
 
 def example(key: str) -> str:
-    """A setting as it may be given; of a section, its first one."""
+    """An example of a setting, or of the first setting of a section."""
     kind, fields = field_types(TrainConfig).get(key), []
     if dataclasses.is_dataclass(kind):
         fields = list(dataclasses.fields(kind))
@@ -58,7 +58,7 @@ def field_types(cls: Any) -> dict[str, Any]:
 
 
 def plain_values(value: Any) -> Any:
-    """Tuples as lists, for YAML."""
+    """The value with lists in place of tuples, for YAML."""
     if isinstance(value, dict):
         return {key: plain_values(entry) for key, entry in value.items()}
     return [plain_values(entry) for entry in value] if isinstance(value, (tuple, list)) else value

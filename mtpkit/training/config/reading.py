@@ -3,33 +3,35 @@
 import dataclasses
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mtpkit.config.checked import WrongValues
 from mtpkit.errors import UserError, listed
-from mtpkit.files import read_text, write_file
-from mtpkit.training.config.describe import describe_section, describe_unknown, example, field_types, plain_values
-from mtpkit.training.config.patterns import quote_patterns
+from mtpkit.files import read_text
+from mtpkit.training.config.describe import describe_section, describe_unknown, example, field_types
 from mtpkit.training.config.settings import TrainConfig
 
 MOST_BRACKETS = 100
-"""Brackets that may be open at once in settings: the time of YAML's scanner grows with the square of their depth."""
+"""Limit on nested brackets: the time of YAML's scanner grows with the square of their depth."""
 MOST_VALUES = 10_000
-"""Values that a file of settings may have."""
+"""Limit on the values in a file of settings."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a YAML file and put `key=value` overrides on top, such as `loss.kind=tv` or `data.train=[a.txt,b.txt]`.
 
-    An override may index into a list: `data.train[0]=c.txt`. Values may refer to others and to the environment, as
-    OmegaConf has it: `${output}`, `${oc.env:HOME}`.
+    An override may index into a list: `data.train[0]=c.txt`. Values may refer to other values and to the environment in
+    OmegaConf's syntax: `${output}`, `${oc.env:HOME}`.
 
     Raises:
-        UserError: an unreadable file, an unknown key, a missing or wrongly typed value, settings that clash.
+        UserError: an unreadable file, an unknown key, a missing or wrong value, settings that do not fit together.
     """
     malformed = [override for override in overrides if "=" not in override]
     if malformed:
@@ -51,20 +53,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     return config
 
 
-def save_config(config: TrainConfig, path: Path) -> None:
-    """Write the resolved config as YAML, whole or not at all."""
-    import yaml
-
-    write_file(path, yaml.safe_dump(plain_values(dataclasses.asdict(config)), sort_keys=False))
-
-
 def _read(path: str | Path | None) -> Any:
-    """A YAML file as OmegaConf has it.
+    """Load a YAML file with OmegaConf.
 
     Raises:
-        UserError: it cannot be read, is no YAML, or a list.
+        UserError: the file cannot be read, is not YAML, or is a list.
     """
-    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -86,18 +80,14 @@ def _read(path: str | Path | None) -> Any:
 
 
 def _require_shallow(text: str) -> None:
-    """Check the depth of brackets before YAML is read, see MOST_BRACKETS.
-
-    Raises:
-        RecursionError: too many brackets are open at once.
-    """
+    """Raise RecursionError if more than MOST_BRACKETS brackets are open at once."""
     opened = accumulate((sign in "[{") - (sign in "]}") for sign in text)
     if max(opened, default=0) > MOST_BRACKETS:
         raise RecursionError("it is nested too deeply")
 
 
 def _size(node: Any, known: dict[int, float] | None = None) -> float:
-    """Values in a YAML document with its anchors written out; infinity if one holds itself."""
+    """The number of values in a YAML document with its anchors expanded; infinity if an anchor contains itself."""
     known = {} if known is None else known
     if id(node) not in known:
         known[id(node)] = math.inf  # while its parts are counted
@@ -108,17 +98,16 @@ def _size(node: Any, known: dict[int, float] | None = None) -> float:
 
 
 def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]) -> dict[Any, Any]:
-    """Plain values of a file's settings with the overrides on top; those that do not fit go to `problems` by index.
+    """Plain values of a file's settings with the overrides on top; malformed overrides go to `problems` by index.
 
     Raises:
-        UserError: a value refers to what is not there.
+        UserError: a value refers to another one that does not exist.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     # The last four: an object where a list should be, numbers of too many digits, too deep nesting.
-    unfit = OmegaConfBaseException, YAMLError, TypeError, ValueError, OverflowError, RecursionError
+    unfit = OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError
     for index, text in enumerate(overrides):
         try:
             _require_shallow(text)
@@ -136,11 +125,7 @@ def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[
 
 
 def _quoted(override: str) -> str:
-    """`key=value` with texts in quotes that YAML would take for something else: nothing, `*.jsonl`, and `-`.
-
-    Raises:
-        YAMLError: the value is no YAML.
-    """
+    """`key=value` with quotes around texts that YAML reads as something else: nothing, `*.jsonl`, and `-`."""
     key, value = override.split("=", 1)
     if not value or (key == "heads.pattern" and value[0] not in "'\""):
         return f"{key}='{value}'"
@@ -148,8 +133,8 @@ def _quoted(override: str) -> str:
 
 
 def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Values with what YAML reads differently put right: numbers as texts and the other way round, one file as a list
-    of one. Missing values are left out, and required sections are there."""
+    """Values in the types of their fields where YAML reads other types: numbers as texts, texts as numbers, one file as
+    a list of one. Missing values are left out, and missing sections added."""
     types = field_types(cls)
     fitted: dict[str, Any] = {
         name: {} for name, kind in types.items() if dataclasses.is_dataclass(kind) and name not in values
@@ -169,7 +154,7 @@ def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _scalar(kind: Any, value: Any) -> Any:
-    """A number as a text, or a text as a number, where the other one is meant; else the value as it is."""
+    """A number as a text, or a text as a number, if the field has the other type; else the value itself."""
     if kind is str and isinstance(value, int | float):
         return str(value)
     if kind in (int, float) and isinstance(value, str):
@@ -179,7 +164,7 @@ def _scalar(kind: Any, value: Any) -> Any:
 
 
 def _blame(clauses: Sequence[str], overrides: Sequence[str], problems: dict[int, str]) -> None:
-    """Add each clause to `problems`: under the index of the last override of its key, or -1 for the rest."""
+    """Add each clause to `problems` under the index of the last override of its key, or -1 if there is none."""
     keys = [override.split("=", 1)[0] for override in overrides]
     rest = []
     for key, text in map(_told, sorted(clauses, key=lambda clause: clause.endswith(" is missing"))):
@@ -193,12 +178,12 @@ def _blame(clauses: Sequence[str], overrides: Sequence[str], problems: dict[int,
 
 
 def _overlap(given: str, key: str) -> bool:
-    """Whether one of two keys is the other one, or lies in it."""
+    """Whether one of two keys equals or contains the other."""
     return given == key or given.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{given}.")
 
 
 def _told(clause: str) -> tuple[str, str]:
-    """The key of a clause about `TrainConfig`, and the clause in the words of a file of settings."""
+    """The key of a clause about `TrainConfig`, and the clause reworded for a file of settings."""
     key, _, rest = clause.partition(" ")
     if clause.endswith(" is unknown"):
         key = clause.removesuffix(" is unknown")
@@ -211,7 +196,7 @@ def _told(clause: str) -> tuple[str, str]:
 
 
 def _one_line(error: Exception) -> str:
-    """OmegaConf's message without its internals; it spreads them over lines."""
+    """The first line of OmegaConf's message, with the key."""
     message, *details = str(error).splitlines()
     key = next((line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")), "")
     return _cut(f"{key}: {message}" if key and f"'{key}'" not in message else message, 240)
@@ -219,3 +204,36 @@ def _one_line(error: Exception) -> str:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+class _Scanner(yaml.SafeLoader):
+    """Takes `*name` for an alias only where the text has an anchor `&name`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._anchors = set(re.findall(r"&([\w-]+)", text))
+
+    def fetch_alias(self) -> None:
+        name = re.match(r"[\w-]*", self.buffer[self.pointer + 1 :])
+        if name and name[0] in self._anchors:
+            super().fetch_alias()
+        else:
+            self.fetch_plain()
+
+
+def quote_patterns(text: str, names: bool = False) -> str:
+    """The same YAML with quotes around plain texts that begin with `*`, which YAML takes for aliases.
+
+    Example: "train: [*.jsonl, b.txt]" becomes "train: ['*.jsonl', b.txt]"
+
+    Args:
+        names: all plain texts are names of files and put in quotes: `001` is no number.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML for another reason.
+    """
+    for token in reversed(list(yaml.scan(text, Loader=_Scanner))):
+        if isinstance(token, yaml.ScalarToken) and token.plain and (names or token.value.startswith("*")):
+            quoted = token.value.replace("'", "''")
+            text = f"{text[: token.start_mark.index]}'{quoted}'{text[token.end_mark.index :]}"
+    return text

@@ -1,6 +1,6 @@
-"""The settings of a training run by section, with the range of each and what does not go together.
+"""The settings of a training run by section, with the range of each and the combinations that are refused.
 
-Bounds are far beyond what any run needs: they end nonsense early, and values that torch cannot hold.
+Bounds are far beyond the needs of any run: they refuse typing errors, and values that torch cannot hold.
 """
 
 from collections.abc import Iterator
@@ -8,12 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from mtpkit.config import Balance, LossKind
 from mtpkit.config.checked import checked
-from mtpkit.model.stages import Balance
-from mtpkit.training.loss import LossKind
-from mtpkit.training.mixing import MixKind
 
 HeadAttention = Literal["auto", "serving", "per_depth"]
+MixKind = Literal["sample", "blend"]
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Amount = Annotated[int, Field(ge=0, le=2**40)]
@@ -25,30 +24,30 @@ _FILES = "a list of files: put names in quotes, data.train=['a[0-9].jsonl']"
 
 @checked("data settings")
 class DataConfig:
-    """What the heads are trained and evaluated on."""
+    """Data for training and evaluation."""
 
     train: tuple[str, ...] = Field(title=_FILES)
     """Files, folders and globs of text, jsonl, csv or parquet, and directories of `mtpkit data prepare`. Each is a
-    source, called after its file or folder, or as `name=path` says."""
+    source, named after its file or folder, or by `name=path`."""
     eval: tuple[str, ...] = Field(default=(), title=_FILES.replace("train", "eval"))
-    """Held-out data of the same kinds, for acceptance during training; empty: no evaluation."""
+    """Held-out data of the same kinds, to measure acceptance during training; empty: no evaluation."""
     text_column: str = "text"
-    """Column of jsonl, csv and parquet that holds plain text; every token of it is trained on."""
+    """Column of plain text in jsonl, csv and parquet; every token of it is trained on."""
     prompt_column: str = "prompt"
     """Column of the prompt in prompt/response data; its tokens are read but not trained on."""
     response_column: str = "response"
     """Column of the response in prompt/response data; its tokens are trained on."""
     messages_column: str = "messages"
-    """Column of the conversations in chat data, rendered by the tokenizer's chat template; what the assistant says is
-    trained on. Prepared data has its columns chosen already."""
+    """Column of the conversations in chat data, rendered by the tokenizer's chat template; the assistant's messages are
+    trained on. The columns of prepared data were chosen when it was prepared."""
     sequence_length: Annotated[int, Field(ge=3, le=2**24)] = 1024
     """Tokens of a packed sequence."""
     micro_batch_size: Ranks = 1
-    """Sequences of one forward and backward on one rank."""
+    """Sequences per forward and backward pass on one rank."""
     global_batch_size: Ranks = 8
-    """Sequences of one optimizer step over all ranks; a multiple of micro_batch_size times the number of ranks."""
+    """Sequences per optimizer step over all ranks; a multiple of micro_batch_size times the number of ranks."""
     eval_sequences: Count = 32
-    """Held-out sequences of each source that are read at each evaluation, over all ranks."""
+    """Held-out sequences per source and evaluation, over all ranks."""
 
     @field_validator("train", "eval")
     @classmethod
@@ -75,52 +74,53 @@ class DataConfig:
 
 @checked("heads settings")
 class HeadsConfig:
-    """Which heads are trained, and how they see the past."""
+    """The heads that are trained, and how they attend to the past."""
 
     num_depths: Annotated[int, Field(ge=1, le=256)] = 3
     """K, the number of tokens the heads learn to predict beyond the base's own."""
     init: Literal["auto", "checkpoint", "fresh", "base"] = "auto"
-    """`checkpoint`: go on from the heads that the model has. `fresh`: new ones at random. `base`: new ones that start
-    as copies of the base's last layers, which learn in fewer steps. `auto`: its own if it has any, else `fresh`."""
+    """`checkpoint`: continue from the model's heads. `fresh`: new heads with random weights. `base`: new heads that
+    start as copies of the base's last layers and learn in fewer steps. `auto`: `checkpoint` if the model has heads,
+    else `fresh`."""
     fit_tokens: Amount = 65536
-    """Tokens of the training data by which `init: base` fits the projection of a head's inputs, see `fit`; 0: it starts
-    as the sum of embedding and hidden state."""
+    """Tokens of the training data on which `init: base` fits the input projection of a head; 0: it starts as the sum of
+    embedding and hidden state."""
     pattern: str = "auto"
-    """Layers of one depth of new heads: M Mamba2, * attention, - MLP, E mixture of experts. `auto`: as the model's own
-    heads, else by what the base has: `*-`, or `*E` where it has experts and no MLPs."""
+    """Layers of one depth of new heads: M Mamba2, * attention, - MLP, E mixture of experts. `auto`: the pattern of the
+    model's heads; without heads `*-`, or `*E` for a base with experts and no MLPs."""
     repeated: bool = True
     """Fresh heads share one block over all depths, rather than one per depth."""
     attention: HeadAttention = "auto"
-    """`serving`: each depth sees what it will see when decoding. `per_depth`: plain causal attention over each depth's
-    own stream. `auto`: `serving` for a repeated head; for distinct heads, whose depths have caches of their own,
-    `per_depth` is what serving does."""
+    """`serving`: each depth attends to what it attends to in decoding. `per_depth`: causal attention over each depth's
+    own stream, which for distinct heads is the same as in decoding. `auto`: `serving` for a repeated head, `per_depth`
+    for distinct heads."""
     recompute: bool = False
-    """Run each depth again in the backward rather than keep its activations: a third more of the heads' work, memory
-    for one depth instead of K."""
+    """Recompute each depth's activations in the backward pass: a third more work in the heads, and memory for the
+    activations of one depth instead of K."""
 
 
 @checked("loss settings")
 class LossConfig:
-    """What the heads learn."""
+    """The training loss."""
 
     kind: LossKind = "kl"
     """`kl` forward KL to the base's distribution, `tv` total variation distance to it, `ce` against the tokens."""
     temperature: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
-    """Of both distributions in `kl`."""
+    """Temperature of both distributions in `kl`."""
     depth_weights: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] = ()
     """Weight of each depth, normalised to sum to 1; empty: beta^(k-1)."""
     beta: Annotated[float, Field(ge=0, le=10)] = 0.6
     """Decay of the default depth weights."""
     top_k: Amount = 0
-    """Learn only so many of the base's most likely tokens in `kl`; its distribution over them is made to sum to 1, and
-    the probability it gives to others is left out. 0: all tokens."""
+    """Restrict the base's distribution in `kl` to its k most likely tokens, renormalised. 0: all tokens."""
     hidden_mix: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the base's own hidden states in what each depth after the first reads in training, see `HiddenMix`; 0:
-    the head's own alone, as in decoding."""
+    """Share of the base's hidden states in the inputs of each depth after the first in training; 0: the head's own
+    hidden states alone, as in decoding."""
     hidden_mix_kind: MixKind = "sample"
-    """`sample`: each position reads one or the other, at random. `blend`: each reads the weighted sum."""
+    """`sample`: each position reads one of the two at random. `blend`: each position reads the weighted sum."""
     chunk_size: Amount = 0
-    """Tokens whose logits are held at once; 0: as many as 384 MiB hold on a GPU, 16 MiB on a CPU, at least 64."""
+    """Tokens whose logits are in memory at once; 0: as many as fit in 384 MiB on a GPU or 16 MiB on a CPU, at least
+    64."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be run."""
@@ -141,29 +141,29 @@ class OptimizerConfig:
     """AdamW or Muon, with linear warm-up and cosine decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for matrices, AdamW for the rest; takes fewer steps, each with some work more."""
+    """`muon`: Muon for matrices and AdamW for the rest, which needs fewer but costlier steps."""
     lr: Annotated[float, Field(ge=1e-30, le=10)] = 1e-3
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0, le=10)] = 1e-4
     """Learning rate of the last step."""
     warmup_steps: Amount = 20
-    """Steps from zero to `lr`."""
+    """Steps in which the learning rate rises from zero to `lr`."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.01
     """Applies to matrices; norms and biases do not decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     momentum: Decay = 0.95
-    """Used by Muon."""
+    """Decay rate of Muon's momentum."""
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     clip_grad: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
     distributed: bool = True
-    """Each data-parallel rank keeps its share of the fp32 weights and moments, rather than all of them."""
+    """Shard the fp32 weights and moments over data-parallel ranks."""
     offload: bool = False
-    """Keep AdamW's fp32 weights and moments in the host's memory rather than the GPU's: 12 bytes per parameter there,
-    and up to 24 here, where torch rounds page-locked tensors up to powers of two. The update goes on while the base
-    runs on the next batch."""
+    """Keep AdamW's fp32 weights and moments in host memory: saves 12 bytes per parameter on the GPU, and takes up to 24
+    on the host, since torch rounds page-locked tensors up to powers of two. The update runs while the base runs on the
+    next batch."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be run."""
@@ -178,25 +178,25 @@ class OptimizerConfig:
 
 @checked("parallel settings")
 class ParallelConfig:
-    """How the model is split over processes; what is left of them is data-parallel, each with its own sequences."""
+    """Sizes of the parallel groups. The remaining factor of the number of processes is data-parallel."""
 
     tensor: Ranks = 1
-    """Ranks that split matrices, attention heads and the vocabulary, and the sequence between them."""
+    """Tensor-parallel ranks: they split matrices, attention heads and vocabulary, and between layers the sequence."""
     pipeline: Ranks = 1
-    """Stages of the base's layers. The last one trains the heads; the others only run forward, ahead of it."""
+    """Pipeline stages of the base's layers. The last one trains the heads; the others only run forward, ahead of it."""
     expert: Ranks = 1
-    """Data-parallel ranks that split the experts of a mixture among themselves."""
+    """Expert-parallel ranks: data-parallel ranks that split the experts of each layer."""
     balance: Balance = "memory"
-    """Balance pipeline stages by memory or by time. `time` gives the last stage, which trains the heads besides, fewer
-    layers still, and the others more to hold: faster where that fits."""
+    """Balance pipeline stages by memory or by time. `time` gives fewer layers to the last stage, which also trains the
+    heads, and more to the others: faster if the memory suffices."""
 
 
 @checked("log settings")
 class LogConfig:
-    """Where metrics go besides `metrics.jsonl`, `report.html` and TensorBoard."""
+    """Destinations of metrics besides `metrics.jsonl`, `report.html` and TensorBoard."""
 
     wandb: str = ""
-    """Project of Weights & Biases to report to; needs the package wandb. Empty: none."""
+    """Weights & Biases project; needs the package wandb. Empty: none."""
 
 
 @checked("training config")
@@ -204,7 +204,7 @@ class TrainConfig:
     """All settings of a run. Read one with `load_config`.
 
     Raises:
-        UserError: settings that cannot be run, all of them named.
+        UserError: wrong settings; names all of them.
     """
 
     model: str
@@ -219,38 +219,39 @@ class TrainConfig:
     steps: Count = 1000
     """Optimizer steps of the whole run."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """Seed of fresh heads, of the order of the data and of torch."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations; the optimizer works in fp32 either way."""
+    """Seed of new heads, of the order of the data, and of torch."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of weights and activations. `auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer keeps gradients,
+    master weights and moments of the heads in fp32 in either case."""
     backend: Literal["auto", "local", "te"] = "auto"
-    """What layers are built from: `local`, mtpkit's own kernels and torch; `te`, Transformer Engine. `auto`: `te` where
-    it and a GPU are there. Checkpoints are the same."""
+    """Implementation of the layers: `local`, mtpkit's kernels and torch; `te`, Transformer Engine. `auto`: `te` if
+    it is installed and there is a GPU. Checkpoints are the same."""
     base_fp8: bool = False
-    """Multiply in fp8 in the frozen base. Backend `local` keeps its weights in fp8 alone, in half the memory (those in
-    checkpoints stay what they were); `te` keeps both."""
+    """Multiply in fp8 in the frozen base. Backend `local` keeps the base's matrices in fp8 only, in half the memory;
+    `te` keeps bf16 copies too. Checkpoints hold the original weights."""
     cache: str = ""
-    """Directory of the base's final hidden states of all sequences. They are written first where they are missing.
-    Heads are then trained without the base in memory; `heads.init: base` alone still loads it, to start from. See
-    `mtpkit data cache`. Empty: the base runs along."""
+    """Directory of the base's final hidden states of all sequences. Missing ones are written first; then heads are
+    trained without the base in memory (`heads.init: base` still loads it for the initial weights). See `mtpkit data
+    cache`. Empty: the base runs in every step."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = "auto"
-    """Of the cache; `float8_e4m3fn` has a scale for each token. `auto`: `dtype`, with which losses are the same."""
+    """Dtype of the cache; `float8_e4m3fn` has a scale per token. `auto`: `dtype`, which leaves losses the same."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """How fp32 matrices are multiplied, in torch's words (`torch.set_float32_matmul_precision`): `high` takes TF32 and
-    `medium` bf16 inside, where the hardware has them, which is faster. Transformer Engine takes TF32 regardless."""
+    """Precision of fp32 matrix products, as in `torch.set_float32_matmul_precision`: `high` uses TF32 and `medium` bf16
+    internally if the hardware has them, which is faster. Transformer Engine uses TF32 regardless."""
     log_interval: Count = 10
-    """Steps between lines in the metrics files, and in what is printed where stderr is no terminal."""
+    """Steps between lines in the metrics files, and between printed lines if stderr is not a terminal."""
     log: LogConfig = LogConfig()
     eval_interval: Count = 100
-    """Steps between evaluations; there is always one after the last step."""
+    """Steps between evaluations; the last step is always followed by one."""
     save_interval: Count = 200
-    """Steps between checkpoints; there is always one after the last step."""
+    """Steps between checkpoints; the last step is always followed by one."""
     keep_checkpoints: Count = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Save a checkpoint after each evaluation with the best acceptance length so far, and keep it until one is better:
+    """Save a checkpoint after each evaluation with the best acceptance length so far, and keep it until a better one:
     OUTPUT/best, a model directory."""
     resume: bool = True
-    """Go on from the newest checkpoint in `output`, if there is one."""
+    """Continue from the newest checkpoint in `output`, if any."""
 
     @field_validator("output")
     @classmethod

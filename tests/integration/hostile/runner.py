@@ -289,5 +289,5 @@ def load_commands() -> None:
     import mtpkit.cli.speedup
     import mtpkit.cli.train
     import mtpkit.engine
-    import mtpkit.training
-    import mtpkit.training.evaluation  # noqa: F401
+    import mtpkit.training.evaluation
+    import mtpkit.training.loop  # noqa: F401
