@@ -367,7 +367,8 @@ def test_unknown_ops_and_sizes_are_refused():
         measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("scan", "rms_norm", "conv")), "cpu")
     with pytest.raises(UserError, match="ops expert_mlp are unknown, or not of this model"):
         measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("expert_mlp",)), "cpu")
-    with pytest.raises(UserError, match=r"rows is 0, must be at least 1; k is -1, .*; context-len is 0"):
+    wrong = r"rows is \(0, 2\), must be at least 1; num_speculative_tokens is -1, .*; context_length is 0"
+    with pytest.raises(UserError, match=wrong):
         KernelConfig(rows=(0, 2), k=-1, context_len=0)
 
 
