@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prompts import Prompt, encode, list_params, list_prompts
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
 from mtpkit.engine.runner import Runner
-from mtpkit.engine.settings import draft_token_ids, execution, report_unused, resolve_drafts
+from mtpkit.engine.settings import draft_token_ids, execution, report_unused, resolve_drafts, warn_untrained
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import stack_experts, state_specs
@@ -46,6 +47,10 @@ class LLM:
         adaptive = options.num_speculative_tokens == "auto"
         depths = resolve_drafts(model_config, options.num_speculative_tokens)
         options = replace(options, num_speculative_tokens=depths)  # refused, where it is, before weights are read
+        heads = model_config.mtp
+        if heads.repeated and heads.depths_known and depths > heads.num_depths:
+            given = options.model if isinstance(options.model, str | Path) else "the model given"
+            warn_untrained(str(given), depths, heads.num_depths)
         draft_ids = draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.model, self.tokenizer, eos_token_ids = open_model(
             options.model, options.dtype, options.device, options.tokenizer

@@ -1,5 +1,6 @@
 """What is made of the arguments of `LLM` once the model is there."""
 
+import functools
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -25,6 +26,17 @@ def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
         return config.mtp.default_drafts
     check_depths(config, k)
     return config.mtp.most_adaptive_drafts if k == "auto" else k
+
+
+@functools.cache
+def warn_untrained(model: str, k: int, depths: int) -> None:
+    """Say, once per process, that a repeated head is unrolled further than it was trained."""
+    _logger.warning(
+        "num_speculative_tokens is %d, but the head of %s is of %d depths: later drafts were not trained",
+        k,
+        model,
+        depths,
+    )
 
 
 def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:

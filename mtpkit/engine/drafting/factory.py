@@ -1,6 +1,5 @@
 """Which drafter fits a model, and how many drafts its heads can make."""
 
-import logging
 from typing import Any, Literal
 
 from torch import Tensor
@@ -10,8 +9,6 @@ from mtpkit.engine.drafting.distinct import DistinctDrafter
 from mtpkit.engine.drafting.protocol import Drafter, NoDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.errors import UserError
-
-_logger = logging.getLogger(__name__)
 
 
 def make_drafter(
@@ -31,12 +28,6 @@ def make_drafter(
     config, depths = model.mtpkit_config, num_speculative_tokens
     if depths == 0:
         return NoDrafter()
-    if config.mtp.repeated and config.mtp.depths_known and depths > config.mtp.num_depths:
-        _logger.warning(
-            "num_speculative_tokens is %d, but the head is of %d depths: later drafts were not trained",
-            depths,
-            config.mtp.num_depths,
-        )
     kind = RepeatedDrafter if config.mtp.repeated or depths == 1 else DistinctDrafter
     return kind(model, depths, block_size, sample, draft_token_ids)
 
