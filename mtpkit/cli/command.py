@@ -119,7 +119,7 @@ def _reworded(error: typer.BadParameter) -> str:
     first = cause.errors()[0]
     given, bounds = reprlib.repr(first["input"]), first.get("ctx", {})
     if "ge" in bounds or "le" in bounds:
-        bound = f"at least {bounds['ge']}" if "ge" in bounds else f"at most {bounds['le']}"
+        bound = f"at least {bounds['ge']:.10g}" if "ge" in bounds else f"at most {bounds['le']:.10g}"
         return f"must be {bound}, not {given.strip("'")}"
     kinds = {"int": "a whole number", "float": "a number"}
     kind = kinds.get(first["type"].partition("_")[0])

@@ -178,7 +178,8 @@ ExpertParallel = Annotated[int, typer.Option(min=1, help="Ranks that split exper
 Drafts = Annotated[
     str | None,
     typer.Option(
-        metavar="INTEGER|auto", help="Drafts a step; auto: by measurement; by default what the heads were trained for."
+        metavar="INTEGER|auto",
+        help="Drafts per step; auto: by measurement; by default what the heads were trained for.",
     ),
 ]
 IgnoreEos = Annotated[bool, field(SamplingParams, "ignore_eos")]
@@ -186,7 +187,7 @@ Temperature = Annotated[float, field(SamplingParams, "temperature")]
 TopP = Annotated[float, field(SamplingParams, "top_p")]
 TopK = Annotated[int, field(SamplingParams, "top_k")]
 MinP = Annotated[float, field(SamplingParams, "min_p")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")]
 
 
 def parse_drafts(text: str) -> int | Literal["auto"]:

@@ -40,17 +40,17 @@ class EngineOptions:
     """Directory of a checkpoint, in the Hugging Face or the Megatron layout, or a model from
     `mtpkit.model.build_model`."""
     num_speculative_tokens: Drafts | Literal["auto"] | None = None
-    """K, drafts per step from the model's MTP heads. None: what the heads were trained for, 0 without heads. 0: decode
-    plainly. "auto": chosen for each step from measured step times and the acceptance so far, up to what the heads were
-    trained for (7 where that is unknown)."""
+    """K, drafts per step from the model's MTP heads; by default what the heads were trained for, 0 without heads. 0:
+    plain decoding. "auto": K is chosen for each step from measured step times and the acceptance so far, up to what
+    the heads were trained for (7 where that is unknown)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
+    """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
     seed: Seed | None = 0
-    """Requests without a seed get theirs from it; None: another one each time."""
+    """Seed from which requests without one get theirs; None: a new one each time."""
     block_size: Count = 16
     """Tokens whose keys and values share a block."""
     max_model_len: Count | None = None
-    """Longest prompt plus output; by default what the model was made for."""
+    """Most tokens of a prompt and its output together; by default what the model was made for."""
     max_num_seqs: Count = 64
     """Most requests that run at once; each holds a slot of recurrent state."""
     max_num_batched_tokens: Count | None = None
@@ -60,22 +60,23 @@ class EngineOptions:
     num_blocks: Count | None = None
     """Blocks of the cache; by default what fits."""
     state_rollback: Rollback = "replay"
-    """How recurrent state is taken back after a rejection."""
+    """How recurrent state is rolled back after rejected drafts: `replay` reads it once per step, `snapshot` keeps one
+    copy per token."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of recurrent state."""
+    """Type of recurrent state."""
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
     draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = Field(
         default=None, title="a list of token ids, a file of mtpkit data draft-vocab, or None"
     )
-    """Tokens that drafts are chosen among: a file of `mtpkit data draft-vocab`, or ids. The output stays the base's
-    own. By default all tokens."""
+    """Tokens that drafts are chosen from: a file written by `mtpkit data draft-vocab`, or ids; by default all tokens.
+    The output stays the base's own."""
     async_scheduling: bool | None = None
     """Launch a step before the results of the last one are looked at; by default on a GPU."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
     synthetic_acceptance: Sequence[float] | None = Field(default=None, title="a list of rates, one per draft, or None")
-    """Accept drafts by chance at this rate per depth; for benchmarks with random weights."""
+    """Rates at which drafts of each depth are accepted by chance; for benchmarks with random weights."""
     device: Any = None
     """"cuda", "cpu", a `torch.device`, or a GPU's number. By default the GPU, or the CPU where there is none."""
     tokenizer: Any = None

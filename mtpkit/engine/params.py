@@ -48,26 +48,26 @@ class SamplingParams:
     temperature: Annotated[Number, Field(ge=0)] = 1.0
     """0 (or below 1e-5): greedy, the most likely token."""
     top_k: int = 0
-    """Draw among this many most likely tokens; 0 or -1: among all."""
+    """Draw from this many most likely tokens; 0 or -1: from all."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Draw among the smallest set of tokens with this much probability; 1: all."""
+    """Draw from the smallest set of most likely tokens that has this probability; 1: from all."""
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    """Leave out tokens less likely than this share of the most likely one."""
+    """Leave out tokens that are less likely than this share of the most likely token's probability."""
     seed: Seed | None = None
-    """Output is a function of model, prompt, these parameters and the seed; where drafts are drawn
-    (`draft_sampling`), of heads and K as well. None: drawn from the engine's seed."""
+    """Seed of the random numbers. With it, the output depends on model, prompt and these parameters alone; where drafts
+    are drawn (`draft_sampling`), on heads and K as well. None: drawn from the engine's seed."""
     stop: str | Sequence[str] | None = Field(default=(), title=_STOP)
     """Text that ends the output and is not part of it."""
     stop_token_ids: Annotated[Sequence[int] | None, BeforeValidator(_sorted)] = Field(default=(), title=_TOKENS)
     """Tokens that end the output besides the end-of-sequence token; not part of the text."""
     ignore_eos: bool = False
-    """Go on to `max_tokens`."""
+    """Generate until `max_tokens`, past end-of-sequence tokens."""
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    """Subtracted from the logits of all tokens of the output so far."""
+    """Subtracted from the logit of each token that the output has."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    """Subtracted from a token's logit each time that the output has it."""
+    """Subtracted from a token's logit once per occurrence in the output."""
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
-    """Divides positive logits of tokens in prompt and output, and multiplies negative ones; 1: none."""
+    """Divides positive logits of tokens in prompt and output, and multiplies negative ones; 1: no penalty."""
 
     @field_validator("n")
     @classmethod
