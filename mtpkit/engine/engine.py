@@ -1,4 +1,4 @@
-"""The step loop."""
+"""The step loop: the engine and the runner of its base model."""
 
 import logging
 import random
@@ -27,26 +27,39 @@ from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Batch, Plan, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
+from mtpkit.model import base_forward, compute_logits
 from mtpkit.model.state import StateLayout
 
 _SEED_BITS = 63
 _LONG_NUMBER = 18
-"""Digits of a request id that no counting will reach."""
+"""Numeric ids of this many digits or more do not affect the numbering; no count reaches them."""
 _logger = logging.getLogger(__name__)
 
 Verifier = Callable[[Tensor, Batch], Verdict]
 
 
 class StepRunner(Protocol):
-    """Anything that computes a step: `Runner`, or a stand-in for a model in tests."""
+    """Runs the base over a batch: `Runner`, or a stand-in for a model in tests."""
 
     def run(self, batch: Batch) -> StepOutput:
-        """Logits of `batch.logit_indices` and hidden states of all tokens."""
+        """Compute hidden states of all tokens and logits at `batch.logit_indices`."""
         ...
 
 
+class Runner:
+    """Runs a base model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`."""
+        hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
+        return StepOutput(compute_logits(self.model, hidden[batch.logit_indices, 0]), hidden)
+
+
 class _Launched:
-    """The result of a plan on its way to the host."""
+    """A launched plan, whose result is being copied to the host."""
 
     def __init__(self, plan: Plan, values: Tensor) -> None:
         self.plan = plan
@@ -57,18 +70,18 @@ class _Launched:
             self._arrived.record()
 
     def wait(self) -> StepResult:
-        """The result, once it is there."""
+        """Wait for the result and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return StepResult.unpack(self._values.numpy(), self.plan.num_speculative_tokens)
 
 
 class Engine:
-    """Runs requests step by step; knows no files and no command line.
+    """Runs requests step by step; reads no files and has no command line.
 
-    With `async_scheduling` a step is launched before the results of the one before it are looked at: unless blocks run
-    short the device does not wait for the host, which learns of a stop one step late. With `graphs` decode steps are
-    replayed CUDA graphs.
+    With `async_scheduling`, a step is launched before the results of the previous one are read: unless blocks run out,
+    the device does not wait for the host, and the host learns one step late that a request has stopped. With `graphs`,
+    decode steps are replayed CUDA graphs.
     """
 
     def __init__(
@@ -125,10 +138,10 @@ class Engine:
         """Queue a request.
 
         Returns:
-            Its id; requests are numbered when none is given.
+            The request's id; by default requests are numbered.
 
         Raises:
-            UserError: it can never be served, or another of its id is still there.
+            UserError: the request can never be served, or an unfinished request has the same id.
         """
         request = self.make_request(prompt_token_ids, params, request_id, prompt)
         self.scheduler.add(request)
@@ -142,13 +155,13 @@ class Engine:
         prompt: str | None = None,
         place: str | None = None,
     ) -> Request:
-        """A request that can be served, not yet queued.
+        """Make a request without queueing it.
 
         Args:
-            place: what messages call it, for instance where it lies in a list or in a file.
+            place: name of the request in messages, such as its place in a list or in a file.
 
         Raises:
-            UserError: as `add_request`.
+            UserError: as in `add_request`.
         """
         name = self._name(request_id)
         where = place or f"request {name}"
@@ -180,7 +193,7 @@ class Engine:
         return request
 
     def _name(self, request_id: str | None) -> str:
-        """The id given, or the next number: they go on past those given, so that none is of two requests."""
+        """The given id, or else the next number; numbering continues above given numbers, so that ids are unique."""
         name = str(self._next_number) if request_id is None else request_id
         if not isinstance(name, str):
             raise UserError(f"request_id is {shown(name)}, must be a text: leave it out to have requests numbered")
@@ -190,15 +203,15 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work."""
+        """Whether any request waits or runs."""
         return self.scheduler.has_unfinished
 
     @torch.inference_mode()
     def step(self, finished_only: bool = False) -> list[RequestOutput]:
-        """Launch a step and take up the results of the last one that is complete.
+        """Launch a step, and commit the results of the previous one (with `async_scheduling`) or of this one.
 
         Args:
-            finished_only: make no outputs of requests that go on; their text is not decoded then.
+            finished_only: return outputs of finished requests only; the text of the others is not decoded then.
 
         Returns:
             Outputs of the requests that emitted tokens.
@@ -212,19 +225,19 @@ class Engine:
             self.scheduler.num_speculative_tokens = self.speculation.choose(num_decoding)
         plans = self.scheduler.plan() if self.scheduler.has_unfinished else []
         if not plans and not self._under_way and self.scheduler.has_unfinished:
-            raise MtpkitError("no request can go on, though some are left and nothing is under way")
+            raise MtpkitError("requests are unfinished, but none can run and no step is under way")
         if plans:
             self._under_way.append([self._launch(plan) for plan in plans])
         changed += self._take_up(1 if ahead and plans else 0)
         if not self.scheduler.has_unfinished:
             self._under_way.clear()
         self._seconds += time.perf_counter() - began
-        once = {request.request_id: request for request in changed}  # two steps may have been taken up
+        once = {request.request_id: request for request in changed}  # results of two steps may have been committed
         wanted = (request for request in once.values() if request.finished or not finished_only)
         return [RequestOutput.of(request) for request in wanted]
 
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
-        """Measure steps of these sizes at every K, and choose K by them from now on. No request may be there."""
+        """Time steps of these batch sizes at every K, and choose K from these times. No request may wait or run."""
         assert not self.has_unfinished
         depths = range(self.config.num_speculative_tokens + 1)
         times = {(size, k): self._time_step(size, k, repeats) for size in batch_sizes for k in depths}
@@ -261,7 +274,7 @@ class Engine:
         return _Launched(plan, self._execute(self.builder.build(plan)))
 
     def _execute(self, batch: Batch) -> Tensor:
-        """The device's part of a step: `pack_result`."""
+        """Run the device's part of a step; returns the tensor of `pack_result`."""
         out = self.runner.run(batch)
         verdict = self.verifier(out.logits, batch)
         drafts = self.drafter.draft(out.hidden, batch, verdict)
@@ -280,7 +293,7 @@ class Engine:
         return changed
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
-        """Tell the choice of K what the decode rows accepted, but for those whose logits are invalid."""
+        """Report the accepted drafts of decode rows to the choice of K, without rows whose logits are invalid."""
         counted = [
             (accepted, row.fresh_drafts)
             for row, accepted, count in zip(
@@ -291,11 +304,11 @@ class Engine:
         self.speculation.observe([accepted for accepted, _ in counted], [fresh for _, fresh in counted])
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; one that is finished or unknown is ignored."""
+        """Drop a request; an id that is finished or unknown is ignored."""
         self.scheduler.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """Totals so far."""
+        """Totals since the engine was made or `reset_stats` was called."""
         scheduler = self.scheduler
         return EngineStats(
             acceptance=scheduler.acceptance,
@@ -308,6 +321,6 @@ class Engine:
         )
 
     def reset_stats(self) -> None:
-        """Start the totals anew, for instance after a warm-up."""
+        """Reset the totals, for instance after a warm-up."""
         self._seconds = 0.0
         self.scheduler.reset_stats()

@@ -1,4 +1,4 @@
-"""The front door: text or tokens in, text and tokens out, in the shape that vLLM's users know."""
+"""`LLM`, the entry point: texts or token ids in, texts and token ids out, with the interface of vLLM's `LLM`."""
 
 import gc
 import logging
@@ -13,15 +13,22 @@ import torch
 
 from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
 from mtpkit.engine.drafting import make_drafter
-from mtpkit.engine.engine import Engine
-from mtpkit.engine.loading import DTYPES, config_of, open_model
+from mtpkit.engine.engine import Engine, Runner
+from mtpkit.engine.loading import (
+    DTYPES,
+    config_of,
+    draft_token_ids,
+    execution,
+    open_model,
+    report_unused,
+    resolve_drafts,
+    warn_untrained,
+)
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prompts import Prompt, encode, list_params, list_prompts
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
-from mtpkit.engine.runner import Runner
-from mtpkit.engine.settings import draft_token_ids, execution, report_unused, resolve_drafts, warn_untrained
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import stack_experts, state_specs
@@ -33,7 +40,7 @@ _logger = logging.getLogger(__name__)
 class LLM:
     """A model that is ready to decode.
 
-    Its arguments are the fields of `EngineOptions`, by name or in their order; see `help(LLM.__init__)`.
+    The arguments are the fields of `EngineOptions`, by name or in their order; see `help(LLM.__init__)`.
 
     Raises:
         UserError: settings that cannot work, or heads that are missing or too few.
@@ -42,11 +49,11 @@ class LLM:
     @answers_absent("LLM", LLM_ARGUMENTS)
     @takes_fields(EngineOptions)
     def __init__(self, options: EngineOptions) -> None:
-        """Read a model and lay out the memory."""
+        """Load a model and allocate its caches."""
         model_config = config_of(options.model)
         adaptive = options.num_speculative_tokens == "auto"
         depths = resolve_drafts(model_config, options.num_speculative_tokens)
-        options = replace(options, num_speculative_tokens=depths)  # refused, where it is, before weights are read
+        options = replace(options, num_speculative_tokens=depths)  # checked before weights are read
         heads = model_config.mtp
         if heads.repeated and heads.depths_known and depths > heads.num_depths:
             given = options.model if isinstance(options.model, str | Path) else "the model given"
@@ -103,8 +110,8 @@ class LLM:
         )
         self._turn, self._making = _Turn(), threading.Lock()
         self._device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
-        # A step must not wait while the collector looks through all of a model's modules. What an earlier engine froze
-        # is looked at once more: it may be garbage by now.
+        # A step must not wait while the garbage collector traverses all modules of a model. Objects that an earlier
+        # engine froze are collected first, if they have become garbage.
         gc.unfreeze()
         gc.collect()
         gc.freeze()
@@ -122,18 +129,18 @@ class LLM:
         """Decode all prompts to their end. Calls from several threads run one after the other.
 
         Args:
-            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of such. A dict
-                may have a `name` that messages call the prompt by.
-            sampling_params: one for all, or one each.
+            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these. A
+                dict may have a `name`, which messages use for the prompt.
+            sampling_params: one object for all prompts, or one per prompt.
             use_tqdm: show progress.
 
         Returns:
-            One finished output a prompt, in their order. One whose logits became NaN or infinite has the finish reason
-            "error", and `error` says where; see `require_whole`.
+            One finished output per prompt, in the order of the prompts. If the logits of a request become NaN or
+            infinite, its finish reason is "error", and `error` says where; see `require_whole`.
 
         Raises:
-            UserError: a prompt that cannot be served, or a stream of this thread that is still open; nothing is run
-                then.
+            UserError: a prompt that cannot be served, or a stream of this thread that is still open; no prompt is
+                decoded then.
         """
         requests = self._requests(prompts, sampling_params)
         finished = {}
@@ -151,45 +158,47 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield an output whenever a request has new tokens; its tokens and text are all so far.
+        """Yield an output whenever a request has new tokens, with all tokens and the whole text so far.
 
-        What could still become a stop string is held back. Closing the iterator drops the unfinished requests. From its
-        first output until its end or its closing, calls of other threads wait.
+        Text that may become part of a stop string is held back. Closing the iterator drops the unfinished requests.
+        Calls of other threads wait from the stream's first output until it ends or is closed.
 
         Raises:
-            UserError: a prompt that cannot be served, raised by the call itself; another stream that is still open and
-                that this thread read last.
+            UserError: a prompt that cannot be served, raised by the call itself; or another stream, last read by this
+                thread, is still open.
         """
         return self._run(self._requests(prompts, sampling_params))
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to do instead of vLLM's methods that are not there."""
+        """Raise `AttributeError`; for vLLM's methods that mtpkit lacks it says what to do instead."""
         raise absent_method(self, name)
 
     def stats(self) -> EngineStats:
-        """Totals over all requests since the last `reset_stats`."""
+        """Totals over all requests since the LLM was made or `reset_stats` was called."""
         return self.engine.stats()
 
     def reset_stats(self) -> None:
-        """Start the totals anew."""
+        """Reset the totals."""
         self.engine.reset_stats()
 
     def _run(self, requests: list[Request], finished_only: bool = False) -> Iterator[RequestOutput]:
         unfinished = {request.request_id for request in requests}
         with self._turn.taken():
             if self.engine.has_unfinished:
-                raise UserError("requests that llm.engine was given itself are not finished: step it to their end")
+                raise UserError(
+                    "requests added to llm.engine directly are not finished: call llm.engine.step until they are"
+                )
             try:
                 for request in requests:
                     self.engine.scheduler.add(request)
                 while unfinished:
-                    with self._device:  # of a thread's own
+                    with self._device:  # each thread has its own current device
                         outputs = self.engine.step(finished_only)
                     for output in outputs:
                         if output.finished:
                             unfinished.discard(output.request_id)
                         yield output
-                        self._turn.hold()  # another thread may read on
+                        self._turn.hold()  # another thread may have taken over the iterator
             finally:
                 for request_id in unfinished:
                     self.engine.abort(request_id)
@@ -197,7 +206,7 @@ class LLM:
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        """All prompts as requests that can be served."""
+        """Make requests of all prompts, without queueing them."""
         listed = list_prompts(prompts)
         params = list_params(sampling_params, len(listed))
         with self._making:  # requests are numbered, and tokenizers serve one thread at a time
@@ -209,7 +218,7 @@ class LLM:
 
 
 class _Turn:
-    """Lets one call run at a time. Others wait, but for those of the same thread, which would wait for themselves."""
+    """A lock that lets one call run at a time; a second call of the same thread is an error, as it would deadlock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -217,10 +226,10 @@ class _Turn:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Wait for the turn and hold it.
+        """Wait for the lock and hold it.
 
         Raises:
-            UserError: this thread holds it.
+            UserError: this thread holds the lock.
         """
         if self._thread == threading.get_ident():
             raise UserError("an earlier stream of this thread is still open: read it to its end or close it first")
@@ -232,5 +241,5 @@ class _Turn:
                 self._thread = None
 
     def hold(self) -> None:
-        """Make the calling thread the one that has the turn."""
+        """Make the calling thread the holder of the lock."""
         self._thread = threading.get_ident()

@@ -1,22 +1,28 @@
-"""Opens what an engine runs: model, tokenizer, the tokens that end a sequence."""
+"""From the arguments of `LLM` to what an engine runs: model, tokenizer, end tokens, K, graphs, draft vocabulary."""
 
+import functools
+import logging
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mtpkit.config import ModelConfig
+from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError
+from mtpkit.kernels.dispatch import CHOICE, on_kernels
 from mtpkit.platform import default_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_logger = logging.getLogger(__name__)
 
 
 def config_of(model: Any) -> ModelConfig:
-    """The config of a model directory, of which no weight is read, or of a model.
+    """The config of a model, or of a model directory without reading its weights.
 
     Raises:
-        UserError: no model directory, or its config cannot be represented.
+        UserError: `model` is no model directory, or its config cannot be represented.
     """
     from mtpkit.checkpoint import load_config
 
@@ -26,17 +32,19 @@ def config_of(model: Any) -> ModelConfig:
 def open_model(
     model: Any, dtype: str, device: torch.device | str | int | None, tokenizer: Any
 ) -> tuple[Any, Any, list[int]]:
-    """The model and its tokenizer, loaded where directories are given, and the tokens that end a sequence.
-
-    Those are what config, generation settings and tokenizer call so: each may lack some.
+    """Load model and tokenizer from directories, or take them as given.
 
     Args:
         model: a directory of either layout, or a model.
         dtype: a key of `DTYPES`, or "auto".
-        tokenizer: one, its directory, or None: the one beside the model, if there is one.
+        tokenizer: a tokenizer, its directory, or None: the tokenizer beside the model, if there is one.
+
+    Returns:
+        The model, its tokenizer (None if there is none), and the union of the end-of-sequence tokens that config,
+        generation settings and tokenizer name, since each may lack some.
 
     Raises:
-        UserError: a directory that cannot be loaded, a model of another dtype, a device that is not there.
+        UserError: a directory that cannot be loaded, a model of another dtype, a device that does not exist.
     """
     place = _device(device)
     if isinstance(tokenizer, str | Path):
@@ -66,10 +74,10 @@ def open_model(
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
-    """The device that is asked for.
+    """The device named by an argument.
 
     Raises:
-        UserError: there is none such.
+        UserError: the machine has no such device, or nothing can be decoded on it.
     """
     try:
         place = default_device() if device is None else torch.device(device)
@@ -85,3 +93,83 @@ def _device(device: torch.device | str | int | None) -> torch.device:
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(model.mtpkit_config.eos_token_ids) | ({own} if isinstance(own, int) else set())
+
+
+def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
+    """The largest number of drafts per step: as given, or by default the depths that the heads were trained for.
+
+    Raises:
+        UserError: the heads cannot make so many.
+    """
+    if k is None:
+        return config.mtp.default_drafts
+    check_depths(config, k)
+    return config.mtp.most_adaptive_drafts if k == "auto" else k
+
+
+@functools.cache
+def warn_untrained(model: str, k: int, depths: int) -> None:
+    """Warn once per process that a repeated head is unrolled further than it was trained."""
+    _logger.warning(
+        "num_speculative_tokens is %d, but the head of %s has %d depths: later drafts were not trained",
+        k,
+        model,
+        depths,
+    )
+
+
+def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
+    """Log which settings have no effect, and that heads are unused, if nothing is drafted."""
+    if depths:
+        return
+    for name in (name for name, value in settings.items() if value is not None):
+        _logger.warning("%s has no effect: num_speculative_tokens is 0", name)
+    if model.mtp.num_depths:
+        _logger.info("the model's MTP heads are not used: num_speculative_tokens is 0")
+
+
+def execution(
+    weight: torch.Tensor, stacked: bool, async_scheduling: bool | None, enforce_eager: bool
+) -> tuple[bool, bool]:
+    """Whether steps are launched ahead of their results, and whether they are CUDA graphs.
+
+    Args:
+        weight: any weight of the model, for its device.
+        stacked: whether the weights of all experts are stacked, or the model has none.
+
+    Raises:
+        UserError: the model is on a GPU that is not the current one, on which streams and kernels run.
+    """
+    device, on_gpu = weight.device, weight.is_cuda
+    if on_gpu and device.index not in (None, torch.cuda.current_device()):
+        raise UserError(
+            f"device is {device}, but cuda:{torch.cuda.current_device()} is current: call "
+            f"torch.cuda.set_device({device.index}) first, or choose the GPU by CUDA_VISIBLE_DEVICES"
+        )
+    reason = ""
+    if not stacked:
+        reason = "experts that cannot be stacked run one by one, with a host-device sync, which CUDA graphs forbid"
+    if on_gpu and not on_kernels(weight):
+        reason = f"{CHOICE} chooses plain PyTorch kernels, with host-device syncs, which CUDA graphs forbid"
+    if on_gpu and (enforce_eager or reason):
+        _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
+    ahead = on_gpu if async_scheduling is None else async_scheduling
+    return ahead, on_gpu and not enforce_eager and not reason
+
+
+def draft_token_ids(draft_vocab: str | Path | Collection[int] | None, vocab_size: int) -> torch.Tensor | None:
+    """[D] int64, the tokens that drafts are chosen from, ascending; None: all tokens.
+
+    Raises:
+        UserError: a file that cannot be read, or ids outside the vocabulary.
+    """
+    if draft_vocab is None:
+        return None
+    from mtpkit.data.draft_vocab import check_draft_vocab, load_draft_vocab
+
+    if isinstance(draft_vocab, str | Path):
+        ids = load_draft_vocab(draft_vocab, vocab_size)
+    else:
+        ids = list(draft_vocab)
+        check_draft_vocab(ids, vocab_size, "draft_vocab")
+    return torch.tensor(sorted(ids), dtype=torch.int64)

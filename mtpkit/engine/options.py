@@ -1,6 +1,6 @@
-"""What a user sets of an engine, each setting declared once: arguments of `LLM` and options of commands come from here.
+"""Settings of an engine, each declared once: the arguments of `LLM` and the options of commands are made from them.
 
-An engine runs on an `EngineConfig`, made once from resolved values.
+`EngineOptions` is what a user sets; `EngineConfig` has the resolved values that an engine runs with.
 """
 
 import functools
@@ -21,11 +21,11 @@ Drafts = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
 Rollback = Literal["replay", "snapshot"]
 
 DEFAULT_BUDGET = 2048
-"""Most tokens of a step, unless decoding needs more."""
+"""Default limit of the tokens in a step, unless decoding needs more."""
 
 
 def _check_width(budget: int | None, info: ValidationInfo) -> int | None:
-    """Refuse a step that does not hold the tokens of one decoding request."""
+    """Refuse a token limit below what one decoding request needs in a step."""
     k = info.data.get("num_speculative_tokens")
     if isinstance(budget, int) and isinstance(k, int) and budget < 1 + k:
         raise ValueError(f"must be at least {1 + k}, the 1 + num_speculative_tokens of one request")
@@ -48,7 +48,7 @@ class EngineOptions:
     seed: Seed | None = 0
     """Seed from which requests without one get theirs; None: a new one each time."""
     block_size: Count = 16
-    """Tokens whose keys and values share a block."""
+    """Tokens per block of the cache of keys and values."""
     max_model_len: Count | None = None
     """Most tokens of a prompt and its output together; by default what the model was made for."""
     max_num_seqs: Count = 64
@@ -72,7 +72,7 @@ class EngineOptions:
     """Tokens that drafts are chosen from: a file written by `mtpkit data draft-vocab`, or ids; by default all tokens.
     The output stays the base's own."""
     async_scheduling: bool | None = None
-    """Launch a step before the results of the last one are looked at; by default on a GPU."""
+    """Launch a step before the results of the last one are read; by default on a GPU."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
     synthetic_acceptance: Sequence[float] | None = Field(default=None, title="a list of rates, one per draft, or None")
@@ -129,7 +129,7 @@ class EngineConfig:
     state_rollback: Rollback = EngineOptions.state_rollback
     draft_sampling: bool = EngineOptions.draft_sampling
     async_scheduling: bool = False
-    """Launch a step before the results of the last one are looked at."""
+    """Launch a step before the results of the last one are read."""
     graphs: bool = False
     """Replay decode steps as CUDA graphs."""
     seed: Seed | None = EngineOptions.seed
@@ -153,27 +153,20 @@ class EngineConfig:
 def takes_fields[**P, S, O, R](
     options: Callable[P, O],
 ) -> Callable[[Callable[[S, O], R]], Callable[Concatenate[S, P], R]]:
-    """Make a method of one checked object take the object's fields as arguments, with their defaults and docstrings."""
+    """Make a method that takes one checked object take that object's fields instead, with defaults and docstrings."""
 
     def decorate(method: Callable[[S, O], R]) -> Callable[Concatenate[S, P], R]:
-        fields, hints = cast(Any, options).__pydantic_fields__, typing.get_type_hints(options)
+        hints = typing.get_type_hints(options)
+        signature = inspect.signature(options)
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=inspect.Parameter.empty if info.is_required() else info.default,
-                annotation=hints[name],
-            )
-            for name, info in fields.items()
-        ]
-        signature = inspect.Signature([own, *parameters])
+        parameters = [each.replace(annotation=hints[name]) for name, each in signature.parameters.items()]
 
         @functools.wraps(method)
         def taking(self: S, /, *args: P.args, **named: P.kwargs) -> R:
             return method(self, options(*args, **named))
 
-        taking.__signature__ = signature  # type: ignore[attr-defined]
+        taking.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
+        fields = cast(Any, options).__pydantic_fields__
         docs = (f"    {name}: {info.description}" for name, info in fields.items())
         taking.__doc__ = "\n".join([method.__doc__ or "", "", "Args:", *docs])
         return taking

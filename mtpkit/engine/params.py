@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and when it ends."""
+"""Sampling parameters: how the tokens of one request are chosen, and when the request ends."""
 
 from collections.abc import Sequence, Set
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 
 _LARGEST = 3.4028234663852886e38
-"""The largest float32, in which the device computes: beyond it a number is infinite to the device."""
+"""The largest float32. The device computes in float32, where larger numbers are infinite."""
 _STOP = "a text or a list of texts or None"
 _TOKENS = "a list of token ids of 0 or more or None"
 
@@ -35,10 +35,10 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 @answers_absent_fields(SAMPLING_ARGUMENTS)
 @checked("sampling parameters")
 class SamplingParams:
-    """How the tokens of a request are chosen and when it ends. Names and defaults are vLLM's.
+    """How the tokens of a request are chosen and when the request ends. Names and defaults are vLLM's.
 
     Raises:
-        UserError: values out of range, all of them named.
+        UserError: values out of range; the message names all of them.
     """
 
     n: int = 1
@@ -54,8 +54,8 @@ class SamplingParams:
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Leave out tokens that are less likely than this share of the most likely token's probability."""
     seed: Seed | None = None
-    """Seed of the random numbers. With it, the output depends on model, prompt and these parameters alone; where drafts
-    are drawn (`draft_sampling`), on heads and K as well. None: drawn from the engine's seed."""
+    """Seed of the random numbers. With a seed, the output depends only on model, prompt and these parameters; with
+    `draft_sampling`, on heads and K as well. None: drawn from the engine's seed."""
     stop: str | Sequence[str] | None = Field(default=(), title=_STOP)
     """Text that ends the output and is not part of it."""
     stop_token_ids: Annotated[Sequence[int] | None, BeforeValidator(_sorted)] = Field(default=(), title=_TOKENS)
@@ -63,7 +63,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Generate until `max_tokens`, past end-of-sequence tokens."""
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    """Subtracted from the logit of each token that the output has."""
+    """Subtracted from the logit of each token that occurs in the output."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     """Subtracted from a token's logit once per occurrence in the output."""
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
@@ -104,15 +104,15 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that were seen change the distribution."""
+        """Whether any penalty changes the distribution."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
 
 COMMAND_DEFAULTS = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
-"""What commands decode with by default: greedily, so that runs can be compared, and long enough to see what drafts
-bring. Python's `SamplingParams` keeps vLLM's defaults."""
+"""Defaults of commands: greedy, so that runs can be compared, and long enough to show acceptance. In Python,
+`SamplingParams` keeps vLLM's defaults."""

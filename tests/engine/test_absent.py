@@ -62,8 +62,8 @@ def test_no_table_hides_an_argument_that_is_there():
 def test_all_are_named_and_misspelt_ones_are_guessed():
     wrong = dict(tensor_parallel_size=2, max_modellen=3, zzz=1)
     assert message_of(TABLES["LLM"][0], **wrong) == (
-        "LLM has no argument tensor_parallel_size (one device decodes), max_modellen (did you mean max_model_len?), "
-        "zzz; see help(LLM)"
+        "LLM has no argument tensor_parallel_size (decoding runs on one device), max_modellen (did you mean "
+        "max_model_len?), zzz; see help(LLM)"
     )
     names = ["tensor_parallel_size", "quantization", "trust_remote_code", "swap_space", "speculative_config"]
     names += ["enable_prefix_caching", "hf_overrides", "enable_lora"]

@@ -10,7 +10,7 @@ import torch
 from mtpkit import LLM, SamplingParams
 from mtpkit.checkpoint import save_model
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.engine.settings import warn_untrained
+from mtpkit.engine.loading import warn_untrained
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, state_specs
 from mtpkit.model.state import Newest, Ring
@@ -178,9 +178,7 @@ def test_more_drafts_than_depths_are_warned_of_once(caplog, extra):
     said = [record.message for record in caplog.records if "later drafts were not trained" in record.message]
     assert len(said) == extra
     if said:
-        assert (
-            f"num_speculative_tokens is {depths + 1}, but the head of the model given is of {depths} depths" in said[0]
-        )
+        assert f"num_speculative_tokens is {depths + 1}, but the head of the model given has {depths} depths" in said[0]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -9,7 +9,7 @@ from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import distinct, repeated
 from mtpkit.engine.drafting.distinct import _Window
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
-from mtpkit.engine.processors.penalties import Penalties
+from mtpkit.engine.processors import Penalties
 from mtpkit.engine.step import Earlier, Verdict
 from mtpkit.model.state import Committed, States
 from tests.engine.tiny import (

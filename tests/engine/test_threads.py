@@ -133,7 +133,7 @@ def test_a_call_that_fails_lets_the_next_one_run(monkeypatch):
 def test_requests_of_the_engine_itself_are_not_stepped_by_a_call():
     llm = make_llm(tiny_model(), 0)
     llm.engine.add_request([1, 2], greedy())
-    with pytest.raises(UserError, match=r"requests that llm\.engine was given itself are not finished"):
+    with pytest.raises(UserError, match=r"requests added to llm\.engine directly are not finished"):
         llm.generate([[3]], greedy())
     while llm.engine.has_unfinished:
         llm.engine.step()

@@ -1,0 +1,196 @@
+"""Processors of logits: penalties, temperature and filters, in the order in which they change logits.
+
+`PROCESSORS` lists them; a new one is a class here and an entry in that list.
+
+Shape legend: S rows that sample, N logits rows, D decode rows, K drafts, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpkit.engine.params import SamplingParams
+from mtpkit.engine.request import Request
+from mtpkit.kernels import sampling as ops
+from mtpkit.platform import to_device
+
+Columns = Mapping[str, Tensor]
+"""Column name -> [slots, ...] tensor on the device; each request has the entry at its slot."""
+
+Use = frozenset[str]
+"""Names of the processors that at least one of a set of requests uses; a step may skip the others."""
+
+
+class Column(NamedTuple):
+    """Shape, type and initial value of one column."""
+
+    shape: tuple[int, ...]
+    """Without the leading dimension of slots."""
+    dtype: torch.dtype
+    fill: float
+    """Value of slots that no request has used yet. Null rows of CUDA graphs are sampled with it."""
+
+
+class Processor:
+    """One change of the logits, or of the distribution computed from them.
+
+    A processor has no state of its own. `DeviceState` owns its columns and is the only caller of `admit` and `count`.
+    """
+
+    name: str
+
+    def columns(self, vocab_size: int) -> dict[str, Column]:
+        """The columns that the processor reads."""
+        raise NotImplementedError
+
+    def used(self, params: SamplingParams, vocab_size: int) -> bool:
+        """Whether the processor changes anything for a request with these parameters."""
+        raise NotImplementedError
+
+    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
+        """Values of the columns that hold one number per request, for these parameters."""
+        raise NotImplementedError
+
+    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request]) -> None:
+        """Write the other columns for `requests` at `slots` [S]; called again when a preempted request is resumed."""
+
+    def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
+        """Count the tokens that a step adds to the outputs. Called in steps that use the processor.
+
+        Args:
+            slots: [S] int64; -1 for null rows.
+            accepted, token_ids: [S] and [S, 1 + K] int64, see `Verdict`.
+        """
+
+    def apply(self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor) -> Tensor:
+        """[N, V] changed logits. Called in steps that use the processor; `Shaping` leaves the change to the kernels.
+
+        Args:
+            logits: [N, V]; the first D * (1 + K) belong to the decode rows.
+            slots: [N] int64; -1 for null rows.
+            drafts: [D, K] int64, the drafts of the decode rows: each logit sees those before its position.
+        """
+        return logits
+
+
+_NO_PENALTY = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
+
+
+class Penalties(Processor):
+    """Presence, frequency and repetition penalties, as vLLM defines them.
+
+    Presence and frequency penalties look at the output, the repetition penalty at prompt and output. Drafts before a
+    position count as output.
+
+    For each slot the device stores which tokens the prompt contains and how often the output contains each token:
+    5 bytes per token of the vocabulary. These columns are allocated with the engine and are part of the memory plan,
+    because CUDA graphs need them at a fixed address. Slots of requests without penalties may hold any values.
+    """
+
+    name = "penalties"
+
+    def columns(self, vocab_size: int) -> dict[str, Column]:
+        numbers = {name: Column((), torch.float32, off) for name, off in _NO_PENALTY.items()}
+        prompt, output = Column((vocab_size,), torch.bool, 0), Column((vocab_size,), torch.int32, 0)
+        return numbers | {"in_prompt": prompt, "output_counts": output}
+
+    def used(self, params: SamplingParams, vocab_size: int) -> bool:
+        return params.has_penalties
+
+    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
+        return {name: getattr(params, f"{name}_penalty") for name in _NO_PENALTY}
+
+    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request]) -> None:
+        """Write the tokens of prompt and output, except for the newest output token, which `count` adds."""
+        counted = [request for request in requests if request.params.has_penalties]
+        if not counted:
+            return
+        prompt, output = columns["in_prompt"], columns["output_counts"]
+        prompt[slots], output[slots] = False, 0
+        prompt[_entries(counted, [r.prompt_token_ids for r in counted], slots.device)] = True
+        known = _entries(counted, [r.token_ids[len(r.prompt_token_ids) : r.prefill_end] for r in counted], slots.device)
+        output.index_put_(known, output.new_ones(len(known[0])), accumulate=True)
+
+    def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
+        """Count the chosen tokens, without rejected drafts and `NO_TOKEN`."""
+        output = columns["output_counts"]
+        index = torch.arange(token_ids.shape[1], device=slots.device)
+        new = (index <= accepted[:, None]) & (token_ids >= 0)
+        places = (slots % len(output))[:, None] * output.shape[1] + token_ids.clamp_min(0)
+        output.view(-1).scatter_add_(0, places.flatten(), new.flatten().to(output.dtype))
+
+    def apply(self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor) -> Tensor:
+        return ops.apply_penalties(
+            logits,
+            columns["in_prompt"],
+            columns["output_counts"],
+            columns["repetition"],
+            columns["frequency"],
+            columns["presence"],
+            slots,
+            drafts,
+        )
+
+
+def _entries(
+    requests: Sequence[Request], token_ids: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """[n] slots and [n] tokens, one pair for each token in `token_ids`, which has one list per request."""
+    slots = np.repeat([request.slot for request in requests], [len(tokens) for tokens in token_ids])
+    return to_device(slots, torch.int64, device), to_device(list(chain(*token_ids)), torch.int64, device)
+
+
+@dataclass(frozen=True)
+class Shaping(Processor):
+    """Temperature or a filter of the distribution: a parameter of the sampling kernels, one number per request."""
+
+    name: str
+    """Name of the processor and of its column."""
+    dtype: torch.dtype
+    fill: float
+    value: Callable[[SamplingParams, int], float]
+    """The number for a request's parameters and the vocabulary's size."""
+    off: Callable[[int], float] = lambda vocab_size: 0.0
+    """The number that changes nothing."""
+
+    def columns(self, vocab_size: int) -> dict[str, Column]:
+        return {self.name: Column((), self.dtype, self.fill)}
+
+    def used(self, params: SamplingParams, vocab_size: int) -> bool:
+        return self.value(params, vocab_size) != self.off(vocab_size)
+
+    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
+        return {self.name: self.value(params, vocab_size)}
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+
+
+TEMPERATURE = Shaping("temperature", torch.float32, 0.0, lambda p, _: 0.0 if p.greedy else p.temperature)
+"""0: greedy."""
+MIN_P = Shaping("min_p", torch.float32, 0.0, lambda p, _: p.min_p)
+TOP_K = Shaping("top_k", torch.int64, 1, _top_k, lambda vocab_size: vocab_size)
+TOP_P = Shaping("top_p", torch.float32, 1.0, lambda p, _: p.top_p, lambda _: 1.0)
+
+PROCESSORS: tuple[Processor, ...] = (Penalties(), TEMPERATURE, MIN_P, TOP_K, TOP_P)
+GREEDY: Use = frozenset()
+_SHAPING: Use = frozenset(processor.name for processor in PROCESSORS if isinstance(processor, Shaping))
+
+
+def processors_of(params: SamplingParams, vocab_size: int) -> Use:
+    """Names of the processors that a request with these parameters uses."""
+    return frozenset(processor.name for processor in PROCESSORS if processor.used(params, vocab_size))
+
+
+def for_graph(use: Use) -> Use:
+    """Names of the processors that a CUDA graph computes for `use`.
+
+    A graph has all of temperature and filters, or none of them if every row is greedy; few graphs are captured then.
+    """
+    return use | _SHAPING if TEMPERATURE.name in use else use - _SHAPING
