@@ -148,14 +148,16 @@ class Result[Row: "DataclassInstance"](Report):
         measure: Callable[[Case], Row],
         label: Callable[[Case], str],
         keep: "Callable[[Result[Row]], object] | None" = None,
+        quiet: bool = False,
     ) -> "Result[Row]":
         """A result with the row of each case, in place of those that it has; a progress bar shows the case's label.
 
         Args:
             keep: is given the result after each row, so that a long run that is stopped leaves something.
+            quiet: show no bar, as on ranks that do not report.
         """
         result = self
-        with tqdm(cases, desc=self.name, disable=None) as progress:
+        with tqdm(cases, desc=self.name, disable=True if quiet else None) as progress:
             for index, case in enumerate(progress):
                 progress.set_postfix_str(label(case))
                 rows = [*result.rows]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from mtpkit.config import Balance, LossKind
 from mtpkit.config.checked import checked, field_of, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.engine.options import Drafts, Rollback
@@ -22,8 +23,6 @@ Rate = Annotated[float, Field(ge=0, le=1)]
 Counts = Annotated[tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")]
 Dtype = Literal["auto", "float32", "bfloat16"]
 StateDtype = Literal["float32", "bfloat16"]
-LossKind = Literal["kl", "tv", "ce"]
-"""As `mtpkit.kernels.head_loss` has it, which imports torch."""
 
 BATCH_SIZES = (1, 4, 16, 32, 64, 128)
 USUAL_DRAFTS, SPEEDUP_DRAFTS = (0, 1, 3), (0, 1, 2, 3)
@@ -174,7 +173,7 @@ class TrainBenchConfig:
     """Ranks that split matrices, under torchrun."""
     pipeline_parallel: Positive = 1
     """Stages of the base, under torchrun."""
-    balance: Literal["memory", "time"] = "memory"
+    balance: Balance = "memory"
     """Balance pipeline stages by memory or by time."""
     expert_parallel: Positive = 1
     """Ranks that split experts, under torchrun."""

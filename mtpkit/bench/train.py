@@ -104,7 +104,8 @@ def measure_training(
     title = f"training heads {config.pattern} x {config.k}: {name}, {config.dtype}, {bench.machine.device}"
     about = {"model": name, "world_size": dist.get_world_size(), "repeated": not config.distinct, **asdict(config)}
     result = Result("train", title, TrainRow, [], bench.machine, about)
-    return result.measure(cases, lambda case: bench.measure(*case), str, keep if has_results() else None)
+    reports = has_results()
+    return result.measure(cases, lambda case: bench.measure(*case), str, keep if reports else None, quiet=not reports)
 
 
 def train_settings(config: TrainBenchConfig, sequence_length: int, loss: LossKind, ranks: int) -> TrainConfig:

@@ -73,6 +73,14 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
         measure()
 
 
+@pytest.mark.parametrize("reports", [True, False])
+def test_ranks_that_do_not_report_show_no_progress(reports, monkeypatch, capsys):
+    monkeypatch.setattr(train, "has_results", lambda: reports)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    measure()
+    assert bool(capsys.readouterr().err) == reports
+
+
 def test_settings_that_cannot_be_measured_are_all_named():
     with pytest.raises(UserError, match=r"micro_batches is 0.*; document_length is -1.*; steps is 0"):
         dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1)
