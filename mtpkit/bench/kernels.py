@@ -22,6 +22,7 @@ from mtpkit.bench.settings import KernelConfig
 from mtpkit.bench.timing import mean_seconds, release_memory
 from mtpkit.config import ModelConfig
 from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.platform import resolve_dtype
 
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
 """Largest relative errors that pass; the kernels' own tests are stricter."""
@@ -112,7 +113,7 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
     check_draft_vocab_size(config.draft_vocab_size, model)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, resolve_dtype("auto", device))
     state_dtype = getattr(torch, config.state_dtype)
     sizes = [
         Shapes(model, rows, config.k, config.context_len, device, dtype, state_dtype, config.draft_vocab_size)

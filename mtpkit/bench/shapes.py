@@ -16,6 +16,7 @@ from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of
 from mtpkit.model.kinds.base import Draw
+from mtpkit.platform import resolve_dtype
 
 NEMOTRON_H_8B = ModelConfig.of(
     family="",
@@ -138,33 +139,33 @@ def choose_drafts[K: (int, int | Literal["auto"])](
     if given is None:
         return tuple(dict.fromkeys(min(k, config.mtp.default_drafts) for k in usual))
     for k in given:
-        check_depths(config, k, "--num-speculative-tokens")
+        check_depths(config, k)
     return tuple(given)
 
 
 def open_model(
     model: str,
     device: torch.device,
-    dtype: torch.dtype | None = None,
+    dtype: str = "auto",
     pattern: str | None = None,
     distinct: bool = False,
 ) -> HybridModel:
     """A shape with random weights drawn on the device, or the model of a directory.
 
     Args:
-        dtype: None: bfloat16 on a GPU, float32 on a CPU.
+        dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         pattern, distinct: see `get_config`.
 
     Raises:
         UserError: neither a known shape nor a model directory, or one that cannot be built; see `get_config`.
     """
     config = get_config(model, pattern, distinct)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    chosen = getattr(torch, resolve_dtype(dtype, device))
     if model in SHAPES:
-        built = build_model(config, dtype, device, init="device").requires_grad_(False)
+        built = build_model(config, chosen, device, init="device").requires_grad_(False)
         _depend_on_context(built)
         return built
-    return load_model(_directory(model), dtype, device).requires_grad_(False)
+    return load_model(_directory(model), chosen, device).requires_grad_(False)
 
 
 @torch.no_grad()

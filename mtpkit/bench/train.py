@@ -4,7 +4,7 @@ import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from mtpkit.model import build_model
 from mtpkit.model.flops import step_flops
 from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.platform import default_device, ensure_distributed
+from mtpkit.platform import default_device, ensure_distributed, resolve_dtype
 from mtpkit.training.cache import HiddenStates
 from mtpkit.training.config import (
     DataConfig,
@@ -91,8 +91,7 @@ def measure_training(
         UserError: settings that the trainer refuses, or that do not fit the shape or the number of processes.
         MtpkitError: a loss is not finite.
     """
-    if config.dtype == "auto":
-        config = replace(config, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    config = replace(config, dtype=cast(Any, resolve_dtype(config.dtype, default_device())))
     shape = model_config.replace(
         mtp_pattern=config.pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct
     )

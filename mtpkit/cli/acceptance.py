@@ -8,12 +8,14 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.command import ListCommand, new_app
-from mtpkit.cli.data import MessagesColumn, PromptColumn, ResponseColumn, Sources, TextColumn
+from mtpkit.cli.data import ColumnNames, Sources
+from mtpkit.training.config import ParallelConfig
 
 app = new_app()
 
 
 @app.command(cls=ListCommand)
+@options.takes_options
 def acceptance(
     model: options.Model,
     data: Sources,
@@ -34,14 +36,10 @@ def acceptance(
     ] = None,
     dtype: options.Dtype = "auto",
     backend: Annotated[Literal["auto", "local", "te"], typer.Option(help="What the layers are built from.")] = "local",
-    tensor_parallel: options.TensorParallel = 1,
-    pipeline_parallel: options.PipelineParallel = 1,
-    expert_parallel: options.ExpertParallel = 1,
+    *,
+    parallel: Annotated[ParallelConfig, options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel")],
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the JSON object that is printed.")] = None,
-    text_column: TextColumn = "text",
-    prompt_column: PromptColumn = "prompt",
-    response_column: ResponseColumn = "response",
-    messages_column: MessagesColumn = "messages",
+    columns: ColumnNames,
 ) -> None:
     """Print how often a base accepts its heads' drafts on held-out data, one row per source.
 
@@ -52,14 +50,11 @@ def acceptance(
     KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
     torchrun the processes share the work: torchrun --no-python --nproc-per-node N mtpkit acceptance ...
     """
-    from mtpkit.data import Columns
     from mtpkit.files import check_writable, write_file
-    from mtpkit.training.config import ParallelConfig
     from mtpkit.training.evaluation import evaluate_directory
 
     if json_file is not None:
         check_writable(json_file, file=True)
-    columns = Columns(text_column, prompt_column, response_column, messages_column)
     found = evaluate_directory(
         model,
         data,
@@ -71,7 +66,7 @@ def acceptance(
         max_sequences=num_sequences,
         dtype=dtype,
         backend=backend,
-        parallel=ParallelConfig(tensor_parallel, pipeline_parallel, expert_parallel),
+        parallel=parallel,
     )
     if found is None:  # another process prints it
         return

@@ -205,14 +205,12 @@ def roofline(
 
 
 def _open(model: str, dtype: str, pattern: str | None = None, distinct: bool = False) -> "HybridModel":
-    import torch
-
     from mtpkit.bench.shapes import open_model, require_gpu
     from mtpkit.platform import default_device
 
     device = default_device()
     require_gpu(model, device)
-    return open_model(model, device, None if dtype == "auto" else getattr(torch, dtype), pattern, distinct)
+    return open_model(model, device, dtype, pattern, distinct)
 
 
 def _keep(output: Path | None) -> "Callable[[Result[Any]], object] | None":

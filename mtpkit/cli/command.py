@@ -82,6 +82,14 @@ class Command(TyperCommand):
             for param in [one for one in self.params if set(one.opts) & set(OLD_NAMES[former])][:1]:
                 param.opts = [former, *(name for name in param.opts if name in typed)]
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, in which options have their present names even if the command line has former ones."""
+        for param in self.params:
+            present = f"--{(param.name or '').replace('_', '-')}"
+            if present in OLD_NAMES.get(param.opts[0], ()):
+                param.opts = [present]
+        super().format_help(ctx, formatter)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors name its options as the command line does, whatever they are called inside."""
         try:

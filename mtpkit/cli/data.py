@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +11,8 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, ListCommand, new_app
+from mtpkit.data.samples import Columns
+from mtpkit.engine import EngineOptions, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.data import PackedDataset, SourceCounts
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
 app = new_app()
 
 TokenizerOf = Annotated[Path, typer.Option(help="Directory of the model whose tokenizer is used.")]
-Data = Annotated[list[str], typer.Option(help="Files, folders and globs of text, .jsonl, .csv and .parquet.")]
 Sources = Annotated[
     list[str],
     typer.Option(
@@ -25,12 +27,10 @@ Sources = Annotated[
         " folder, or as name=path says."
     ),
 ]
-SequenceLength = Annotated[int, typer.Option(help="Tokens in a packed sequence.")]
-TextColumn = Annotated[str, typer.Option(help="Column with the text to learn.")]
-PromptColumn = Annotated[str, typer.Option(help="Column with the prompt, which is masked out.")]
-ResponseColumn = Annotated[str, typer.Option(help="Column with the response to learn.")]
-MessagesColumn = Annotated[str, typer.Option(help="Column with the messages of a conversation.")]
+ColumnNames = Annotated[Columns, options.Fields(suffix="_column")]
 ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")]
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos")
+_ENGINE = ("model", "num_speculative_tokens", "dtype", "max_num_seqs", "max_model_len", "draft_vocab", "enforce_eager")
 
 
 @app.callback()
@@ -39,35 +39,32 @@ def data() -> None:
 
 
 @app.command(cls=ListCommand)
+@options.takes_options
 def inspect(
     model: TokenizerOf,
     data: Sources,
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens in a packed sequence; by default those of prepared data, else 1024.")
     ] = None,
-    text_column: TextColumn = "text",
-    prompt_column: PromptColumn = "prompt",
-    response_column: ResponseColumn = "response",
-    messages_column: MessagesColumn = "messages",
+    *,
+    columns: ColumnNames,
     chat_template: ChatTemplate = None,
 ) -> None:
     """Print the counts of a data set, tokenised and packed now, or of prepared data."""
-    from mtpkit.data import Columns, build_dataset
+    from mtpkit.data import build_dataset
 
-    columns = Columns(text_column, prompt_column, response_column, messages_column)
     _show(build_dataset(data, _tokenizer(model, chat_template), sequence_length, columns, _vocab_size(model)))
 
 
 @app.command(cls=ListCommand)
+@options.takes_options
 def prepare(
     model: TokenizerOf,
     data: Sources,
     output: Annotated[Path, typer.Option(help="Directory to write.")],
-    sequence_length: SequenceLength = 1024,
-    text_column: TextColumn = "text",
-    prompt_column: PromptColumn = "prompt",
-    response_column: ResponseColumn = "response",
-    messages_column: MessagesColumn = "messages",
+    sequence_length: Annotated[int, typer.Option(help="Tokens in a packed sequence.")] = 1024,
+    *,
+    columns: ColumnNames,
     chat_template: ChatTemplate = None,
     num_proc: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace prepared data in the output.")] = False,
@@ -82,13 +79,12 @@ def prepare(
     The output is a data set of the package datasets, with a manifest, mtpkit_data.json. Training with another tokenizer
     or sequence length refuses it.
     """
-    from mtpkit.data import Columns, build_dataset
-    from mtpkit.data import prepare as prepare_data
+    from mtpkit.data import build_dataset
+    from mtpkit.data.prepare import prepare as prepare_data
     from mtpkit.data.sources import MANIFEST
     from mtpkit.files import check_destination, staged_directory
 
     check_destination(output, force, "prepared data", [MANIFEST])
-    columns = Columns(text_column, prompt_column, response_column, messages_column)
     tokenizer = _tokenizer(model, chat_template)
     with staged_directory(output) as staging:
         prepare_data(data, tokenizer, sequence_length, staging, columns, num_proc, _vocab_size(model))
@@ -99,9 +95,10 @@ def prepare(
 
 
 @app.command(cls=ListCommand)
+@options.takes_options
 def regenerate(
     model: options.Model,
-    data: Data,
+    data: Annotated[list[str], typer.Option(help="Files, folders and globs of text, .jsonl, .csv and .parquet.")],
     output: Annotated[Path, typer.Option(help="File to write, .jsonl.")],
     prompt_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt that is cut from a text; only for texts.")
@@ -110,24 +107,12 @@ def regenerate(
     turns: Annotated[
         Literal["last", "all"], typer.Option(help="Answers of a conversation that are written anew, each by itself.")
     ] = "last",
-    num_speculative_tokens: options.Drafts = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 512,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")] = None,
-    ignore_eos: options.IgnoreEos = False,
-    text_column: TextColumn = "text",
-    prompt_column: PromptColumn = "prompt",
-    messages_column: MessagesColumn = "messages",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")] = 0,
+    *,
+    sampling: Annotated[SamplingParams, options.Fields(only=_SAMPLING, defaults=SamplingParams(max_tokens=512))],
+    engine: Annotated[EngineOptions, options.Fields(only=_ENGINE)],
+    columns: Annotated[Columns, options.Fields(only=("text", "prompt", "messages"), suffix="_column")],
     chat_template: ChatTemplate = None,
-    dtype: options.Dtype = "auto",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most prompts that are answered at once.")] = 64,
-    max_model_len: options.MaxModelLen = None,
-    draft_vocab: options.DraftVocab = None,
-    enforce_eager: options.EnforceEager = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that is there.")] = False,
 ) -> None:
     """Let the base answer prompts: heads learn best from text that the base itself wrote.
@@ -140,32 +125,26 @@ def regenerate(
     the same random numbers for each prompt. OUTPUT appears when all answers are done, in the order of the prompts.
     """
     from mtpkit.checkpoint import find_companions
-    from mtpkit.data import Columns
     from mtpkit.data.prompts import read_prompts
     from mtpkit.data.regenerate import Journal, journal_settings, spread
     from mtpkit.data.regenerate import regenerate as answer_prompts
     from mtpkit.data.tokenizer import fingerprint
-    from mtpkit.engine import LLM, SamplingParams
+    from mtpkit.engine import LLM
+    from mtpkit.engine.loading import config_of, resolve_drafts
     from mtpkit.errors import counted
     from mtpkit.files import check_writable
 
     check_writable(output, file=True, replace=force)
-    sampling: dict[str, Any] = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-    params = SamplingParams(**sampling, min_p=min_p, stop=stop, ignore_eos=ignore_eos)
-    serving: dict[str, Any] = dict(
-        dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len, draft_vocab=draft_vocab
-    )
-    drafts = options.drafts_of(model, num_speculative_tokens)
+    resolve_drafts(config_of(model), engine.num_speculative_tokens)  # refused before any data is read
     tokenizer = _tokenizer(find_companions(model), chat_template)
-    columns = Columns(text=text_column, prompt=prompt_column, messages=messages_column)
     found, refused = read_prompts(data, tokenizer, prompt_length, turns, columns)
     prompts = spread(found, limit)
-    with Journal(output, journal_settings(model, prompts, params, seed, dtype)) as journal:
+    with Journal(output, journal_settings(model, prompts, sampling, seed, engine.dtype)) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")
-        llm = LLM(str(model), drafts, tokenizer=tokenizer, enforce_eager=enforce_eager, **serving)
+        llm = LLM(**vars(replace(engine, tokenizer=tokenizer)))
         own = fingerprint(tokenizer)
-        count = answer_prompts(llm.engine, prompts, params, journal, own, seed, 2 * max_num_seqs, refused)
+        count = answer_prompts(llm.engine, prompts, sampling, journal, own, seed, 2 * engine.max_num_seqs, refused)
     prepared = output.with_name(f"{output.stem}-prepared")
     command = ["mtpkit", "data", "prepare", "--model", find_companions(model), "--data", output, "--output", prepared]
     command += [] if chat_template is None else ["--chat-template", chat_template]
@@ -199,15 +178,14 @@ def cache(
 
 
 @app.command(cls=ListCommand)
+@options.takes_options
 def draft_vocab(
     model: Annotated[Path, typer.Option(help="Directory of the model whose tokenizer and vocabulary are used.")],
     data: Annotated[list[str], typer.Option(help="Files, folders and globs, and directories of prepared data.")],
     output: Annotated[Path, typer.Option(help="JSON file to write; one that is there is replaced.")],
     size: Annotated[int, typer.Option(help="Tokens to choose.")] = 32768,
-    text_column: TextColumn = "text",
-    prompt_column: PromptColumn = "prompt",
-    response_column: ResponseColumn = "response",
-    messages_column: MessagesColumn = "messages",
+    *,
+    columns: ColumnNames,
 ) -> None:
     """Choose the tokens that drafts are made of: the most frequent ones of a data set.
 
@@ -219,13 +197,12 @@ def draft_vocab(
     The file holds token_ids, vocab_size, coverage and files.
     """
     from mtpkit.checkpoint import find_companions, load_config
-    from mtpkit.data import Columns, load_tokenizer
+    from mtpkit.data import load_tokenizer
     from mtpkit.data.draft_vocab import build_draft_vocab
     from mtpkit.files import check_writable, write_file
 
     check_writable(output, file=True)
     config = load_config(model)
-    columns = Columns(text_column, prompt_column, response_column, messages_column)
     tokenizer = load_tokenizer(find_companions(model))
     vocab = build_draft_vocab(data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns)
     write_file(output, vocab.to_json())

@@ -61,11 +61,13 @@ def generate(
     Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed.
     """
     from mtpkit.engine import LLM
+    from mtpkit.engine.loading import config_of, resolve_drafts
 
-    drafts = options.drafts_of(model, engine.num_speculative_tokens)
+    k = engine.num_speculative_tokens
+    drafts = resolve_drafts(config_of(model), k)  # refused before stdin is read
     given = _prompts(prompt, prompts)
     fewest = min(engine.max_num_seqs, len(given))
-    llm = LLM(**vars(replace(engine, num_speculative_tokens=drafts, max_num_seqs=fewest)))
+    llm = LLM(**vars(replace(engine, max_num_seqs=fewest)))
     stream = llm.stream(given, sampling)
     if memory_plan or llm.memory_plan.total:
         print(llm.memory_plan, file=sys.stderr)
@@ -74,7 +76,7 @@ def generate(
     printer = _InOrder([_heading(one) for one in given], as_json)
     for output in stream:
         printer.update(output)
-    print(_summary(drafts, llm.stats()), file=sys.stderr)
+    print(_summary("auto" if k == "auto" else drafts, llm.stats()), file=sys.stderr)
     if printer.failed:
         raise MtpkitError(f"{printer.failed} of {len(given)} prompts ended with an error, named above")
 

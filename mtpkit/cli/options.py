@@ -13,12 +13,9 @@ from typing import Annotated, Any, Literal, cast
 import typer
 from pydantic.fields import FieldInfo
 
-from mtpkit.config import MOST_DRAFTS
 from mtpkit.config.checked import attempt, keys_of
-from mtpkit.engine import EngineOptions, SamplingParams
-from mtpkit.errors import UserError, listed, shown
-
-_DRAFTS_OPTION = "--num-speculative-tokens"
+from mtpkit.engine import EngineOptions
+from mtpkit.errors import UserError, listed
 
 
 @dataclass(frozen=True)
@@ -158,69 +155,7 @@ def _number(text: str) -> int | str:
 
 
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
-
-
-def field(settings: type, name: str, **more: Any) -> Any:
-    """The option of a field of checked settings: its docstring is the help, and the class checks its range."""
-    info = cast(Any, settings).__pydantic_fields__[name]
-    return typer.Option(
-        *([f"--{name.replace('_', '-')}"] if info.annotation is bool else []), help=info.description, **more
-    )
-
-
-Dtype = Annotated[Literal["auto", "float32", "bfloat16"], field(EngineOptions, "dtype")]
-MaxModelLen = Annotated[int | None, field(EngineOptions, "max_model_len")]
-DraftVocab = Annotated[Path | None, field(EngineOptions, "draft_vocab")]
-EnforceEager = Annotated[bool, field(EngineOptions, "enforce_eager")]
-TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks that split matrices, under torchrun.")]
-PipelineParallel = Annotated[int, typer.Option(min=1, help="Stages of the base, under torchrun.")]
-ExpertParallel = Annotated[int, typer.Option(min=1, help="Ranks that split experts, under torchrun.")]
-Drafts = Annotated[
-    str | None,
-    typer.Option(
-        metavar="INTEGER|auto",
-        help="Drafts per step; auto: by measurement; by default what the heads were trained for.",
-    ),
-]
-IgnoreEos = Annotated[bool, field(SamplingParams, "ignore_eos")]
-Temperature = Annotated[float, field(SamplingParams, "temperature")]
-TopP = Annotated[float, field(SamplingParams, "top_p")]
-TopK = Annotated[int, field(SamplingParams, "top_k")]
-MinP = Annotated[float, field(SamplingParams, "min_p")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")]
-
-
-def parse_drafts(text: str) -> int | Literal["auto"]:
-    """K of an option that takes a number or `auto`.
-
-    Raises:
-        UserError: it is neither, or out of range.
-    """
-    drafts = _number(text)
-    if drafts == "auto":
-        return "auto"
-    if isinstance(drafts, str):
-        raise UserError(f"{_DRAFTS_OPTION} is {shown(text)}, must be a whole number or 'auto'")
-    if not 0 <= drafts <= MOST_DRAFTS:
-        raise UserError(f"{_DRAFTS_OPTION} is {shown(drafts)}, must be from 0 to {MOST_DRAFTS}, or 'auto'")
-    return drafts
-
-
-def drafts_of(model: Path, given: int | str | None) -> int | Literal["auto"]:
-    """K as it is given, or what the heads in a model directory were trained for, 3 where that is unknown.
-
-    Raises:
-        UserError: the heads cannot make so many drafts.
-    """
-    from mtpkit.checkpoint import load_config
-    from mtpkit.engine.drafting import check_depths
-
-    config = load_config(model)
-    if given is None:
-        return config.mtp.default_drafts
-    drafts = parse_drafts(given) if isinstance(given, str) else given
-    check_depths(config, drafts, _DRAFTS_OPTION)
-    return drafts
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help=_field(EngineOptions, "dtype").description)]
 
 
 def writable_directory(path: Path | None) -> Path | None:

@@ -12,7 +12,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.errors import UserError
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
-from mtpkit.platform import default_device
+from mtpkit.platform import default_device, resolve_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _logger = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ def open_model(
     from mtpkit.checkpoint import end_token_ids, find_companions, load_model
     from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
-    auto = torch.bfloat16 if place.type == "cuda" else torch.float32
-    loaded = load_model(model, dtype=DTYPES.get(dtype, auto), device=place)
+    loaded = load_model(model, dtype=DTYPES[resolve_dtype(dtype, place)], device=place)
     beside = find_companions(model)
     if tokenizer is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
         tokenizer = load_tokenizer(beside)

@@ -142,7 +142,7 @@ def kept_window(patch):
     patch.setattr(mamba, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1])))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("sabotage", "k"),
     [(f, k) for f in (lost_state, no_attention, blocks_of_others) for k in (0, 2)]
@@ -182,7 +182,7 @@ def other_experts(patch):
     patch.setattr(moe, "route", shift)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sabotage", [no_experts, other_experts])
 def test_broken_experts_are_not_timed(sabotage, dtype, monkeypatch):
     """Though the plain pass has the same."""
@@ -210,7 +210,7 @@ def test_drafts_are_verified_where_no_acceptance_is_given(model):
 
 
 def test_outputs_are_compared_with_those_of_k_0(device, monkeypatch):
-    model = open_model("nemotron-h-tiny", torch.device(device), torch.float32)
+    model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
     config = DecodeConfig(batch_sizes=(2, 4), ks=(2, 0), max_tokens=16, repeats=1, acceptance=None)
     drafted = {row.batch_size: row.same_tokens for row in measure_decode(model, config, prompts=prompts).rows if row.k}
@@ -232,7 +232,7 @@ def test_outputs_are_compared_with_those_of_k_0(device, monkeypatch):
 @pytest.mark.parametrize("k", [0, 2])
 def test_what_the_base_chose_is_compared_with_a_plain_forward_pass(k, device, monkeypatch):
     """Synthetic acceptance too: after the accepted drafts comes the base's own token."""
-    model = open_model("nemotron-h-tiny", torch.device(device), torch.float32)
+    model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     config = DecodeConfig(batch_sizes=(3,), ks=(k,), prompt_len=9, max_tokens=60, repeats=1, acceptance=(0.5,))
     measure_decode(model, config)
     own_tokens = verifier.own_tokens

@@ -14,7 +14,7 @@ from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.verify import compare_weights
-from mtpkit.cli.options import drafts_of
+from mtpkit.engine.loading import resolve_drafts
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, edit_config
 
@@ -60,7 +60,7 @@ def test_unknown_depths_stay_unknown_until_a_training_sets_them(hf_dir, tmp_path
 
 def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
     edit_config(hf_dir, mtpkit=None)
-    assert drafts_of(hf_dir, None) == 3
+    assert resolve_drafts(load_config(hf_dir), None) == 3
     caplog.set_level(logging.INFO)
     for k in (1, 3, 9):
         LLM(hf_dir, num_speculative_tokens=k, device="cpu")

@@ -97,7 +97,13 @@ def test_wrong_command_lines(args: list[str], message: str) -> None:
 
 def test_help_and_version_do_not_import_torch() -> None:
     code = "import sys; from mtpkit.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    for args, text in ([], "Commands"), (["--help"], "Commands"), (["--version"], "mtpkit 0.1.0"):
+    for args, text in (
+        ([], "Commands"),
+        (["--help"], "Commands"),
+        (["--version"], "mtpkit 0.1.0"),
+        (["data", "regenerate", "--help"], "--text-column"),
+        (["acceptance", "--help"], "--text-column"),
+    ):
         done = python("-c", code, *args)
         assert done.returncode == 0 and done.stderr == ""
         assert text in done.stdout and done.stdout.endswith("False\n")

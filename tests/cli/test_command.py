@@ -88,6 +88,19 @@ def test_help_fits_80_columns_and_cuts_nothing(command: list[str], monkeypatch: 
     assert not [name for name in OLD_NAMES if re.search(rf"{name}\b(?!-)", result.output)]
 
 
+@pytest.mark.parametrize("command", words()[1:], ids=" ".join)
+def test_help_has_the_present_names_beside_a_former_one(command: list[str]) -> None:
+    formers = [
+        former
+        for former, present in OLD_NAMES.items()
+        for param in find(command).params
+        if set(param.opts) & set(present) and former not in param.opts
+    ]
+    expected = CliRunner().invoke(mtpkit, [*command, "--help"]).output
+    for former in formers:
+        assert CliRunner().invoke(mtpkit, [*command, former, "3", "--help"]).output == expected
+
+
 def find(command: list[str]) -> Any:
     """The command of words, as typer has it."""
     if not command:
@@ -117,6 +130,8 @@ def test_a_single_option_takes_one_value() -> None:
         ("generate --model x --k many", "--k is 'many', must be a whole number or 'auto'"),
         ("generate --model x --k 2 --num-speculative-tokens -3", "--k is -3, must be from 0 to 1000"),
         ("generate --model x --num-speculative-tokens many", "--num-speculative-tokens is 'many', must be"),
+        ("data regenerate --model x --data y --output z --k many", "--k is 'many', must be a whole number or 'auto'"),
+        ("data regenerate --model {model} --data y --output z.jsonl --k 3", "--k is 3, but the model has 2 distinct"),
         ("generate --model x --prompt-file=", "Invalid value for '--prompt-file': it is empty"),
         ("generate --model {model} --k 3 a", "--k is 3, but the model has 2 distinct MTP heads"),
         ("generate --model {model} --num-speculative-tokens 3 a", "--num-speculative-tokens is 3, but the model has 2"),
@@ -143,6 +158,14 @@ def distinct_dir(save_model) -> Any:
         ("generate --model x --max-tokens many", "'--max-tokens': must be a whole number, not 'many' (see --help)"),
         ("generate --model x --max-tokens 1.5", "'--max-tokens': must be a whole number, not '1.5' (see --help)"),
         ("generate --model x --top-p high", "'--top-p': must be a number, not 'high' (see --help)"),
+        (
+            "data regenerate --model x --data y --output z --max-tokens many",
+            "'--max-tokens': must be a whole number, not 'many' (see --help)",
+        ),
+        (
+            "data prepare --model x --data y --output z --sequence-length long",
+            "'--sequence-length': must be a whole number, not 'long' (see --help)",
+        ),
         ("demo --num-prompts many", "'--num-prompts': must be a whole number, not 'many' (see --help)"),
         ("demo --num-prompts 0", "'--num-prompts': must be at least 1, not 0 (see --help)"),
     ],

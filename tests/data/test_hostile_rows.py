@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from mtpkit.data import build_dataset, find_files, load_tokenizer, prepare, read_samples, tokenize
+from mtpkit.data import build_dataset, find_files, load_tokenizer, read_samples, tokenize
 from mtpkit.data.draft_vocab import build_draft_vocab
+from mtpkit.data.prepare import prepare
 from mtpkit.data.prompts import read_prompts
 from mtpkit.data.tokenizer import fingerprint
 from mtpkit.errors import UserError

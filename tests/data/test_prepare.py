@@ -11,7 +11,8 @@ import pytest
 import torch
 from datasets import load_from_disk
 
-from mtpkit.data import PackedLoader, build_dataset, load_tokenizer, prepare, read_manifest, read_samples, tokenize
+from mtpkit.data import PackedLoader, build_dataset, load_tokenizer, read_manifest, read_samples, tokenize
+from mtpkit.data.prepare import prepare
 from mtpkit.data.regenerate import Answer
 from mtpkit.data.sources import MANIFEST
 from mtpkit.data.tokenizer import fingerprint

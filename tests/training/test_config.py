@@ -98,7 +98,6 @@ def test_depth_weights_sum_to_one():
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 exceeds optimizer.lr"),
         ("optimizer.warmup_steps=1001", "set optimizer.warmup_steps=1000 or raise steps"),
         ("steps=5", "optimizer.warmup_steps 20 exceeds steps 5: set optimizer.warmup_steps=5 or raise steps"),
-        ("base_fp8=true", "base_fp8 needs dtype=bfloat16"),
         ("optimizer.lr=-1", "optimizer.lr is -1, must be from 1e-30 to 10"),
         ("seed=-1", "seed is -1, must be from 0 to "),
         ("optimizer.lr=nan", "optimizer.lr is nan, must be a finite number"),
@@ -115,6 +114,13 @@ def test_errors_name_the_key(override, says):
         load_config(None, [*NEEDED, override])
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_base_in_fp8_has_no_other_dtype_than_bfloat16():
+    for dtype in ("auto", "bfloat16"):
+        assert load_config(None, [*NEEDED, "base_fp8=true", f"dtype={dtype}"]).base_fp8
+    with pytest.raises(UserError, match="base_fp8 needs dtype=bfloat16: set it, or base_fp8=false"):
+        load_config(None, [*NEEDED, "base_fp8=true", "dtype=float32"])
 
 
 def test_every_problem_is_named_at_once():

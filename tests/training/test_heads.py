@@ -101,6 +101,15 @@ def test_the_dtype_is_by_default_that_of_the_device(toy_base, monkeypatch, asked
     assert resolve(replace(config, dtype=asked))[0].dtype == dtype
 
 
+def test_a_base_in_fp8_takes_the_default_dtype_where_that_is_bfloat16(toy_base, monkeypatch):
+    config = TrainConfig(str(toy_base), "unused", DataConfig(train=("unused",)), base_fp8=True)
+    monkeypatch.setattr(heads_module, "default_device", lambda: torch.device("cuda"))
+    assert resolve(config)[0].dtype == "bfloat16"
+    monkeypatch.setattr(heads_module, "default_device", lambda: torch.device("cpu"))
+    with pytest.raises(UserError, match="base_fp8 needs dtype=bfloat16: set it, or base_fp8=false"):
+        resolve(config)
+
+
 def test_new_heads_leave_the_base_as_it_is(toy_base):
     models = [build_with_heads(*settle(toy_base, init=init), torch.device("cpu")) for init in ("fresh", "base")]
     fresh, base = (dict(model.named_parameters()) for model in models)

@@ -32,18 +32,15 @@ def make_drafter(
     return kind(model, depths, block_size, sample, draft_token_ids)
 
 
-def check_depths(config: ModelConfig, depths: int | Literal["auto"], name: str = "num_speculative_tokens") -> None:
+def check_depths(config: ModelConfig, depths: int | Literal["auto"]) -> None:
     """Refuse to make more drafts than the heads of a model can.
-
-    Args:
-        name: of the setting, in the error.
 
     Raises:
         UserError: there are no heads, or too few.
     """
     if depths == 0:
         return
-    given = f"{name} is {depths!r}, but"
+    given = f"num_speculative_tokens is {depths!r}, but"
     if not config.mtp.num_depths:
         raise UserError(f"{given} the model has no MTP heads: train some, or set it to 0")
     if not config.mtp.repeated and depths != "auto" and depths > config.mtp.num_depths:

@@ -183,7 +183,8 @@ class ParallelConfig:
     tensor: Ranks = 1
     """Tensor-parallel ranks: they split matrices, attention heads and vocabulary, and between layers the sequence."""
     pipeline: Ranks = 1
-    """Pipeline stages of the base's layers. The last one trains the heads; the others only run forward, ahead of it."""
+    """Pipeline stages of the base's layers. In training the last one trains the heads; the others only run forward,
+    ahead of it."""
     expert: Ranks = 1
     """Expert-parallel ranks: data-parallel ranks that split the experts of each layer."""
     balance: Balance = "memory"
@@ -277,7 +278,7 @@ class TrainConfig:
             )
         if loss.hidden_mix and depths == 1:
             yield "loss.hidden_mix has no effect on one depth: set loss.hidden_mix=0 or heads.num_depths=2 or more"
-        if self.base_fp8 and self.dtype != "bfloat16":
+        if self.base_fp8 and self.dtype == "float32":  # of `auto` too, once it is resolved
             yield "base_fp8 needs dtype=bfloat16: set it, or base_fp8=false"
         if self.cache_dtype != "auto" and not self.cache:
             yield f"cache_dtype={self.cache_dtype} has no effect without a cache: set cache=DIR or cache_dtype=auto"
