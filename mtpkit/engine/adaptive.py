@@ -1,16 +1,16 @@
-"""Chooses K for each step: what the drafts bring against what verifying them costs."""
+"""Choice of K for each step: a fixed K, or the K with the highest expected tokens per second."""
 
 from collections.abc import Mapping, Sequence
 
 _DECAY = 0.99
-"""Of the acceptance counts, a step."""
+"""Factor on the acceptance counts per step."""
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
-"""What is assumed of a depth before it was tried, and the drafts that this counts for."""
+"""Acceptance rate assumed for a depth that has not been tried, and the number of drafts this assumption counts for."""
 _PROBE_INTERVAL, _PROBE_STEPS = 256, 2
-"""Of drafts that are not verified nothing is learnt: so many steps in so many verify more. The first of them finds
-stale drafts; at twice the time of a plain step the two cost 1%."""
+"""Acceptance is only learnt from drafts that are verified, so in every 256 steps 2 verify more drafts than the best K.
+The first of them finds stale drafts. If a probe takes twice the time of a plain step, the two cost 1%."""
 _GAIN = 1.01
-"""A larger K must promise more than this."""
+"""A larger K is chosen if its expected speed is more than this factor higher."""
 
 
 class FixedSpeculation:
@@ -24,16 +24,16 @@ class FixedSpeculation:
         return self.num_speculative_tokens
 
     def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
-        """Take note of accepted drafts."""
+        """Ignore the acceptance of a step."""
 
 
 class AdaptiveSpeculation:
-    """The K whose expected tokens a second are most: (1 + r_1 + r_1 r_2 + ..) / step time.
+    """The K with the most expected tokens per second and row: (1 + r_1 + r_1 r_2 + ..) / step time.
 
-    The rates r_k are running conditional acceptances; the times are measured before the first request.
+    The rates r_k are running conditional acceptances. The step times are measured before the first request.
 
     Args:
-        step_times: seconds of a step by (rows, K), for K = 0 .. the largest and some numbers of rows.
+        step_times: (rows, K) -> seconds of a step, for K from 0 to the largest and some numbers of rows.
     """
 
     def __init__(self, step_times: Mapping[tuple[int, int], float]) -> None:
@@ -46,11 +46,11 @@ class AdaptiveSpeculation:
 
     @property
     def rates(self) -> list[float]:
-        """Running conditional acceptance a depth."""
+        """Running conditional acceptance per depth."""
         return [a / r for a, r in zip(self._accepted, self._reached, strict=True)]
 
     def expected_length(self, depths: int) -> float:
-        """Tokens that a step with K = `depths` is expected to give a row."""
+        """Expected tokens per row of a step with K = `depths`."""
         length, product = 1.0, 1.0
         for rate in self.rates[:depths]:
             product *= rate
@@ -69,16 +69,18 @@ class AdaptiveSpeculation:
         if best < self.max_depth and self._steps >= _PROBE_INTERVAL:
             probe, step = divmod(self._steps, _PROBE_INTERVAL)
             if step < _PROBE_STEPS:
-                # In turn one depth more, of which a gain may be seen first, and all of them, which may pay together.
+                # Probes alternate between one more depth, where a gain shows first, and all depths, which may pay off
+                # only together.
                 return best + 1 if probe % 2 else self.max_depth
         return best
 
     def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
-        """Take note of a step.
+        """Update the acceptance rates from a step.
 
         Args:
             accepted: accepted drafts of each decode row.
-            fresh: drafts of each row that its last step made and this one verified; deeper ones say nothing.
+            fresh: for each row, the drafts that its previous step made and this step verified. Deeper drafts are
+                stale, and their acceptance says nothing.
         """
         for depth in range(min(max(fresh, default=0), self.max_depth)):
             known = [a for a, made in zip(accepted, fresh, strict=True) if made > depth]

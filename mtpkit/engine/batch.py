@@ -1,4 +1,4 @@
-"""Turns plans into the tensors of a step."""
+"""Tensors of a step, built from its plan."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from mtpkit.platform import to_device
 
 
 class BatchBuilder:
-    """Knows the states of the layers and of the device, which every step shares, and only reads them."""
+    """Builds batches from plans; reads `DeviceState` and the states of the layers, and writes neither."""
 
     def __init__(self, block_size: int, states: States, state: DeviceState, device: torch.device) -> None:
         self.block_size = block_size
@@ -27,7 +27,7 @@ class BatchBuilder:
         self._lookahead = max(1, state.tokens.shape[1] - 1)
 
     def build(self, plan: Plan) -> Batch:
-        """The tensors of `plan`, all on the device."""
+        """Build the tensors of `plan`, all on the device."""
         requests = [row.request for row in plan.rows]
         slots, tables = self.ints([request.slot for request in requests]), self.ints(block_tables(requests))
         if plan.num_decode_rows:
@@ -35,7 +35,7 @@ class BatchBuilder:
         return self._prefill(plan, slots, tables, plan.processors)
 
     def decode(self, plan: Plan, slots: Tensor, tables: Tensor, use: Use) -> Batch:
-        """Decode rows at `slots` [R] with block tables [R, B]; what they feed is known to the device alone."""
+        """Build decode rows at `slots` [R] with block tables [R, B]; only the device knows their tokens."""
         rows, depths = len(slots), plan.num_speculative_tokens
         width = 1 + depths
         token_ids = self.state.tokens[slots, :width]
@@ -108,12 +108,12 @@ class BatchBuilder:
         )
 
     def ints(self, values: list | np.ndarray) -> Tensor:
-        """`values` as an int64 tensor on the device, without waiting for it."""
+        """`values` as an int64 tensor on the device, copied without a host-device sync."""
         return to_device(values, torch.int64, self.device)
 
 
 def block_tables(requests: Sequence[Request], fill: int = 0) -> np.ndarray:
-    """Blocks of each request, [R, B] int64, filled up to the widest."""
+    """[R, B] int64, the blocks of each request, padded with `fill` to the longest row."""
     tables = np.full((len(requests), max(len(request.block_table) for request in requests)), fill, dtype=np.int64)
     for row, request in zip(tables, requests, strict=True):
         row[: len(request.block_table)] = request.block_table
@@ -121,5 +121,5 @@ def block_tables(requests: Sequence[Request], fill: int = 0) -> np.ndarray:
 
 
 def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """[T] where tokens at `positions` [T] of `rows` [T] keep their keys and values, given `block_tables` [R, B]."""
+    """[T] slot mapping: the cache entries of tokens at `positions` [T] of `rows` [T], given `block_tables` [R, B]."""
     return block_tables[rows, positions // block_size] * block_size + positions % block_size

@@ -1,4 +1,4 @@
-"""Allocation of numbered things: blocks of the paged cache, slots of recurrent state."""
+"""Allocator of ids: blocks of the paged cache, slots of recurrent state."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from mtpkit.errors import MtpkitError
 
 
 class IdPool:
-    """Hands out the integers 0 .. size - 1, counts the references to each, and knows nothing of what they number."""
+    """Hands out the integers 0 .. size - 1 and counts the references to each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -15,16 +15,16 @@ class IdPool:
 
     @property
     def num_free(self) -> int:
-        """How many can be allocated now."""
+        """Number of free ids."""
         return len(self._free)
 
     @property
     def free_ids(self) -> list[int]:
-        """The ids that nobody holds."""
+        """Ids without a reference, ascending."""
         return sorted(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free ids, each with one reference. The caller has looked at `num_free`."""
+        """Take `count` free ids, each with one reference. The caller has checked `num_free`."""
         assert count <= len(self._free), f"{count} of {len(self._free)} free ids"
         ids = [self._free.pop() for _ in range(count)]
         for taken in ids:
@@ -32,12 +32,12 @@ class IdPool:
         return ids
 
     def share(self, held: int) -> None:
-        """Add a reference to an id that somebody holds."""
+        """Add a reference to an allocated id."""
         assert self._references[held] > 0, f"id {held} is free"
         self._references[held] += 1
 
     def release(self, ids: Iterable[int]) -> None:
-        """Drop one reference of each; the last one frees the id."""
+        """Drop one reference of each id; dropping the last one frees the id."""
         for held in ids:
             assert self._references[held] > 0, f"id {held} is free"
             self._references[held] -= 1
@@ -45,7 +45,7 @@ class IdPool:
                 self._free.append(held)
 
     def check_integrity(self, held: list[int]) -> None:
-        """Compare with `held`, all ids that the holders have, one mention a reference.
+        """Compare the references with `held`, the ids of all holders, with one entry per reference.
 
         Raises:
             MtpkitError: an id is leaked, held although free, or listed twice.

@@ -1,6 +1,6 @@
-"""What the device knows of each running request, so that a step needs nothing that the step before it decided.
+"""State of the running requests on the device, from which the next step reads what the previous step decided.
 
-This is the one writer of it: requests are admitted, steps taken up and slots put back to their start here alone.
+Only this module writes that state: it admits requests, stores the results of steps and resets slots.
 """
 
 from collections.abc import Sequence
@@ -20,27 +20,27 @@ from mtpkit.platform import to_device
 
 @dataclass(frozen=True)
 class DeviceState:
-    """State of the requests by their slot, from which a step gathers its rows. All tensors are [slots, ...] and stay at
-    their address, as CUDA graphs need.
+    """State of the requests by slot, from which a step gathers its rows. All tensors are [slots, ...] and stay at their
+    address, as CUDA graphs require.
 
-    A slot keeps nothing of the request that had it before: the last chunk of a prompt is preceded by `admit`, and its
-    step writes the rest. A preempted request is restored the same way, from the tokens that the host knows.
+    A slot keeps nothing of the request that had it before: `admit` writes it before the last chunk of a prompt, and the
+    step of that chunk writes the rest. A preempted request is restored in the same way from the tokens on the host.
     """
 
     tokens: Tensor
-    """[slots, 1 + K] int64: the newest token and the drafts after it, which the next step feeds."""
+    """[slots, 1 + K] int64, the inputs of the next step: the newest token and the drafts after it."""
     num_computed: Tensor
-    """[slots] int64, positions that are committed in the states of the layers."""
+    """[slots] int64, number of positions that are committed in the states of the layers."""
     committed: Committed
-    """What the states of the layers hold of it."""
+    """Counters of the layers' states for the committed positions."""
     seeds: Tensor
     """[slots] int64."""
     columns: Columns
-    """What each of `PROCESSORS` keeps."""
+    """Columns of all `PROCESSORS`."""
     draft_probs: Tensor | None
-    """[slots, K, V] float32 where drafts are drawn from a distribution."""
+    """[slots, K, V] float32, the distributions that drafts were drawn from; None: drafts are not drawn."""
     earlier: Earlier | None
-    """[slots, E, ...], the last E committed positions where the drafter reads them."""
+    """[slots, E, ...], the last E committed positions; None: the drafter does not read them."""
     vocab_size: int
 
     @classmethod
@@ -54,12 +54,12 @@ class DeviceState:
         earlier: tuple[int, int] = (0, 0),
         dtype: torch.dtype = torch.float32,
     ) -> "DeviceState":
-        """Slots that hold nothing yet.
+        """Allocate empty slots.
 
         Args:
-            counters: what the states of the layers count for each request.
+            counters: counters that the states of the layers have for each request.
             earlier: E and the hidden size, see `Drafter.earlier`.
-            dtype: of hidden states.
+            dtype: dtype of hidden states.
         """
         depths, (positions, hidden_size) = config.num_speculative_tokens, earlier
 
@@ -83,17 +83,17 @@ class DeviceState:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors of the state."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
         earlier = () if self.earlier is None else vars(self.earlier).values()
         return [*own, *self.committed.counts.values(), *self.columns.values(), *earlier]
 
     def sampling(self, slots: Tensor, use: Use) -> Sampling:
-        """How the rows at `slots` [S] sample."""
+        """Sampling parameters of the rows at `slots` [S]."""
         return Sampling(use, slots, self.seeds, self.columns)
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Write what `requests` ask for, before the last chunk of their prompts is computed."""
+        """Write the sampling parameters of `requests`, before the last chunk of their prompts is computed."""
         if not requests:
             return
         ids = [[request.slot for request in requests], [request.seed for request in requests]]
@@ -103,7 +103,7 @@ class DeviceState:
             {name: value for one in PROCESSORS for name, value in one.numbers(request.params, self.vocab_size).items()}
             for request in requests
         ]
-        # One copy takes them all to the device: float64 holds each as it is.
+        # One copy takes all numbers to the device; float64 represents each of them exactly.
         values = to_device([list(row.values()) for row in numbers], torch.float64, slots.device)
         for name, column in zip(numbers[0], values.T, strict=True):
             self.columns[name][slots] = column.to(self.columns[name].dtype)
@@ -111,10 +111,10 @@ class DeviceState:
             processor.admit(self.columns, slots, requests)
 
     def step(self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor) -> None:
-        """Take up what a batch gave. Of chunks, those that do not end a prompt leave no tokens.
+        """Store the results of a batch. Chunks that do not end a prompt have no tokens to store.
 
         Args:
-            hidden: [T, 1, h], the base's.
+            hidden: [T, 1, h], the base's hidden states.
         """
         inputs, last = batch.inputs, batch.last_index(verdict.accepted)
         slots = inputs.state_slots
@@ -129,7 +129,7 @@ class DeviceState:
         self._take_tokens(batch, verdict, drafts)
 
     def _take_tokens(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:
-        """Take up what the rows that sample chose and drafted."""
+        """Store the chosen tokens and the drafts of the rows that sample."""
         count = batch.plan.num_sampling_rows
         slots, accepted = batch.inputs.state_slots[:count], verdict.accepted[:count]
         token_ids = verdict.token_ids[:count]
@@ -142,5 +142,5 @@ class DeviceState:
                 processor.count(self.columns, slots, accepted, token_ids)
 
     def restart(self, first: int = 0) -> None:
-        """Put the slots from `first` on back to position 0: null rows, and rows of steps that are only timed."""
+        """Reset the slots from `first` on to position 0, for null rows and for steps that are only timed."""
         self.num_computed[first:].zero_()

@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one replay a step, whatever the requests in it.
+"""Decode steps as CUDA graphs, with one replay per step.
 
-A graph is captured for a bucket of batch sizes, a number of drafts and what sampling asks for, the first time that it
-is needed. It reads which slots and blocks its rows own from two fixed tensors, and everything else from `DeviceState`;
-rows that a batch leaves over are null rows: they own no recurrent state, and a block of keys and an entry of the
-device's state that no request has.
+One graph is captured for each bucket of batch sizes, K and set of processors, when it is first needed. It reads the
+slots and blocks of its rows from two fixed tensors, and everything else from `DeviceState`. Rows of the bucket without
+a request are null rows: they have no recurrent state, and use a block of keys and an entry of `DeviceState` that no
+request has.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from mtpkit.engine.processors import GREEDY, Use, for_graph
 from mtpkit.engine.step import Batch, Plan
 
 _WARM_UPS = 2
-"""Runs before a capture: kernels are compiled and libraries choose their algorithms then."""
+"""Runs before a capture, in which kernels are compiled and libraries choose their algorithms."""
 
 NULL_SLOT = -1
-"""Of null rows: no slot to the kernels of recurrent state, the last entry to `DeviceState`."""
+"""Slot of null rows: for the kernels of recurrent state no slot, for `DeviceState` the last entry."""
 
 Key = tuple[int, int, Use]
 Execute = Callable[[Batch], Tensor]
 
 
 def bucket_size(rows: int) -> int:
-    """The batch size that is captured for `rows`: steps of 1 up to 4, of 4 to 16, of 8 to 64, of 16 from there on."""
+    """The captured batch size for `rows`: a multiple of 1 up to 4, of 4 up to 16, of 8 up to 64, of 16 above."""
     step = next((step for limit, step in ((4, 1), (16, 4), (64, 8)) if rows <= limit), 16)
     return -(-rows // step) * step
 
@@ -36,21 +36,16 @@ def bucket_size(rows: int) -> int:
 class DecodeGraphs:
     """Captures decode steps and replays them.
 
-    What is captured is given to each call as `execute`: it runs a batch and returns the tensor that the host is to see,
-    [R, ...], waits for nothing, and is the same each time. It is not kept: an engine is not to hold itself in memory.
+    Each call gets the captured function as `execute`, the same one each time. It runs a batch without a host-device
+    sync and returns the tensor that goes to the host, [R, ...]. It is not stored, since it refers to the engine, which
+    would then keep itself alive.
 
     Args:
         table_width: blocks of the longest request.
-        null_block: what null rows own; they write its keys in any order.
+        null_block: the block of null rows, to which all of them write.
     """
 
-    def __init__(
-        self,
-        builder: BatchBuilder,
-        max_num_seqs: int,
-        table_width: int,
-        null_block: int,
-    ) -> None:
+    def __init__(self, builder: BatchBuilder, max_num_seqs: int, table_width: int, null_block: int) -> None:
         self.builder = builder
         self.null_block = null_block
         rows, device = bucket_size(max_num_seqs), builder.device
@@ -60,7 +55,7 @@ class DecodeGraphs:
         self._pool: Any = None
 
     def run(self, execute: Execute, plan: Plan) -> Tensor:
-        """What `execute` gives for the decode rows of `plan`, [R, ...]; valid until the next run."""
+        """Replay the decode rows of `plan`; returns [R, ...], the result of `execute`, valid until the next run."""
         requests = [row.request for row in plan.rows]
         rows = bucket_size(len(requests))
         key = (rows, plan.num_speculative_tokens, for_graph(plan.processors))
@@ -70,7 +65,7 @@ class DecodeGraphs:
         return result[: len(requests)]
 
     def replay_free_slots(self, execute: Execute, rows: int, depths: int) -> None:
-        """A greedy step on the slots 0 .. rows - 1, which nobody may hold; for timing."""
+        """Replay a greedy step on the slots 0 .. rows - 1, for timing; no request may hold them."""
         graph, _ = self.captured(execute, (bucket_size(rows), depths, GREEDY))
         self.builder.state.restart()
         self._fill(range(rows), np.full((rows, self._tables.shape[1]), self.null_block), bucket_size(rows))
@@ -107,6 +102,6 @@ class DecodeGraphs:
     def _step(self, execute: Execute, key: Key) -> Tensor:
         rows, depths, use = key
         slots, tables = self._slots[:rows], self._tables[:rows]
-        # Null rows advance like any other; here they go back to their start.
+        # Null rows advance in each step like all others, and are reset here.
         self.builder.state.restart(NULL_SLOT)
         return execute(self.builder.decode(Plan((), rows, rows, depths), slots, tables, use))

@@ -1,4 +1,4 @@
-"""Where the memory goes, decided before anything is allocated."""
+"""The memory plan, made before caches are allocated."""
 
 from dataclasses import dataclass, replace
 
@@ -13,9 +13,9 @@ from mtpkit.model.kinds import kinds_in
 from mtpkit.model.state import StateLayout
 
 _CPU_CACHE_BYTES = 4 << 30
-"""What caches may take on a CPU when `num_blocks` is not given."""
+"""Limit of the caches on a CPU if `num_blocks` is not given."""
 _LIVE_COPIES = 3
-"""Activations of the widest layer that are alive at once."""
+"""Number of the widest layer's activations that are live at once."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class MemoryPlan:
     """Bytes by purpose. Weights are measured, activations and logits estimated, caches exact."""
 
     total: int
-    """Of the device; 0 on a CPU, where only caches are limited."""
+    """Memory of the device; 0 on a CPU, where only caches are limited."""
     in_use: int
-    """Weights, and whatever else was on the device before the engine."""
+    """Weights, and all else that was on the device before the engine."""
     activations: int
-    """Largest step outside CUDA graphs, at `max_num_batched_tokens`."""
+    """Activations of the largest step outside CUDA graphs, at `max_num_batched_tokens`."""
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest decode step."""
     slot_bytes: int
-    """Recurrent state, convolution windows and rings of one request, and what `DeviceState` keeps of it."""
+    """Recurrent state, convolution windows and rings of one request, and its share of `DeviceState`."""
     ring_bytes: int
-    """What rings take of it."""
+    """The part of `slot_bytes` that is rings."""
     max_num_seqs: int
     max_model_len: int
     block_bytes: int
@@ -41,21 +41,20 @@ class MemoryPlan:
     block_size: int
     lookahead: int
     null_blocks: int
-    """Beyond those of requests: one, for the null rows of CUDA graphs."""
+    """Blocks besides those of requests: one for the null rows of CUDA graphs, or 0."""
 
     @property
     def state_bytes(self) -> int:
-        """All slots."""
+        """Bytes of all slots."""
         return self.slot_bytes * self.max_num_seqs
 
     @property
     def kv_bytes(self) -> int:
-        """All blocks."""
+        """Bytes of all blocks."""
         return self.block_bytes * (self.num_blocks + self.null_blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that a request of `tokens` tokens needs, with the room that a step reserves ahead when none other is
-        under way."""
+        """Blocks that a request of `tokens` tokens needs, with the lookahead of one step."""
         return -(-(tokens + self.lookahead) // self.block_size)
 
     def requests_that_fit(self, tokens: int) -> int:
@@ -88,14 +87,14 @@ def plan_memory(
     num_blocks: int | None = None,
     earlier: tuple[int, int] = (0, 0),
 ) -> MemoryPlan:
-    """Divide what the loaded weights leave of the device's memory.
+    """Divide the memory that the loaded weights leave free.
 
     Args:
-        num_blocks: as many blocks; None: enough for `max_num_seqs` requests of full length, or what fits.
+        num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as many as fit.
         earlier: see `Drafter.earlier`.
 
     Raises:
-        UserError: not even one request of full length fits, or not `num_blocks`, with the numbers and what to change.
+        UserError: `num_blocks`, or one request of full length, does not fit; with the numbers and what to change.
     """
     decode_tokens = config.max_num_seqs * config.decode_width
     logit_rows = config.max_num_seqs if config.graphs else decode_tokens
@@ -141,7 +140,7 @@ def plan_memory(
 
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int) -> int:
-    """An estimate: the widest layer's activations a few times over, and logits in the model's dtype and in fp32."""
+    """Estimate: `_LIVE_COPIES` of the widest layer's activations, and logits in the model's dtype and in fp32."""
     widest = max(kind.activations(model) for kind in kinds_in(model.letters))
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize
     return tokens * hidden + logit_rows * model.vocab_size * (dtype.itemsize + 4)

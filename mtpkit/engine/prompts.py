@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters in the forms that users give them in."""
+"""Prompts and sampling parameters in the forms that users may give."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
-"""A text, token ids, or a dict with `prompt` (either) or `prompt_token_ids`; its `name` is for messages."""
+"""A text, token ids, or a dict with `prompt` (either of them) or `prompt_token_ids`, and a `name` for messages."""
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]:
-    """Each prompt with what messages call it: its own name, or its place in the list.
+    """(name, prompt) pairs; the name, for messages, is the prompt's own or its place in the list.
 
     Raises:
-        UserError: neither a prompt nor a list, or a name that is no text.
+        UserError: `prompts` is neither a prompt nor a list, or a name is not a text.
     """
     if isinstance(prompts, str | dict):
         return [_named("the prompt", prompts)]
@@ -29,37 +29,40 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]
 def _named(place: str, prompt: Prompt) -> tuple[str, Prompt]:
     name = prompt.get("name") if isinstance(prompt, dict) else None
     if name is not None and not isinstance(name, str):
-        raise UserError(f"{place}: name is {shown(name)}, must be a text: what messages are to call the prompt")
+        raise UserError(f"{place}: name is {shown(name)}, must be a text: messages use it for the prompt")
     return name or place, prompt
 
 
 def list_params(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """Parameters of each prompt; the defaults where none are given.
+    """Sampling parameters of each prompt, by default `SamplingParams()`.
 
     Raises:
-        UserError: something else than parameters, or not one for each prompt.
+        UserError: a value that is not `SamplingParams`, or a list whose length is not `num_prompts`.
     """
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * num_prompts
     if not isinstance(sampling_params, Sequence) or not is_list(sampling_params):
-        raise UserError(f"sampling_params is {shown(sampling_params)}: give SamplingParams(...), or a list of such")
+        raise UserError(f"sampling_params is {shown(sampling_params)}: give SamplingParams(...), or a list of them")
     wrong = [f"[{i}] is {shown(one)}" for i, one in enumerate(sampling_params) if not isinstance(one, SamplingParams)]
     if wrong:
         raise UserError(f"sampling_params{listed(wrong)}: give SamplingParams(...) for each prompt")
     if len(sampling_params) != num_prompts:
         raise UserError(
-            f"{num_prompts} prompts but {len(sampling_params)} sampling parameters: give one, or one a prompt"
+            f"{num_prompts} prompts but {len(sampling_params)} sampling parameters: give one, or one per prompt"
         )
     return list(sampling_params)
 
 
 def encode(prompt: Prompt, tokenizer: Any, name: str) -> tuple[str | None, Sequence[int]]:
-    """Text, if there is one, and token ids of a prompt that messages call `name`.
+    """Text (None if token ids were given) and token ids of a prompt.
+
+    Args:
+        name: name of the prompt in messages.
 
     Raises:
-        UserError: none of the forms of a prompt, or a text that cannot be encoded.
+        UserError: `prompt` has none of the valid forms, or is a text that cannot be encoded.
     """
     if isinstance(prompt, dict):
         known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
@@ -79,7 +82,7 @@ def encode(prompt: Prompt, tokenizer: Any, name: str) -> tuple[str | None, Seque
 
 
 def _check_unicode(text: str, name: str) -> None:
-    """Refuse what Python's strings can hold and no file can: half of a surrogate pair."""
+    """Refuse lone surrogates, which Python's strings can contain but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""A request, what a user gets back of it, and the statistics of one and of all."""
+"""Requests, their outputs, and the statistics of one request and of the engine."""
 
 from array import array
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ FinishReason = Literal["stop", "length", "error"]
 class AcceptanceStats:
     """Counts over decode steps, from which acceptance is computed.
 
-    A decode step verifies K drafts. Draft k is *reached* when drafts 1..k-1 were accepted and the token that its
-    verdict decided was emitted; it is *accepted* when that token is the draft. A step that a stop or max_tokens cuts
-    after e tokens therefore counts drafts 1..e at most.
+    A decode step verifies K drafts. Draft k is *reached* if drafts 1..k-1 were accepted and the token at the place of
+    draft k was emitted; it is *accepted* if that token is the draft. If a stop or max_tokens ends the request after e
+    tokens of the step, at most drafts 1..e are counted.
     """
 
     steps: int = 0
@@ -32,8 +32,13 @@ class AcceptanceStats:
         return cls(0, 0, [0] * num_speculative_tokens, [0] * num_speculative_tokens)
 
     def record(self, accepted: int, emitted: int, depths: int) -> None:
-        """Count one decode step that accepted `accepted` drafts, of which `depths` were made for it, and emitted
-        `emitted` of its tokens."""
+        """Count one decode step.
+
+        Args:
+            accepted: number of accepted drafts.
+            emitted: number of emitted tokens.
+            depths: number of drafts that were made for this step.
+        """
         self.steps += 1
         self.drafted += depths
         for depth in range(min(emitted, depths)):
@@ -42,12 +47,12 @@ class AcceptanceStats:
 
     @property
     def accepted(self) -> int:
-        """Accepted drafts."""
+        """Accepted drafts of all depths."""
         return sum(self.accepted_per_depth)
 
     @property
     def acceptance_length(self) -> float:
-        """1 + mean accepted drafts a decode step."""
+        """1 + mean accepted drafts per decode step."""
         return 1 + self.accepted / max(1, self.steps)
 
     @property
@@ -64,7 +69,7 @@ class RequestStats(AcceptanceStats):
     state_bytes: int = 0
     """Recurrent state that the request holds while it runs."""
     kv_bytes: int = 0
-    """Largest size of the blocks that it held."""
+    """Largest size of the blocks that the request held."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,10 @@ class EngineStats:
     """Totals since the engine was made or its statistics were reset."""
 
     acceptance: AcceptanceStats
-    """Over the decode steps of all requests."""
+    """Acceptance over the decode steps of all requests."""
     generated_tokens: int
     seconds: float
-    """Spent in steps."""
+    """Wall time of the steps."""
     preemptions: int
     state_bytes: int
     """Recurrent state of all slots."""
@@ -85,7 +90,7 @@ class EngineStats:
 
     @property
     def acceptance_length(self) -> float:
-        """1 + mean accepted drafts a decode step and request."""
+        """1 + mean accepted drafts per decode step and request."""
         return self.acceptance.acceptance_length
 
     @property
@@ -95,21 +100,17 @@ class EngineStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second, prefill included."""
+        """Generated tokens per second, prefill included."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
-
-
-def _no_blocks() -> array:
-    return array("q")
 
 
 @dataclass(eq=False)
 class Request:
-    """Everything that belongs to one request. The scheduler alone changes it.
+    """All state of one request on the host. Only the scheduler changes it.
 
-    `token_ids` are the prompt and the output; the caches hold the first `num_computed` of them, as far as the host
-    knows. Once there is output, the newest token is fed by the next decode step, not by prefill: a preempted request
-    computes the tokens before it again, drafts again, and goes on as if nothing had happened.
+    `token_ids` are the prompt and the output; as far as the host knows, the caches hold the first `num_computed` of
+    them. The newest output token is fed by the next decode step, not by prefill. Prefill of a preempted request
+    computes all tokens before the newest one and drafts again; decoding then continues with the same output.
     """
 
     request_id: str
@@ -117,50 +118,50 @@ class Request:
     params: SamplingParams
     seed: int
     arrival: int
-    """Order of arrival; the largest is the youngest."""
+    """Place in the order of arrival; the youngest request has the largest number."""
     stats: RequestStats
     processors: frozenset[str]
-    """Names of the processors of logits that it uses."""
+    """Names of the processors of logits that the request uses."""
     prompt: str | None = None
     detokenizer: Detokenizer | None = None
     place: str | None = None
-    """Where the user has it: in the list that was given, or in a file."""
+    """Name of the request in messages: its place in the given list or in a file."""
 
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     prefill_end: int = 0
-    """Tokens that prefill computes: the prompt, or all but the newest token when there was output at admission."""
+    """Tokens that prefill computes: the prompt, or all but the newest token if there was output at admission."""
     num_drafted: int = 0
-    """Drafts that its newest step makes."""
+    """Drafts that the newest step of the request makes."""
     in_flight: int = 0
-    """Steps under way that emit tokens of this request."""
-    block_table: array = field(default_factory=_no_blocks)
-    """Of int64, which numpy reads as it is: tables of many thousand tokens go to the device in every step."""
+    """Launched steps that will emit tokens of this request and are not committed yet."""
+    block_table: array = field(default_factory=lambda: array("q"))
+    """int64 array, which numpy reads without conversion: tables of many thousand tokens go to the device every step."""
     slot: int | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """Why it ended with the reason "error"."""
+    """Message about the error that ended the request."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
 
     def fail(self, why: str) -> None:
-        """End with an error, which names the request."""
+        """End the request with an error, whose message names it."""
         self.finish_reason, self.error = "error", f"{self.name}: {why}"
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the request in messages."""
         return f"request {self.request_id}" if self.place is None else f"{self.place} (request {self.request_id})"
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """Tokens generated so far."""
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
     def num_output(self) -> int:
-        """How many tokens were generated."""
+        """Number of tokens generated so far."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
@@ -170,7 +171,7 @@ class Request:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the steps under way are sure to reach `max_tokens`."""
+        """Whether the launched steps are sure to reach `max_tokens`."""
         return self.num_output + self.in_flight >= self.params.max_tokens
 
     @property
@@ -187,10 +188,10 @@ class CompletionOutput:
     text: str
     """Without stop strings, stop tokens and special tokens; empty without a tokenizer."""
     finish_reason: FinishReason | None
-    """"stop", "length", or "error": `error` says why it could not go on; the tokens before that stand."""
+    """"stop", "length", or "error", which `error` explains; the tokens before the error are valid."""
     index: int = 0
     error: str | None = None
-    """One line that names the request."""
+    """Error message, one line that names the request."""
 
 
 @dataclass(frozen=True)
@@ -206,33 +207,28 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: Request) -> "RequestOutput":
-        """A copy of what a user may see of `request`. Its statistics are shared until it is finished."""
+        """The output of a request so far. It shares the request's statistics, which grow until the request ends."""
         text = request.detokenizer.visible_text(request.finished) if request.detokenizer else ""
         completion = CompletionOutput(request.output_token_ids, text, request.finish_reason, error=request.error)
         return cls(
-            request.request_id,
-            request.prompt,
-            request.prompt_token_ids,
-            [completion],
-            request.stats,
-            request.finished,
+            request.request_id, request.prompt, request.prompt_token_ids, [completion], request.stats, request.finished
         )
 
     @property
     def error(self) -> str | None:
-        """Why it ended with the reason "error", in one line that names the request."""
+        """Message about the error that ended the request, one line that names it; None without an error."""
         return self.outputs[0].error
 
 
 class RequestError(MtpkitError):
-    """Requests ended with an error where all had to go through."""
+    """Requests ended with an error where all had to succeed."""
 
 
 def require_whole(outputs: Iterable[RequestOutput]) -> None:
-    """Refuse outputs that ended with an error, for whoever measures or keeps them.
+    """Check that no output ended with an error, before outputs are measured or stored.
 
     Raises:
-        RequestError: with the first of them, and how many more there are.
+        RequestError: some did; with the first error and the number of further ones.
     """
     if errors := [output.error for output in outputs if output.error is not None]:
         more = f"; likewise {len(errors) - 1} more requests" if len(errors) > 1 else ""

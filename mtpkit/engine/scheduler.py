@@ -1,7 +1,8 @@
-"""Continuous batching with chunked prefill. The only place that changes requests, blocks and slots."""
+"""Continuous batching with chunked prefill. Only the scheduler changes requests, blocks and slots."""
 
 from bisect import insort
 from collections.abc import Sequence
+from operator import attrgetter
 
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.options import EngineConfig
@@ -9,18 +10,16 @@ from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
 from mtpkit.engine.step import Plan, Row, StepResult
 from mtpkit.errors import MtpkitError, UserError
 
-
-def _arrival(request: Request) -> int:
-    return request.arrival
+_arrival = attrgetter("arrival")
 
 
 class Scheduler:
-    """Decides what runs in a step and takes up what it gave.
+    """Plans each step and commits its results.
 
-    Requests run in order of arrival. One is admitted when a slot is free and there are blocks for all that its prefill
-    computes and for one decode step; while it decodes, each step reserves the positions that it may write and gives
-    back the blocks that rejections emptied. When a decode step finds no blocks, the youngest running request loses its
-    own and waits to be computed anew; the oldest therefore always proceeds.
+    Requests run in order of arrival. A request is admitted when a slot is free and there are blocks for its whole
+    prefill and one decode step. Each decode step reserves blocks for the positions that it may write; its commit
+    releases the blocks that rejected drafts leave empty. If blocks run out in decoding, the youngest running request is
+    preempted: it gives up its blocks and waits to be recomputed. The oldest request therefore always proceeds.
     """
 
     def __init__(
@@ -37,15 +36,15 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.block_bytes = block_bytes
         self.num_speculative_tokens = config.num_speculative_tokens
-        """K of the steps to come; at most the configured one."""
+        """K of the next steps, at most the configured K."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._live_ids: set[str] = set()
-        """Of both."""
+        """Ids of waiting and running requests."""
         self.reset_stats()
 
     def reset_stats(self) -> None:
-        """Start the totals anew."""
+        """Reset the totals."""
         self.num_preemptions = 0
         self.num_generated = 0
         self.acceptance = AcceptanceStats.for_depths(self.config.num_speculative_tokens)
@@ -56,10 +55,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def validate(self, request: Request) -> None:
-        """Refuse what can never be served, and a second request of an id.
+        """Refuse a request that can never be served, or whose id is taken.
 
         Raises:
-            UserError: with the request's numbers and the limit they exceed.
+            UserError: with the request's numbers and the limit that they exceed.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
         name = request.place or request.name
@@ -72,7 +71,8 @@ class Scheduler:
                 f"{name}: {prompt} prompt tokens + max_tokens {output} exceed max_model_len "
                 f"{self.config.max_model_len}: shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        # The newest token is never cached, and the last decode step starts before it; a prompt is reserved whole.
+        # Blocks are reserved for the whole prompt. The newest token is never cached, and the last decode step starts
+        # before it.
         positions = prompt + max(0, output - 2) + self.config.lookahead
         if self._blocks_for(positions) > self.blocks.size:
             raise UserError(
@@ -87,13 +87,13 @@ class Scheduler:
         return sum(request.decoding and not request.ends_in_flight for request in self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request that `validate` let pass."""
+        """Validate a request and queue it."""
         self.validate(request)
         insort(self.waiting, request, key=_arrival)
         self._live_ids.add(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, if it is still there. What is under way for it is dropped."""
+        """Drop a request if it is unfinished, and ignore the results of its launched steps."""
         for request in [r for r in self.running if r.request_id == request_id]:
             self._free(request)
         self.waiting = [r for r in self.waiting if r.request_id != request_id]
@@ -102,7 +102,8 @@ class Scheduler:
     def plan(self) -> list[Plan]:
         """Choose the rows that run next and reserve their blocks: decode rows, then prefill chunks.
 
-        There must be an unfinished request. Empty: only the results of the steps under way can free what is needed.
+        At least one request must be unfinished. The list is empty if blocks must first be freed by committing the
+        results of launched steps.
         """
         preemptions = self.num_preemptions
         budget = self.config.max_num_batched_tokens
@@ -128,12 +129,12 @@ class Scheduler:
             row.request.in_flight += row.samples and row.emits
             if row.samples:
                 row.request.num_drafted = depths
-        for row in chunks:  # what a chunk computes is known before it runs
+        for row in chunks:  # the length of a chunk is known before it runs
             row.request.num_computed += row.length
         return [plan for plan in plans if plan.rows]
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
-        """Rows for all requests that decode, from the oldest on; None while one must wait for results."""
+        """Rows of all requests that decode, the oldest first; None if one must wait for results of earlier steps."""
         width = 1 + self.num_speculative_tokens
         rows: list[Row] = []
         for request in list(self.running):
@@ -149,7 +150,7 @@ class Scheduler:
         return rows
 
     def _chunk(self, request: Request, budget: int) -> Row:
-        """The next part of a prompt."""
+        """The next chunk of a prompt."""
         length = min(budget, request.prefill_end - request.num_computed)
         ends = request.num_computed + length == request.prefill_end
         return Row(request, request.num_computed, length, samples=ends, emits=not request.num_output)
@@ -168,9 +169,13 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request) -> bool:
-        """Reserve a decode step, preempting from the youngest on; False when `request` itself was, or must wait.
+        """Reserve blocks for a decode step, preempting the youngest requests if needed.
 
-        Nobody is preempted while results are under way: they may free blocks, and their tokens must not be lost.
+        No request is preempted while launched steps are uncommitted, since their results may free blocks and their
+        tokens must not be lost.
+
+        Returns:
+            False if `request` itself was preempted or must wait.
         """
         under_way = request.in_flight * self.config.decode_width
         while not self._reserve(request, request.num_computed + under_way + self.config.lookahead):
@@ -191,7 +196,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take back blocks and slot; tokens stay."""
+        """Release blocks and slot of a request, and put it among the waiting ones; it keeps its tokens."""
         self._free(request)
         request.num_computed = 0
         request.stats.preemptions += 1
@@ -210,13 +215,13 @@ class Scheduler:
         return -(-positions // self.config.block_size)
 
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:
-        """Take up what a plan gave: advance, emit, rewind, release, finish.
+        """Commit the results of a plan: append tokens, rewind rejected drafts, release blocks, finish requests.
 
-        A request whose logits are invalid keeps the tokens before them and ends with an error, unless these
-        end it. Of the step in which the base's are not, no draft is counted.
+        A request whose logits are invalid keeps the tokens before them and ends with an error, unless one of these
+        tokens ends it. If the base's logits are invalid, the step does not count towards acceptance.
 
         Returns:
-            The requests that emitted tokens or ended. Rows whose request ended meanwhile are passed over.
+            The requests that emitted tokens or ended. Rows whose request ended after the launch are skipped.
         """
         changed = []
         arrays = (result.accepted, result.token_ids, result.num_tokens, result.bad_draft)
@@ -241,11 +246,11 @@ class Scheduler:
 
     @staticmethod
     def _fail_if_invalid(request: Request, valid: bool, bad_draft: int) -> None:
-        """End a request that has taken up all tokens of a step, where that step's logits were not all finite.
+        """End a request with an error if logits of the step were not finite; its valid tokens are already appended.
 
         Args:
-            valid: whether those of the base are, wherever they were used.
-            bad_draft: the first depth, from 1, at which those of the heads are not; 0: none.
+            valid: whether all logits of the base that were used are finite.
+            bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0: none.
         """
         output = f"after {request.num_output} output tokens"
         if not valid:
@@ -261,7 +266,7 @@ class Scheduler:
             )
 
     def _emit(self, request: Request, token_ids: list[int]) -> int:
-        """Append tokens until one ends the request; how many were appended."""
+        """Append tokens until one ends the request; returns how many were appended."""
         for count, token_id in enumerate(token_ids, 1):
             request.token_ids.append(token_id)
             request.finish_reason = self._finish_reason(request, token_id)
@@ -270,7 +275,7 @@ class Scheduler:
         return len(token_ids)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        """Whether the token just appended ends the request; stop tokens are kept out of the text."""
+        """The reason if the newest token ends the request, else None; stop tokens are left out of the text."""
         params = request.params
         if token_id in (params.stop_token_ids or ()) or (token_id in self.eos_token_ids and not params.ignore_eos):
             return "stop"
@@ -279,23 +284,23 @@ class Scheduler:
         return "length" if request.num_output == params.max_tokens else None
 
     def _settle(self, request: Request) -> None:
-        """Release everything of a finished request, and the blocks that a rewind emptied of the others."""
+        """Release all of a finished request, or the blocks that the rewind of an unfinished one leaves empty."""
         if request.finished:
             if request.detokenizer:
                 request.detokenizer.flush()
             self._free(request)
             self._live_ids.remove(request.request_id)
             return
-        # A step under way starts at num_computed and may keep all that it writes.
+        # A launched step starts at num_computed, and all positions that it writes may be kept.
         keep = self._blocks_for(request.num_computed + bool(request.in_flight) * self.config.lookahead)
         self.blocks.release(request.block_table[keep:])
         del request.block_table[keep:]
 
     def check_integrity(self) -> None:
-        """Compare the allocators with what the requests hold.
+        """Compare the allocators with the blocks and slots of the requests.
 
         Raises:
-            MtpkitError: they disagree, or a waiting request holds something, or ids are not those of the requests.
+            MtpkitError: they disagree, a waiting request holds blocks or a slot, or the set of live ids is wrong.
         """
         self.blocks.check_integrity([block for request in self.running for block in request.block_table])
         self.slots.check_integrity([request.slot for request in self.running if request.slot is not None])
@@ -304,4 +309,4 @@ class Scheduler:
             raise MtpkitError(f"waiting requests hold blocks or slots: {holders}, or a running one has no slot")
         ids = sorted(request.request_id for request in self.running + self.waiting)
         if ids != sorted(self._live_ids):
-            raise MtpkitError(f"requests {ids} are there, but ids {sorted(self._live_ids)} are taken")
+            raise MtpkitError(f"requests {ids} are unfinished, but ids {sorted(self._live_ids)} are taken")

@@ -1,4 +1,4 @@
-"""Decides which drafts stand and which token follows them."""
+"""Verification: which drafts are accepted, and the token after them."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ from mtpkit.kernels.sampling import uniform
 def verify(logits: Tensor, batch: Batch) -> Verdict:
     """Verify the drafts of decode rows, or choose the first token of the chunks that end a prompt.
 
-    The output is distributed as the base's own. With drafts that are the heads' best tokens (`draft_probs` None) it is,
-    for a given seed, also the same for every K. Where a row's logits are invalid it stops with `NO_TOKEN`;
-    those after the position at which a row stops do not matter. Tensor code throughout: nothing waits for the device.
+    The output has the base's own distribution. If drafts are the heads' best tokens (`draft_probs` is None), the output
+    for a given seed is also the same for every K. A row whose logits are invalid stops there with `NO_TOKEN`; logits
+    after the position at which a row stops have no effect. There is no host-device sync.
 
     Args:
         logits: [N, V], see `Batch.logit_indices`.
@@ -31,19 +31,18 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
 
 
 def own_tokens(logits: Tensor, batch: Batch) -> Tensor:
-    """[N] int64, what the base itself takes at each of the batch's logits [N, V]: its best token, a draw, or
-    `NO_TOKEN`."""
+    """[N] int64, the base's own choice at each of the logits [N, V]: its best token, a draw, or `NO_TOKEN`."""
     logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts)
     return sampler.sample(logits, batch.sampling, batch.logit_rows, _logit_positions(batch))
 
 
 def _logit_positions(batch: Batch) -> Tensor:
-    """[N] int64, the position of the token that each logit chooses."""
+    """[N] int64, the position of the token chosen from each logit."""
     return batch.inputs.positions[batch.logit_indices] + 1
 
 
 def _verify_drawn(logits: Tensor, batch: Batch, draft_probs: Tensor) -> Verdict:
-    """Of drafts that were drawn from `draft_probs` [D, K, V]."""
+    """Verify drafts that were drawn from `draft_probs` [D, K, V]."""
     logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts)
     positions = _logit_positions(batch)
     rows, depths = batch.drafts.shape
@@ -57,7 +56,7 @@ def _verify_drawn(logits: Tensor, batch: Batch, draft_probs: Tensor) -> Verdict:
 
 
 def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
-    """Of R chunks: the known token after each where there is one, the `chosen` [S] of the others."""
+    """Verdict for R chunks: the known token after each, or else the one in `chosen` [S]."""
     known = batch.lookahead[:, 0]
     token_ids = known.new_zeros(len(known), 1 + batch.plan.num_speculative_tokens)
     token_ids[:, 0] = known
@@ -66,29 +65,28 @@ def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
 
 
 class SyntheticAcceptance:
-    """Accepts drafts by chance, at a given rate a depth; for benchmarks whose weights mean nothing.
+    """Accepts drafts at random, at a given rate per depth; for benchmarks with random weights.
 
-    After them comes the base's own token. Does the work of `verify` as well, of drawn drafts somewhat more. A function
-    of a request's seed and the position, as sampling is.
+    The token after the accepted drafts is the base's own. For realistic times, `verify`'s computation is done as well
+    (somewhat more for drawn drafts). As in sampling, results depend on a request's seed and the position.
 
     Raises:
-        UserError: not one rate from 0 to 1 for each of the K drafts.
+        UserError: fewer rates than drafts, or a rate outside 0 to 1.
     """
 
     def __init__(self, conditional_rates: Sequence[float], depths: int, device: torch.device) -> None:
         if len(conditional_rates) < depths or not all(0 <= rate <= 1 for rate in conditional_rates):
             raise UserError(
-                f"synthetic_acceptance is {list(conditional_rates)}, must be {depths} rates from 0 to 1, one a draft"
+                f"synthetic_acceptance is {list(conditional_rates)}, must be {depths} rates from 0 to 1, one per draft"
             )
         self.rates = torch.tensor(list(conditional_rates), dtype=torch.float64, device=device)
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
-        """See `verify`."""
         rows, depths = batch.drafts.shape
         if not rows or not depths:
             return verify(logits, batch)
         own = own_tokens(logits, batch).view(rows, 1 + depths)
-        # Verified for the time that it takes.
+        # These results are not used: only their time counts.
         if batch.draft_probs is None:
             accept_matching(batch.drafts, own)
         else:

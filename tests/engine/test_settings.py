@@ -77,8 +77,8 @@ def test_all_problems_are_named_at_once():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"synthetic_acceptance": []}, "must be 2 rates from 0 to 1, one a draft"),
-        ({"synthetic_acceptance": [0.5, float(2)]}, "must be 2 rates from 0 to 1, one a draft"),
+        ({"synthetic_acceptance": []}, "must be 2 rates from 0 to 1, one per draft"),
+        ({"synthetic_acceptance": [0.5, float(2)]}, "must be 2 rates from 0 to 1, one per draft"),
         ({"draft_vocab": []}, "draft_vocab is empty"),
         ({"draft_vocab": [True, 2]}, "draft_vocab: True must be integers"),
         ({"device": "meta"}, "device is meta, where nothing can be decoded: use 'cuda' or 'cpu'"),

@@ -1,4 +1,4 @@
-"""Proposing the tokens that the next step verifies: one file per kind of heads."""
+"""Drafters, which propose the tokens that the next step verifies: one file per kind of heads."""
 
 from mtpkit.engine.drafting.factory import check_depths, make_drafter
 from mtpkit.engine.drafting.protocol import Drafter, NoDrafter

@@ -24,16 +24,17 @@ from mtpkit.platform import to_device
 class DistinctDrafter(MtpDrafter):
     """One physical layer and one cache per depth, for two drafts or more; one draft needs no window.
 
-    Depth k's entry j is made from (g^{k-1}_j, t_{j+k}), so when a step begins at position c the entries c-K+1 .. c-1
-    of the deeper caches were made from drafts. Every depth therefore runs over a window of the step's positions and the
-    K - 1 before them, whose base hidden states are kept for each slot; tokens not known yet are drafts again. Recurrent
-    states of the heads are those before the window: they stay K - 1 positions behind, see `StateSizes.behind`.
+    Entry j of depth k is computed from (g^{k-1}_j, t_{j+k}). When a step begins at position c, entries c-K+1 .. c-1 of
+    the deeper caches were computed from drafts. Every depth therefore runs over a window: the positions of the step and
+    the K - 1 before them, whose base hidden states are stored per slot. Where a token is not known yet, the new draft
+    takes its place. Recurrent states of the heads are those before the window, K - 1 positions behind; see
+    `StateSizes.behind`.
 
     Example, K = 3, one row: committed 10, computed positions 10..13, one draft accepted. The window is 8..13, p = 11,
     t_12 was just chosen. Depth 2 reads t_10 .. t_12 at 8..10 and draft 1 at 11; depth 3 reads t_11, t_12, draft 1,
     draft 2 at 8..11. Positions 12 and 13 hold garbage that the next window, from 10 on, replaces.
 
-    With fewer than K drafts in a step all depths run, which keeps their caches true for later steps.
+    In a step with fewer than K drafts all depths run, which keeps their caches complete for later steps.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class DistinctDrafter(MtpDrafter):
         self.earlier = (num_speculative_tokens - 1, model.mtpkit_config.hidden_size)
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        """See `Drafter.draft`."""
         window = _Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
         count, state = batch.plan.num_sampling_rows, window.hidden
         newest, flat = window.newest[:count], window.flat_newest[:count]
@@ -60,12 +60,12 @@ class DistinctDrafter(MtpDrafter):
 
 
 class _Window:
-    """The flat layout of a step's positions and up to K - 1 before them, W tokens in all.
+    """Flat layout of a step's positions and up to K - 1 positions before each row, W tokens in all.
 
-    Decode rows all have K - 1 + `decode_width` tokens, so that the shape of a step depends on nothing that only the
-    device knows: where fewer positions are before the step, the row goes on behind it, inside of the room that the
-    scheduler reserves, with entries that the next window replaces. The K - 1 newest positions of a chunk are such a row
-    too, which goes on where the positions before them, as a chunk, leave the states.
+    All decode rows have K - 1 + `decode_width` tokens, so that shapes do not depend on values that only the device
+    knows. If fewer than K - 1 positions precede the step, the row extends beyond it, within the lookahead that the
+    scheduler reserves; the next window replaces those entries. The K - 1 newest positions of a chunk are also a decode
+    row, which continues from the states that the positions before them, a chunk of their own, leave.
 
     Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8, 9 and the chunk 2 .. 7.
     """
@@ -91,12 +91,12 @@ class _Window:
         self.flat_newest = self.newest - offsets[: len(begin)]
         known = batch.lookahead.clamp_min(0)
         self.future = torch.cat([known, known[:, :1]], dim=1)
-        """[R, 1 + K] tokens after p: the chosen one, then the drafts as they come, or a prompt's known tokens."""
+        """[R, 1 + K] tokens after p: the chosen token, then each draft once it is made, or a prompt's known tokens."""
         count = batch.plan.num_sampling_rows
         self.future[:count, 0] = embeddable(verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0])
 
     def token_ids(self, depth: int) -> Tensor:
-        """[W] t_{j+depth} for each position j, as far as it is known or drafted."""
+        """[W] t_{j+depth} for each position j, known or drafted."""
         beyond = self.positions + depth - self.newest[self.owner] - 1
         return torch.where(beyond < 0, self.known[depth], self.future[self.owner, beyond.clamp(0, self.depths)])
 
@@ -105,15 +105,15 @@ class _Rows(NamedTuple):
     """Rows of a window: first one decode row for each row of the step, then chunks."""
 
     inputs: StepInput
-    """Positions and KV slots are still those of the step."""
+    """Step input of these rows; its positions and KV slots are still those of the step."""
     owner: Tensor
-    """The row of the step that each of them belongs to."""
+    """The row of the step that each row belongs to."""
     of_token: Tensor
     """[W] the row of each token."""
 
 
 def _decode_rows(batch: Batch, before: int) -> _Rows:
-    """Decode rows, each with up to `before` positions before it."""
+    """Decode rows, each extended by up to `before` positions before it."""
     inputs, device = batch.inputs, batch.token_ids.device
     count, width = len(inputs.state_slots), before + inputs.decode_width
     longer = replace(
@@ -127,7 +127,7 @@ def _decode_rows(batch: Batch, before: int) -> _Rows:
 
 
 def _chunks(batch: Batch, before: int) -> _Rows:
-    """Chunks, each with up to `before` positions before it, whose newest `before` positions are decode rows instead."""
+    """Chunks, each extended by up to `before` positions before it; their newest `before` positions are decode rows."""
     inputs, rows, device = batch.inputs, batch.plan.rows, batch.token_ids.device
 
     def ints(values: Sequence | np.ndarray) -> Tensor:
@@ -136,7 +136,7 @@ def _chunks(batch: Batch, before: int) -> _Rows:
     starts = [max(0, row.start - before) for row in rows]
     ends = [max(0, row.start + row.length - before) for row in rows]
     chunks = [index for index, end in enumerate(ends) if end]
-    if len(chunks) < len(rows):  # nothing leaves a state for their decode rows
+    if len(chunks) < len(rows):  # no chunk writes the states from which these decode rows continue
         inputs.states.clear_heads(inputs.state_slots[ints([index for index, end in enumerate(ends) if not end])])
     lens = tuple(ends[index] - starts[index] for index in chunks)
     counts = [before] * len(rows) + [*lens]

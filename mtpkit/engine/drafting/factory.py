@@ -1,4 +1,4 @@
-"""Which drafter fits a model, and how many drafts its heads can make."""
+"""Choice of the drafter for a model, and the check of how many drafts its heads can make."""
 
 from typing import Any, Literal
 
@@ -12,18 +12,14 @@ from mtpkit.errors import UserError
 
 
 def make_drafter(
-    model: Any,
-    num_speculative_tokens: int,
-    block_size: int,
-    sample: bool,
-    draft_token_ids: Tensor | None = None,
+    model: Any, num_speculative_tokens: int, block_size: int, sample: bool, draft_token_ids: Tensor | None = None
 ) -> Drafter:
-    """The drafter that fits the heads of `model`.
+    """Make the drafter that fits the heads of `model`.
 
     Args:
-        num_speculative_tokens: the largest K, which `check_depths` let pass.
+        num_speculative_tokens: the largest K, already checked by `check_depths`.
         sample: draw drafts from the heads' distribution.
-        draft_token_ids: [D] int64, the tokens that drafts are chosen among; None: all.
+        draft_token_ids: [D] int64, the tokens that drafts are chosen from; None: all tokens.
     """
     config, depths = model.mtpkit_config, num_speculative_tokens
     if depths == 0:
@@ -36,7 +32,7 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"]) -> None:
     """Refuse to make more drafts than the heads of a model can.
 
     Raises:
-        UserError: there are no heads, or too few.
+        UserError: the model has no heads, or too few.
     """
     if depths == 0:
         return

@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter, the drafter of plain decoding, and what drafters of all kinds of heads share.
+"""Interface of drafters, the drafter of plain decoding, and the base class of drafters with heads.
 
 Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden size. p is a row's
 newest accepted position: h_p is known and t_{p+1} was just chosen.
@@ -17,30 +17,30 @@ from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens
 
 
 class Drafter(Protocol):
-    """Anything that can propose drafts. It looks at nothing of the host's: a step may run before the results of the
-    last one are known there, and be captured in a CUDA graph."""
+    """Proposes drafts. It reads no state of the host, since a step may run before the host has the results of the
+    previous one, and may be captured in a CUDA graph."""
 
     earlier: tuple[int, int]
-    """E and h: how many committed positions before a step it reads, and the size of their hidden states. The recurrent
-    states of the heads stay E positions behind."""
+    """E and h: the number of committed positions before a step that the drafter reads, and the size of their hidden
+    states. The recurrent states of the heads stay E positions behind."""
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        """[S, K] drafts that continue the rows that sample, given the base's hidden states [T, 1, h]."""
+        """Propose [S, K] drafts for the rows that sample, given the base's hidden states [T, 1, h]."""
         ...
 
 
 class NoDrafter:
-    """Proposes nothing: plain decoding."""
+    """Proposes no drafts, for plain decoding."""
 
     earlier = (0, 0)
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        """Zero drafts per row."""
+        """[S, 0] drafts."""
         return Drafts(verdict.token_ids.new_zeros(batch.plan.num_sampling_rows, 0))
 
 
 class MtpDrafter:
-    """Chooses a token from a depth's hidden state."""
+    """Base class of drafters with heads: chooses a draft from the hidden state of a depth."""
 
     def __init__(
         self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool, draft_token_ids: Tensor | None
@@ -54,8 +54,11 @@ class MtpDrafter:
         self._draft_weight = None if draft_token_ids is None else draft_output_weight(model, draft_token_ids)
 
     def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Draft `depth` of each row from `state` [S, h]: [S] tokens or `NO_TOKEN` and, when drawn, [S, V] their
-        distributions."""
+        """Choose draft `depth` of each row from `state` [S, h].
+
+        Returns:
+            [S] tokens or `NO_TOKEN`; and [S, V] the distributions that they were drawn from, or None.
+        """
         if not self.sample:
             return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
         if self._draft_weight is None:
@@ -69,7 +72,7 @@ class MtpDrafter:
         return ops.sample(probs, numbers), probs
 
     def drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
-        """The drafts `chosen` at each depth as one value; none chosen, none drafted."""
+        """Stack the results of `choose` for each depth; without any, the result is an empty [S, K]."""
         if not chosen:
             return Drafts(batch.token_ids.new_zeros(batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens))
         probs = [p for _, p in chosen if p is not None]

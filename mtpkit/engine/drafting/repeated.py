@@ -18,14 +18,13 @@ from mtpkit.model.inputs import StepInput
 class RepeatedDrafter(MtpDrafter):
     """One physical layer at every depth, with one cache.
 
-    Depth 1 runs over the whole step: entry j is made from (h_j, t_{j+1}), those of rejected drafts are overwritten
-    before anything can see them. Depth k >= 2 runs on one token a row, (g^{k-1}_p, draft_{k-1}) at position p + k - 1;
-    Mamba layers continue from their committed state there, on a copy of it that the step then forgets. With K = 0 in a
-    step only depth 1 runs, which keeps the cache true for later steps.
+    Depth 1 runs over the whole step: entry j is computed from (h_j, t_{j+1}). Entries of rejected drafts are replaced
+    before any token attends to them. Depth k >= 2 runs on one token per row, (g^{k-1}_p, draft_{k-1}) at position
+    p + k - 1. There, Mamba layers continue from a copy of their committed state, which is discarded after the step. In
+    a step with K = 0 only depth 1 runs, which keeps the cache complete for later steps.
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        """See `Drafter.draft`."""
         flat, newest = batch.newest(verdict.accepted)
         drafting = flat if batch.plan.num_speculative_tokens else flat[:0]
         shifted = shifted_token_ids(batch, verdict)[None]
@@ -44,16 +43,16 @@ class RepeatedDrafter(MtpDrafter):
         return self.drafts(chosen, batch)
 
     def _one_token(self, inputs: StepInput, positions: Tensor) -> StepInput:
-        """The same rows with their token at `positions` [S]."""
+        """The same rows with one token each, at `positions` [S]."""
         slots = kv_slots(inputs.block_tables, inputs.query_start[:-1], positions, self.block_size)
         return replace(inputs, positions=positions, context_lens=positions, kv_slots=slots)
 
 
 def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
-    """[T] the token after each of the step's, `embeddable`: t_{j+1} for position j.
+    """[T] the token after each token of the step, t_{j+1} for position j, made `embeddable`.
 
-    Example, K = 2: a decode row of input [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before a
-    known R gives [Q, R].
+    Example, K = 2: a decode row [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before the known
+    token R gives [Q, R].
     """
     if batch.plan.num_decode_rows:
         return embeddable(verdict.token_ids).flatten()
