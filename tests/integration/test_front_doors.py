@@ -45,26 +45,14 @@ def files(tmp_path):
             "prompts file {tmp}/none.txt cannot be read: No such file or directory; name a",
         ),
         ("eval_speedup", "--prompts {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
-        (
-            "eval_speedup",
-            "--prompts {tmp}/one.txt --k 0 -1",
-            "Invalid value for '--num-speculative-tokens': Input should be greater",
-        ),
-        ("eval_speedup", "--prompts {tmp}/one.txt --temperature -1", "sampling parameters: temperature is -1.0, must"),
+        ("eval_speedup", "--prompts {tmp}/one.txt --k 0 -1", "--k is [0, -1], must be from 0 to 1000"),
+        ("eval_speedup", "--prompts {tmp}/one.txt --temperature -1", "--temperature is -1.0, must be at least 0"),
         ("eval_speedup", "--prompts {tmp}/one.txt --model {tmp}/none", "{tmp}/none: no such model directory"),
-        (
-            "eval_speedup",
-            "--prompts {tmp}/one.txt --k 3",
-            "--num-speculative-tokens is 3, but the model has no MTP heads: train some",
-        ),
-        ("eval_speedup", "--prompts {tmp}/long.jsonl --k 0", "5000 prompt tokens + max_tokens 128 exceed"),
-        ("generate", "--prompts {tmp}/long.jsonl", "5000 prompt tokens + max_tokens 128 exceed max_model_len"),
+        ("eval_speedup", "--prompts {tmp}/one.txt --k 3", "--k is 3, but the model has no MTP heads: train some"),
+        ("eval_speedup", "--prompts {tmp}/long.jsonl --k 0", "5000 prompt tokens + --max-tokens 128 exceed"),
+        ("generate", "--prompts {tmp}/long.jsonl", "5000 prompt tokens + --max-tokens 128 exceed --max-model-len"),
         ("generate", "--prompts {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
-        (
-            "generate",
-            "--prompts {tmp}/one.txt --k -2",
-            "Invalid value for --num-speculative-tokens: -2 drafts are too few: give 0 or more",
-        ),
+        ("generate", "--prompts {tmp}/one.txt --k -2", "--k is -2, must be from 0 to 1000"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(script, options, message, files, monkeypatch, capsys):
