@@ -111,7 +111,7 @@ class StepInput(LayerInput):
     state_slots: Tensor
     """[R] int64, the row's slot in the states that have one for each request."""
     committed: Committed
-    """Of the R rows."""
+    """The committed part of the states, for each of the R rows."""
     num_decode_rows: int
     decode_width: int
     prefill_lens: tuple[int, ...]

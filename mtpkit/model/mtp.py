@@ -220,7 +220,7 @@ def unroll_depths(
     """
     repeated = model.mtpkit_config.mtp.repeated
     serving = repeated if attention is None else attention == "serving"
-    assert repeated or not serving, "distinct heads have a cache a depth: per_depth"
+    assert repeated or not serving, "distinct heads have a cache per depth: per_depth"
     streams: dict = {}
     base = hidden
     for depth in range(1, num_depths + 1):

@@ -28,9 +28,9 @@ def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory"
     """Deal neighbouring layers to pipeline stages so that the costliest stage costs as little as possible.
 
     Memory is that of bf16 weights, all experts and the embeddings of the first and last stage included, and of what
-    AdamW keeps of the heads on one data-parallel rank. Time is 2 FLOPs a weight of the base that a token uses, 6 a head
-    weight and depth, and 4 a lm_head weight and depth and 2 for the base's own logits. Activations and attention scores
-    are left out, and what recomputation and fp8 change.
+    AdamW keeps of the heads on one data-parallel rank. Time is 2 FLOPs per weight of the base that a token uses, 6 per
+    weight of the heads and depth, 4 per weight of lm_head and depth, and 2 per weight of lm_head for the base's own
+    logits. Activations and attention scores are left out, and what recomputation and fp8 change.
 
     Raises:
         UserError: fewer layers than stages, or an unknown balance.

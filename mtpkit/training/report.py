@@ -97,7 +97,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 }
 """Columns of a table of evaluations, and how each is shown."""
 LEGEND = (
-    "AL: acceptance length, tokens a step, under greedy decoding. Sampling: expected at temperature 1, drafts being "
+    "AL: acceptance length, tokens per step, under greedy decoding. Sampling: expected at temperature 1, drafts being "
     "the heads' best tokens (the engine's default); drawn drafts: sampled from the heads (draft_sampling)."
 )
 

@@ -165,7 +165,7 @@ def _stack(weights: list[Tensor]) -> Tensor:
 
 @torch.inference_mode(False)
 def stack_experts(model: nn.Module) -> bool:
-    """Make the experts of `model` one tensor a layer, for decoding; needs the memory of one layer's beside the model.
+    """Make the experts of `model` one tensor per layer, for decoding; needs the memory of one layer's beside the model.
 
     Returns:
         Whether all are, see `MoELayer.stack_experts`.

@@ -110,7 +110,7 @@ class SpecProvider(TESpecProvider):
         return RowParallelLinear
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """One linear an expert, whose parameters have the local experts' names."""
+        """One linear per expert, whose parameters have the local experts' names."""
         submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         return partial(SequentialMLP, submodules=submodules)
 

@@ -1,4 +1,4 @@
-"""What layers keep of a request from step to step: one file a kind of state.
+"""What layers keep of a request from step to step: one file per kind of state.
 
 The engine asks these for bytes, allocation, rollback and copies; a layer finds its own in `StepInput.states`.
 """

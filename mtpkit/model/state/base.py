@@ -34,9 +34,9 @@ class StateSizes:
     rollback: Rollback
     """How recurrent state is taken back after a rejection."""
     dtype: torch.dtype
-    """Of the model's activations."""
+    """Type of the model's activations."""
     state_dtype: torch.dtype = torch.float32
-    """Of recurrent state."""
+    """Type of recurrent state."""
     behind: int = 0
     """Positions that a step feeds again before those that it computes first: the states stop this far behind what is
     committed. Deeper depths of distinct heads do this, see `DistinctDrafter`."""

@@ -17,9 +17,9 @@ class SavedRequest:
     """What the slot of one request held."""
 
     layers: dict[str, tuple[Saved, ...]]
-    """Of each layer, its states that have a slot for each request."""
+    """Layer -> its states that have a slot for each request."""
     committed: Committed
-    """Of one row."""
+    """The committed part of these states, one row."""
 
 
 @dataclass(frozen=True)
