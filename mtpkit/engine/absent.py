@@ -14,7 +14,7 @@ class Absent(NamedTuple):
     """An argument that vLLM has and mtpkit lacks."""
 
     advice: str
-    """What to do instead, or what mtpkit does."""
+    """Advice on what to do instead, or on what mtpkit does."""
     neutral: tuple[Any, ...] = ()
     """Values that change nothing. None and empty lists, texts and dicts are always neutral."""
 

@@ -173,7 +173,9 @@ class Engine:
             raise UserError(f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
         unknown = [token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size]
         if unknown:
-            _logger.warning("stop_token_ids %s stop nothing: the vocabulary has %d", unknown[:5], self.vocab_size)
+            _logger.warning(
+                "stop_token_ids %s have no effect: the vocabulary has %d tokens", unknown[:5], self.vocab_size
+            )
         if params.stop_strings and self.tokenizer is None:
             raise UserError(f"{where}: stop strings need a tokenizer, use stop_token_ids or give one")
         depths = [0] * self.config.num_speculative_tokens

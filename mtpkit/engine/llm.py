@@ -11,19 +11,10 @@ from typing import Any
 
 import torch
 
+from mtpkit.engine import loading
 from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
 from mtpkit.engine.drafting import make_drafter
 from mtpkit.engine.engine import Engine, Runner
-from mtpkit.engine.loading import (
-    DTYPES,
-    config_of,
-    draft_token_ids,
-    execution,
-    open_model,
-    report_unused,
-    resolve_drafts,
-    warn_untrained,
-)
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
@@ -50,20 +41,20 @@ class LLM:
     @takes_fields(EngineOptions)
     def __init__(self, options: EngineOptions) -> None:
         """Load a model and allocate its caches."""
-        model_config = config_of(options.model)
+        model_config = loading.config_of(options.model)
         adaptive = options.num_speculative_tokens == "auto"
-        depths = resolve_drafts(model_config, options.num_speculative_tokens)
+        depths = loading.resolve_drafts(model_config, options.num_speculative_tokens)
         options = replace(options, num_speculative_tokens=depths)  # checked before weights are read
         heads = model_config.mtp
         if heads.repeated and heads.depths_known and depths > heads.num_depths:
             given = options.model if isinstance(options.model, str | Path) else "the model given"
-            warn_untrained(str(given), depths, heads.num_depths)
-        draft_ids = draft_token_ids(options.draft_vocab, model_config.vocab_size)
-        self.model, self.tokenizer, eos_token_ids = open_model(
+            loading.warn_untrained(str(given), depths, heads.num_depths)
+        draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
+        self.model, self.tokenizer, eos_token_ids = loading.open_model(
             options.model, options.dtype, options.device, options.tokenizer
         )
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
-        ahead, graphs = execution(weight, stacked, options.async_scheduling, options.enforce_eager)
+        ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager)
         config = EngineConfig(
             max_model_len=options.max_model_len or model_config.max_position_embeddings,
             num_speculative_tokens=depths,
@@ -81,9 +72,9 @@ class LLM:
             draft_ids = draft_ids.to(weight.device)
         drafter = make_drafter(self.model, depths, config.block_size, config.draft_sampling, draft_ids)
         acceptance = options.synthetic_acceptance
-        report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
+        loading.report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
         widths = (config.block_size, config.decode_width)
-        sizes = StateSizes(*widths, config.state_rollback, weight.dtype, DTYPES[options.state_dtype])
+        sizes = StateSizes(*widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype])
         layout = StateLayout(state_specs(self.model), sizes, drafter.earlier[0])
         self.memory_plan = plan_memory(
             model_config,

@@ -20,7 +20,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]
     if isinstance(prompts, str | dict):
         return [_named("the prompt", prompts)]
     if not isinstance(prompts, Sequence) or not is_list(prompts):
-        raise UserError(f"prompts are a {type(prompts).__name__}: give texts, or lists of token ids")
+        raise UserError(f"prompts are of type {type(prompts).__name__}: give texts, or lists of token ids")
     if prompts and is_whole(prompts[0]):
         return [("the prompt", prompts)]  # type: ignore[list-item]
     return [_named(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ class Scheduler:
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
         name = request.place or request.name
         if request.request_id in self._live_ids:
-            raise UserError(f"{name}: another of this id is not finished, give it an id of its own, or none")
+            raise UserError(f"{name}: an unfinished request has this id, choose another id or give none")
         if not prompt:
             raise UserError(f"{name}: the prompt is empty, give it at least one token")
         if prompt + output > self.config.max_model_len:

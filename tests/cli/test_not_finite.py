@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpkit.cli import bench, data, generate, speedup
-from mtpkit.engine import llm
+from mtpkit.engine import llm, loading
 
 BAD = 123
 """The token whose embedding is NaN."""
@@ -17,7 +17,7 @@ BAD = 123
 @pytest.fixture
 def broken(monkeypatch):
     """Break every model once it is loaded: files with such weights are refused."""
-    open_model = llm.open_model
+    open_model = loading.open_model
 
     def breaking(*args):
         model, *more = open_model(*args)
@@ -25,7 +25,7 @@ def broken(monkeypatch):
             model.embedding.word_embeddings.weight[BAD] = math.nan
         return model, *more
 
-    monkeypatch.setattr(llm, "open_model", breaking)
+    monkeypatch.setattr(loading, "open_model", breaking)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_evaluate_fails_without_a_report(model_dir, prompts, broken, call, capsy
     ],
 )
 def test_benchmarks_fail(command, call, capsys, monkeypatch):
-    open_model = llm.open_model
+    open_model = loading.open_model
 
     def breaking(*args):
         model, *more = open_model(*args)
@@ -88,7 +88,7 @@ def test_benchmarks_fail(command, call, capsys, monkeypatch):
             model.output_layer.weight[3, 3] = math.nan
         return model, *more
 
-    monkeypatch.setattr(llm, "open_model", breaking)
+    monkeypatch.setattr(loading, "open_model", breaking)
     name, *options = command.split()
     assert call(bench.app, name, "--model", "nemotron-h-tiny", *options) == 1
     printed = capsys.readouterr()
@@ -105,7 +105,7 @@ def test_regenerate_keeps_no_such_answer_and_goes_on_from_there(model_dir, call,
     whole, output, journal = (tmp_path / name for name in ("whole.jsonl", "out.jsonl", "out.jsonl.partial"))
     assert call(data.app, *arguments, whole) == 0
     bad = json.loads(whole.read_text().splitlines()[3])["prompt_token_ids"]
-    open_model = llm.open_model
+    open_model = loading.open_model
 
     def breaking(*args):
         """One prompt's first own token breaks the model: what follows it is not to be believed."""
@@ -114,7 +114,7 @@ def test_regenerate_keeps_no_such_answer_and_goes_on_from_there(model_dir, call,
             model.embedding.word_embeddings.weight[bad[0]] = math.nan
         return model, *more
 
-    monkeypatch.setattr(llm, "open_model", breaking)
+    monkeypatch.setattr(loading, "open_model", breaking)
     capsys.readouterr()
     assert call(data.app, *arguments, output) == 1
     last = capsys.readouterr().err.splitlines()[-1]
@@ -122,6 +122,6 @@ def test_regenerate_keeps_no_such_answer_and_goes_on_from_there(model_dir, call,
     assert not output.exists()
     kept = [json.loads(line) for line in journal.read_text().splitlines()[1:]] if journal.exists() else []
     assert all(answer["finish_reason"] != "error" and answer["index"] != 3 for answer in kept)
-    monkeypatch.setattr(llm, "open_model", open_model)
+    monkeypatch.setattr(loading, "open_model", open_model)
     assert call(data.app, *arguments, output) == 0
     assert output.read_bytes() == whole.read_bytes() and not journal.exists()

@@ -14,7 +14,7 @@ def test_an_id_is_of_one_live_request_at_a_time():
     engine = fake_engine(MODEL, num_speculative_tokens=2)
     engine.add_request([1, 2], GREEDY, "x")
     for _ in range(2):  # waiting, then running
-        with pytest.raises(UserError, match="request x: another of this id is not finished, give it an id of its own"):
+        with pytest.raises(UserError, match="request x: an unfinished request has this id, choose another id"):
             engine.add_request([3, 4], GREEDY, "x")
         engine.step()
     assert run(engine)["x"].outputs[0].token_ids == MODEL.decode([1, 2], GREEDY)
@@ -28,7 +28,7 @@ def test_of_two_requests_of_an_id_the_second_is_not_queued():
     engine = fake_engine(MODEL, num_speculative_tokens=2)
     first, second = (engine.make_request(prompt, GREEDY, "x") for prompt in ([1, 2], [3, 4]))
     engine.scheduler.add(first)
-    with pytest.raises(UserError, match="request x: another of this id is not finished"):
+    with pytest.raises(UserError, match="request x: an unfinished request has this id"):
         engine.scheduler.add(second)
     assert run(engine)["x"].outputs[0].token_ids == MODEL.decode([1, 2], GREEDY)
 
@@ -92,7 +92,7 @@ def test_an_older_request_that_is_queued_late(steps, k, ahead):
 def test_stop_tokens_beyond_the_vocabulary_are_warned_of(caplog):
     engine = fake_engine(HashModel(), num_blocks=40)
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=5, stop_token_ids=[11]), "a")
-    assert "stop_token_ids [11] stop nothing: the vocabulary has 11" in caplog.text
+    assert "stop_token_ids [11] have no effect: the vocabulary has 11 tokens" in caplog.text
     assert len(run(engine)["a"].outputs[0].token_ids) == 5
 
 
