@@ -1,6 +1,6 @@
 """Decoding with and without multi-token-prediction heads: continuous batching over paged and recurrent caches.
 
-What a user sets is imported with the package; the engine, and torch with it, on first use.
+Settings are imported with the package; the engine, and with it torch, on first use.
 """
 
 from importlib import import_module

@@ -76,16 +76,18 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     """The device named by an argument.
 
     Raises:
-        UserError: the machine has no such device, or nothing can be decoded on it.
+        UserError: the machine has no such device, or decoding is not supported on it.
     """
     try:
         place = default_device() if device is None else torch.device(device)
     except RuntimeError as error:
         raise UserError(f"device {device!r} is unknown: use 'cuda' or 'cpu'") from error
     if place.type not in ("cuda", "cpu"):
-        raise UserError(f"device is {place}, where nothing can be decoded: use 'cuda' or 'cpu'")
+        raise UserError(f"device is {place}, on which decoding is not supported: use 'cuda' or 'cpu'")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is {place}, but torch finds no GPU here: use 'cpu', or see to driver and torch build")
+        raise UserError(
+            f"device is {place}, but torch finds no GPU here: use 'cpu', or check the driver and the torch build"
+        )
     return place
 
 

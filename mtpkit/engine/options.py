@@ -46,11 +46,11 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
     seed: Seed | None = 0
-    """Seed from which requests without one get theirs; None: a new one each time."""
+    """Seed from which requests without their own seed get one; None: a new seed for each engine."""
     block_size: Count = 16
     """Tokens per block of the cache of keys and values."""
     max_model_len: Count | None = None
-    """Most tokens of a prompt and its output together; by default what the model was made for."""
+    """Most tokens of a prompt and its output together; by default the model's longest sequence."""
     max_num_seqs: Count = 64
     """Most requests that run at once; each holds a slot of recurrent state."""
     max_num_batched_tokens: Count | None = None
@@ -58,7 +58,7 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights and caches may take."""
     num_blocks: Count | None = None
-    """Blocks of the cache; by default what fits."""
+    """Blocks of the cache; by default as many as fit."""
     state_rollback: Rollback = "replay"
     """How recurrent state is rolled back after rejected drafts: `replay` reads it once per step, `snapshot` keeps one
     copy per token."""
@@ -119,7 +119,7 @@ class EngineConfig:
     """How an engine runs, all values resolved."""
 
     max_model_len: Count
-    """Longest prompt plus output of a request."""
+    """Most tokens of a prompt and its output together."""
     num_speculative_tokens: Drafts = 0
     """K, the most drafts per step; 0 decodes plainly."""
     block_size: Count = EngineOptions.block_size

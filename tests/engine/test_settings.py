@@ -81,7 +81,7 @@ def test_all_problems_are_named_at_once():
         ({"synthetic_acceptance": [0.5, float(2)]}, "must be 2 rates from 0 to 1, one per draft"),
         ({"draft_vocab": []}, "draft_vocab is empty"),
         ({"draft_vocab": [True, 2]}, "draft_vocab: True must be integers"),
-        ({"device": "meta"}, "device is meta, where nothing can be decoded: use 'cuda' or 'cpu'"),
+        ({"device": "meta"}, "device is meta, on which decoding is not supported: use 'cuda' or 'cpu'"),
         ({"draft_sampling": True, "num_speculative_tokens": "auto"}, "draft_sampling is True, must be False"),
     ],
 )
