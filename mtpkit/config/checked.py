@@ -191,7 +191,7 @@ def _clause(info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:
     if error["type"] == "value_error":
         text = str(context["error"])
     elif any(bound in context for bound in _BOUNDS):
-        text = f"must be {_limits(info)}"
+        text = " or ".join([f"must be {_limits(info)}", *map(repr, _words(info.annotation))])
     return f"is {shown(value)}, {text}" if text.startswith("must ") else text
 
 
@@ -214,6 +214,16 @@ def _kind(annotation: Any, many: bool = False) -> str:
     if dataclasses.is_dataclass(annotation):
         return "a group of settings"
     return _NOUNS[annotation][many] if annotation in _NOUNS else f"a {annotation.__name__}"
+
+
+def _words(annotation: Any) -> Iterator[Any]:
+    """Yield the values of the literals inside a type, such as `auto` beside numbers."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        yield from inner
+    else:
+        for member in inner:
+            yield from _words(member)
 
 
 def _limits(info: FieldInfo) -> str:

@@ -128,7 +128,7 @@ def test_a_single_option_takes_one_value() -> None:
         ("speedup --model x --prompts y --k auto", "Invalid value for '--k': must be a whole number, not 'auto' (see"),
         ("speedup --model x --prompts y --k=-1", "--k is [-1], must be from 0 to 1000"),
         ("generate --model x --k many", "--k is 'many', must be a whole number or 'auto'"),
-        ("generate --model x --k 2 --num-speculative-tokens -3", "--k is -3, must be from 0 to 1000"),
+        ("generate --model x --k 2 --num-speculative-tokens -3", "--k is -3, must be from 0 to 1000 or 'auto'"),
         ("generate --model x --num-speculative-tokens many", "--num-speculative-tokens is 'many', must be"),
         ("data regenerate --model x --data y --output z --k many", "--k is 'many', must be a whole number or 'auto'"),
         ("data regenerate --model {model} --data y --output z.jsonl --k 3", "--k is 3, but the model has 2 distinct"),
