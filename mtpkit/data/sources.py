@@ -28,12 +28,12 @@ class Source:
     """A directory of `mtpkit data prepare`, in place of files; `name` is empty if its own names are kept."""
 
 
-def find_sources(paths: Iterable[str | Path]) -> list[Source]:
+def find_sources(paths: Iterable[str | Path], warn: bool = True) -> list[Source]:
     """Find the sources that `paths` name: files, folders (with all below), globs (`**` too), prepared data.
 
     A source has the name of its file or folder without suffix, or the name of `name=path`. Sources that would share a
     name have the end of their paths as names, `a/x.jsonl` and `b/x.jsonl`. A file that is named twice, directly or
-    through a folder or glob, belongs to the first source only, with a warning.
+    through a folder or glob, belongs to the first source only, with a warning unless `warn` is False.
 
     Raises:
         UserError: paths that do not exist, hold only empty files, or are of an unknown kind; all of them are named.
@@ -66,7 +66,7 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
     raise_problems("data", problems)
     if not sources:
         raise UserError("data: no files; name files, folders or globs")
-    if again:
+    if again and warn:
         logger.warning("data: %s named more than once, and read once", listed(again))
     names = tell_apart(origins)
     return [Source(name, source.files, source.prepared) for name, source in zip(names, sources, strict=True)]

@@ -57,7 +57,7 @@ class SamplingParams:
     """Seed of the random numbers. With a seed, the output depends only on model, prompt and these parameters; with
     `draft_sampling`, on heads and K as well. None: drawn from the engine's seed."""
     stop: str | Sequence[str] | None = Field(default=(), title=_STOP)
-    """Text that ends the output and is not part of it."""
+    """Text that ends the output and is not part of it; several as a list, or by repeating the option."""
     stop_token_ids: Annotated[Sequence[int] | None, BeforeValidator(_sorted)] = Field(default=(), title=_TOKENS)
     """Tokens that end the output besides the end-of-sequence token; not part of the text."""
     ignore_eos: bool = False

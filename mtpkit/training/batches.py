@@ -29,8 +29,8 @@ def shared_data(data: DataConfig) -> list[str]:
     if not data.eval:
         return []
     train, heldout = (
-        {os.path.realpath(path) for source in find_sources(paths) for path in source.files or [str(source.prepared)]}
-        for paths in (data.train, data.eval)
+        {os.path.realpath(path) for source in sources for path in source.files or [str(source.prepared)]}
+        for sources in (find_sources(paths, warn=False) for paths in (data.train, data.eval))
     )
     return sorted(train & heldout)
 

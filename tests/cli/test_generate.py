@@ -85,6 +85,11 @@ def test_sampling_follows_the_seed(model_dir, call, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_help_says_how_several_stop_strings_are_given(call, capsys):
+    assert call(app, "--help") == 0
+    assert "several as a list, or by repeating the option" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
     text = answer(PROMPT).text
     stop = text[len(text) // 2 :][:2]

@@ -714,7 +714,7 @@ def test_held_out_data_that_is_trained_on_is_told(settings, text_files, tmp_path
     assert "held out" not in caplog.text
 
 
-def test_a_file_inside_a_folder_and_prepared_data_are_shared(tmp_path):
+def test_a_file_inside_a_folder_and_prepared_data_are_shared(tmp_path, caplog):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text\n")
     prepared = tmp_path / "prepared"
@@ -727,6 +727,8 @@ def test_a_file_inside_a_folder_and_prepared_data_are_shared(tmp_path):
     assert shared(tmp_path / "*.txt", [tmp_path / "b.txt"]) == [str(tmp_path / "b.txt")]
     assert shared(prepared, [tmp_path / "b.txt", prepared]) == [str(prepared)]
     assert shared(tmp_path / "a.txt", [tmp_path / "b.txt"]) == []
+    assert shared(tmp_path / "a.txt", [tmp_path / "b.txt", tmp_path / "b.txt"]) == []
+    assert not caplog.messages  # that a file is named twice was told when the data was read
 
 
 def test_a_resumed_run_tells_settings_that_changed(settings, capsys):
