@@ -10,7 +10,7 @@ from tests.integration.hostile.cases import CONTROL, Case, Kind
 KINDS = (*kinds_model.KINDS, *kinds_data.KINDS, *kinds_run.KINDS)
 READERS: dict[str, tuple[str, ...]] = {
     "bench/machine.py": (),  # what the processor is called
-    "bench/prompts.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
+    "bench/shapes.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
     "checkpoint/layouts/huggingface.py": ("index", "safetensors"),
     "checkpoint/directory.py": (
         *("config.json", "mtpkit.json", "Megatron's config.json", "generation_config.json"),
