@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -93,20 +93,25 @@ def prepare(
         lines = [describe(*entry) + "\n" for entry in left_out]
         (directory / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
         warn_of_left_out(left_out, sum(one.num_documents for one in counts), f"; {LEFT_OUT} lists all")
-    files: dict[str, list[str]] = {}
-    for source in sources:
-        files.setdefault(source.name, []).extend(map(str, source.files))
     manifest = Manifest(
         format=FORMAT,
         sequence_length=sequence_length,
         tokenizer=own,
         tokenizer_name=str(tokenizer.name_or_path),
         sources=counts,
-        source_files=files,
+        source_files=_files_by_name(sources),
         files={path.name: path.stat().st_size for path in sorted(directory.glob("*.arrow"))},
     )
     manifest.write(directory)
     return manifest
+
+
+def _files_by_name(sources: Sequence[Source]) -> dict[str, list[str]]:
+    """Return the files of all sources that have the same name together."""
+    files: dict[str, list[str]] = {}
+    for source in sources:
+        files.setdefault(source.name, []).extend(map(str, source.files))
+    return files
 
 
 class _Stage:
