@@ -32,7 +32,8 @@ from mtpkit import LLM, SamplingParams
 from mtpkit.bench import read_prompts
 from mtpkit.checkpoint import load_model
 from mtpkit.cli import run as run_command
-from mtpkit.data import Columns, load_tokenizer
+from mtpkit.data.samples import Columns
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import require_whole
 from mtpkit.platform import default_device
 from mtpkit.training import served_acceptance

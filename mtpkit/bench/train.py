@@ -17,7 +17,7 @@ from mtpkit.bench.report import Column, Result
 from mtpkit.bench.settings import TrainBenchConfig
 from mtpkit.bench.timing import Stopwatch
 from mtpkit.config import ModelConfig
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model import build_model

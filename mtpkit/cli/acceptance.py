@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.command import ListCommand, new_app
+from mtpkit.cli.command import Command, new_app
 from mtpkit.cli.data import ColumnNames, Sources
 from mtpkit.training.config import ParallelConfig
 
 app = new_app()
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def acceptance(
     model: options.Model,

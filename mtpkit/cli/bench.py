@@ -17,7 +17,7 @@ from mtpkit.bench.settings import (
     depth_rates,
 )
 from mtpkit.cli import options
-from mtpkit.cli.command import ListCommand, new_app
+from mtpkit.cli.command import Command, new_app
 
 if TYPE_CHECKING:
     from mtpkit.bench.report import Result
@@ -40,7 +40,7 @@ Output = Annotated[
 NVIDIA_8B = "nemotron-h-8b"
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def decode(
     model: Model = NVIDIA_8B,
@@ -103,7 +103,7 @@ def decode(
     result.show()
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def prefill(
     model: Model = NVIDIA_8B,
@@ -120,7 +120,7 @@ def prefill(
     _finish(measure_prefill(_open(model, dtype), config, model), output)
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def train(
     model: Annotated[
@@ -146,7 +146,7 @@ def train(
         result.show()
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def kernels(
     model: Model = NVIDIA_8B,
@@ -174,7 +174,7 @@ def kernels(
         measure_kernels(get_config(model), config, device, model, _keep(output)).show()
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def roofline(
     model: Model = NVIDIA_8B,

@@ -48,12 +48,16 @@ class Group(TyperGroup):
 class Command(TyperCommand):
     """A command that refuses what none of its options takes: empty texts, huge and infinite numbers, paths in circles.
 
-    Use it as `@app.command(cls=Command)`.
+    Use it as `@app.command(cls=Command)`. Its list options take several values at once, up to the next option:
+    `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`. Not so if it has positional arguments, which could follow a list.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, with former names of options as well, and look at all values."""
+        """Parse as usual, with former names of options and lists of values as well, and look at all values."""
         self.take_former_names(args)
+        if all(param.param_type_name == "option" for param in self.params):
+            lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
+            args = _repeat_names(args, lists)
         texts, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         try:
             rest = super().parse_args(ctx, args)
@@ -105,20 +109,6 @@ class Command(TyperCommand):
             raise
 
 
-class ListCommand(Command):
-    """A command whose list options take several values at once: `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`.
-
-    Use it as `@app.command(cls=ListCommand)`. A list ends at the next option, so such a command has no positional
-    arguments after one.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the name of a list option before each further value, then parse as usual."""
-        self.take_former_names(args)
-        lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
-        return super().parse_args(ctx, _repeat_names(args, lists))
-
-
 def _reworded(error: typer.BadParameter) -> str:
     """What is wrong with a text where a number belongs, or with a number out of its option's range."""
     cause = error.__cause__
@@ -151,6 +141,7 @@ def _problem(value: object, limit: int) -> str | None:
 
 
 def _repeat_names(args: list[str], lists: set[str]) -> list[str]:
+    """Repeat the name of a list option before each further value."""
     spread: list[str] = []
     current = None
     for arg in args:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.command import Command, ListCommand, new_app
+from mtpkit.cli.command import Command, new_app
 from mtpkit.data.samples import Columns
 from mtpkit.engine import EngineOptions, SamplingParams
 
 if TYPE_CHECKING:
-    from mtpkit.data import PackedDataset, SourceCounts
+    from mtpkit.data.dataset import PackedDataset, SourceCounts
 
 app = new_app()
 
@@ -38,7 +38,7 @@ def data() -> None:
     """Prepare training data, let the base write it, and inspect it."""
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def inspect(
     model: TokenizerOf,
@@ -51,12 +51,12 @@ def inspect(
     chat_template: ChatTemplate = None,
 ) -> None:
     """Print the counts of a data set, tokenised and packed now, or of prepared data."""
-    from mtpkit.data import build_dataset
+    from mtpkit.data.build import build_dataset
 
     _show(build_dataset(data, _tokenizer(model, chat_template), sequence_length, columns, _vocab_size(model)))
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def prepare(
     model: TokenizerOf,
@@ -79,7 +79,7 @@ def prepare(
     The output is a data set of the package datasets, with a manifest, mtpkit_data.json. Training with another tokenizer
     or sequence length refuses it.
     """
-    from mtpkit.data import build_dataset
+    from mtpkit.data.build import build_dataset
     from mtpkit.data.prepare import prepare as prepare_data
     from mtpkit.data.sources import MANIFEST
     from mtpkit.files import check_destination, staged_directory
@@ -94,7 +94,7 @@ def prepare(
     print(f"wrote {output}: train with {shlex.join(settings)}")
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def regenerate(
     model: options.Model,
@@ -177,7 +177,7 @@ def cache(
         print(f"cache {settings.cache} is complete: train with {shlex.quote(f'cache={settings.cache}')}")
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def draft_vocab(
     model: Annotated[Path, typer.Option(help="Directory of the model whose tokenizer and vocabulary are used.")],
@@ -197,8 +197,8 @@ def draft_vocab(
     The file holds token_ids, vocab_size, coverage and files.
     """
     from mtpkit.checkpoint import find_companions, load_config
-    from mtpkit.data import load_tokenizer
     from mtpkit.data.draft_vocab import build_draft_vocab
+    from mtpkit.data.tokenizer import load_tokenizer
     from mtpkit.files import check_writable, write_file
 
     check_writable(output, file=True)
@@ -210,7 +210,7 @@ def draft_vocab(
 
 
 def _tokenizer(directory: Path, chat_template: Path | None = None) -> Any:
-    from mtpkit.data import load_tokenizer
+    from mtpkit.data.tokenizer import load_tokenizer
     from mtpkit.errors import UserError
     from mtpkit.files import read_text
 

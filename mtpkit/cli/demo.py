@@ -145,7 +145,7 @@ def _call(command: list[str], **environment: str) -> None:
 def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[SpeedupRow]":
     """Measure random heads: they draft nothing right, and change no token."""
     from mtpkit.bench import measure_speedup
-    from mtpkit.data import load_tokenizer
+    from mtpkit.data.tokenizer import load_tokenizer
     from mtpkit.platform import default_device
     from mtpkit.training.heads import build_with_heads, resolve
 

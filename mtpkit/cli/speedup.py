@@ -9,13 +9,13 @@ import typer
 
 from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig
 from mtpkit.cli import options
-from mtpkit.cli.command import ListCommand, new_app
+from mtpkit.cli.command import Command, new_app
 from mtpkit.engine import COMMAND_DEFAULTS, SamplingParams
 
 app = new_app()
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 @options.takes_options
 def speedup(
     model: options.Model,

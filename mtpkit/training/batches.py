@@ -7,9 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from mtpkit.checkpoint import load_config
-from mtpkit.data import Columns, PackedBatch, PackedDataset, PackedLoader, build_dataset, find_sources, load_tokenizer
-from mtpkit.data.dataset import StoredStates
-from mtpkit.data.loader import LoaderState
+from mtpkit.data.build import build_dataset
+from mtpkit.data.dataset import PackedBatch, PackedDataset, StoredStates
+from mtpkit.data.loader import LoaderState, PackedLoader
+from mtpkit.data.samples import Columns
+from mtpkit.data.sources import find_sources
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.training.config import DataConfig, TrainConfig
 
 AHEAD = 3

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import is_there, read_json, read_record, require_file
 from mtpkit.kernels.linear import FP8, quantize_rows

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.verify import fingerprint_base, fingerprint_config
 from mtpkit.config import ModelConfig
-from mtpkit.data import PackedDataset, load_tokenizer
-from mtpkit.data.tokenizer import fingerprint
+from mtpkit.data.dataset import PackedDataset
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.files import staged_file, storage_errors, write_file
 from mtpkit.model import gather_sequence

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.model import gather_sequence, mtp_forward, output_weight, unroll_depths
 from mtpkit.model.hybrid import HybridModel

@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpkit.checkpoint import find_companions, load_config, load_model
-from mtpkit.data import Columns, PackedBatch, PackedDataset, build_dataset, load_tokenizer
+from mtpkit.data.build import build_dataset
+from mtpkit.data.dataset import PackedBatch, PackedDataset
+from mtpkit.data.samples import Columns
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.model.backends import resolve_backend

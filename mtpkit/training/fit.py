@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence
 from mtpkit.model.hybrid import HybridModel

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mtpkit.data import PackedBatch, PackedDataset, PackedLoader
+from mtpkit.data.dataset import PackedBatch, PackedDataset
+from mtpkit.data.loader import PackedLoader
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model.flops import step_flops
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision

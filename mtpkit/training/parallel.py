@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mtpkit.config import ModelConfig
 from mtpkit.config.checked import keys_of
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import raise_problems
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in

@@ -28,7 +28,7 @@ import yaml
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
-from mtpkit.data import PackedLoader
+from mtpkit.data.loader import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import (

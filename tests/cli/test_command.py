@@ -10,8 +10,7 @@ import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
-from mtpkit.cli import ListCommand
-from mtpkit.cli.command import OLD_NAMES, new_app
+from mtpkit.cli.command import OLD_NAMES, Command, new_app
 from mtpkit.cli.main import COMMANDS, OLD_COMMANDS
 from mtpkit.cli.main import app as mtpkit
 from mtpkit.cli.options import Fields, takes_options
@@ -21,7 +20,7 @@ from mtpkit.engine import SamplingParams
 app = typer.Typer()
 
 
-@app.command(cls=ListCommand)
+@app.command(cls=Command)
 def show(k: list[int] = typer.Option([0]), name: str = "", flag: bool = False) -> None:  # noqa: B008
     print(k, name, flag)
 
@@ -41,10 +40,23 @@ def test_lists(line: str, output: str) -> None:
     assert result.output.strip() == output
 
 
+positional = new_app()
+
+
+@positional.command(cls=Command)
+def echo(text: str, stop: list[str] = typer.Option([])) -> None:  # noqa: B008
+    print(text, stop)
+
+
+def test_a_positional_argument_may_follow_a_list_option() -> None:
+    result = CliRunner().invoke(positional, ["--stop", "a", "the text", "--stop", "b"])
+    assert result.output.strip() == "the text ['a', 'b']"
+
+
 renamed = new_app()
 
 
-@renamed.command(cls=ListCommand)
+@renamed.command(cls=Command)
 def run(
     num_speculative_tokens: list[int] = typer.Option([0]),  # noqa: B008
     output: str = "",
@@ -198,7 +210,7 @@ class Limits:
 limiting = new_app()
 
 
-@limiting.command(cls=ListCommand)
+@limiting.command(cls=Command)
 @takes_options
 def limit(
     limits: Annotated[Limits, Fields()],

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from mtpkit.cli.data import app
-from mtpkit.data import read_manifest
+from mtpkit.data.prepared import read_manifest
 from mtpkit.training import load_config, train
 
 TEMPLATE = (

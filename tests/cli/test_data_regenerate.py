@@ -10,7 +10,8 @@ import time
 import pytest
 
 from mtpkit.cli.data import app
-from mtpkit.data import build_dataset, load_tokenizer
+from mtpkit.data.build import build_dataset
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import LLM, SamplingParams
 
 PROMPTS = 32

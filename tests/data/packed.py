@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
-from mtpkit.data import Document, PackedDataset
 from mtpkit.data.build import pack_documents
+from mtpkit.data.dataset import PackedDataset
+from mtpkit.data.documents import Document
 
 
 def in_memory(documents: Iterable[Document], sequence_length: int, pad_id: int) -> PackedDataset:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from transformers import AddedToken
 
-from mtpkit.data import Sample, load_tokenizer, tokenize
 from mtpkit.data.chat import SampleError, encode_chat, render_prompt
+from mtpkit.data.documents import tokenize
+from mtpkit.data.samples import Sample
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 from tests.data.packed import in_memory
 

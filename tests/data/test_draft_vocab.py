@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mtpkit.data import draft_vocab, load_tokenizer
+from mtpkit.data import draft_vocab
 from mtpkit.data.draft_vocab import DraftVocab, build_draft_vocab, check_draft_vocab, load_draft_vocab
 from mtpkit.data.prepare import prepare
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 
 TEXTS = ["the cat sat on the mat\n" * 20, "def add(left, right):\n    return left + right\n", ""]

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from mtpkit.data import build_dataset, load_tokenizer, read_manifest
+from mtpkit.data.build import build_dataset
 from mtpkit.data.draft_vocab import build_draft_vocab, load_draft_vocab
 from mtpkit.data.prepare import prepare
+from mtpkit.data.prepared import read_manifest
 from mtpkit.data.prompts import Prompt
 from mtpkit.data.regenerate import Answer, Journal, regenerate
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 from tests.mutations import cases, changed, texts
 

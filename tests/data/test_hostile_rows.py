@@ -10,11 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from mtpkit.data import build_dataset, find_files, load_tokenizer, read_samples, tokenize
+from mtpkit.data.build import build_dataset
+from mtpkit.data.documents import tokenize
 from mtpkit.data.draft_vocab import build_draft_vocab
 from mtpkit.data.prepare import prepare
 from mtpkit.data.prompts import read_prompts
-from mtpkit.data.tokenizer import fingerprint
+from mtpkit.data.samples import read_samples
+from mtpkit.data.sources import find_files
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import UserError
 
 LENGTH = 8

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpkit.data import Document, PackedDataset, PackedLoader
+from mtpkit.data.dataset import PackedDataset
+from mtpkit.data.documents import Document
+from mtpkit.data.loader import PackedLoader
 from mtpkit.errors import UserError
 from tests.data.packed import in_memory
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpkit.data import Document, PackedDataset
 from mtpkit.data import documents as documents_module
 from mtpkit.data.build import pack_documents
-from mtpkit.data.documents import first_fit, pack, table_fingerprint
+from mtpkit.data.dataset import PackedDataset
+from mtpkit.data.documents import Document, first_fit, pack, table_fingerprint
 from mtpkit.model import SequenceInput
 from tests.data.packed import in_memory
 

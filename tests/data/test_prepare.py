@@ -11,11 +11,15 @@ import pytest
 import torch
 from datasets import load_from_disk
 
-from mtpkit.data import PackedLoader, build_dataset, load_tokenizer, read_manifest, read_samples, tokenize
+from mtpkit.data.build import build_dataset
+from mtpkit.data.documents import tokenize
+from mtpkit.data.loader import PackedLoader
 from mtpkit.data.prepare import prepare
+from mtpkit.data.prepared import read_manifest
 from mtpkit.data.regenerate import Answer
+from mtpkit.data.samples import read_samples
 from mtpkit.data.sources import MANIFEST
-from mtpkit.data.tokenizer import fingerprint
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import UserError
 from mtpkit.files import check_destination
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtpkit.data import load_tokenizer, read_samples
 from mtpkit.data.prompts import Prompt, read_prompts
 from mtpkit.data.regenerate import Answer, Journal, digest, regenerate, spread
+from mtpkit.data.samples import read_samples
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 
 SETTINGS = {"model": "m", "stop": ("a",)}

@@ -12,18 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mtpkit.data import (
-    Columns,
-    Sample,
-    build_dataset,
-    find_files,
-    find_sources,
-    load_tokenizer,
-    read_samples,
-    tokenize,
-)
-from mtpkit.data.sources import tell_apart
-from mtpkit.data.tokenizer import fingerprint
+from mtpkit.data.build import build_dataset
+from mtpkit.data.documents import tokenize
+from mtpkit.data.samples import Columns, Sample, read_samples
+from mtpkit.data.sources import find_files, find_sources, tell_apart
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import UserError
 
 
@@ -313,7 +306,9 @@ def test_imports_without_datasets(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("b")
     code = (
         "import sys; sys.modules['datasets'] = sys.modules['pyarrow'] = None\n"
-        "from mtpkit.data import *\n"
+        "from mtpkit.data import build, draft_vocab, loader, prepare, prepared, prompts, regenerate\n"
+        "from mtpkit.data.samples import read_samples\n"
+        "from mtpkit.data.sources import find_files\n"
         f"print([sample.text for sample in read_samples(find_files([{str(tmp_path / 'b.txt')!r}, {str(lines)!r}]))])\n"
         f"list(read_samples(find_files([{str(file)!r}])))"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpkit.data import load_tokenizer
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 
 

@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 from mtpkit.checkpoint.convert import export_checkpoint
-from mtpkit.data import load_tokenizer
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import LLM
 from mtpkit.training import load_config, train, write_cache
 from tests.integration.front_doors import AHEAD, PROMPTS, ROOT, TINY_BASE, TOKENS, call, greedy

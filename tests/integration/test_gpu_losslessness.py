@@ -8,7 +8,7 @@ import torch
 
 from mtpkit.checkpoint import load_model
 from mtpkit.checkpoint.convert import export_checkpoint
-from mtpkit.data import load_tokenizer
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import LLM
 from mtpkit.model import SequenceInput, base_forward, compute_logits
 from tests.integration.front_doors import TINY_BASE, call, greedy

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import load_config, load_model
-from mtpkit.data import load_tokenizer
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import LLM
 from mtpkit.model import SequenceInput, base_forward, compute_logits
 from tests.integration.front_doors import ROOT, TINY_BASE, greedy

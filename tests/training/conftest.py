@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import save_model
-from mtpkit.data import build_dataset, load_tokenizer
+from mtpkit.data.build import build_dataset
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.model import SequenceInput, base_forward, compute_logits
 from tests.shared import made_once
 from tests.training.toy import toy_model

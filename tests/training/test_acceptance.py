@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.training import served_acceptance

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.data import PackedLoader, build_dataset, load_tokenizer
+from mtpkit.data.build import build_dataset
+from mtpkit.data.loader import PackedLoader
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from mtpkit.training import cache as cache_format

@@ -8,7 +8,9 @@ import torch
 from megatron.core import parallel_state
 
 from mtpkit.checkpoint import save_hf_model, save_model
-from mtpkit.data import Columns, build_dataset, load_tokenizer
+from mtpkit.data.build import build_dataset
+from mtpkit.data.samples import Columns
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.training import evaluation, load_config
 from mtpkit.training.config import LossConfig

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
 from mtpkit.model.mtp import shift_states

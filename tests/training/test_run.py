@@ -21,7 +21,7 @@ from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.cli.acceptance import app as acceptance_app
-from mtpkit.data import Columns
+from mtpkit.data.samples import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
 from mtpkit.training import batches, load_config, loop, train

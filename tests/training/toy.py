@@ -2,7 +2,7 @@
 
 import torch
 
-from mtpkit.data import PackedBatch
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.model import build_model
 from tests.toy_config import toy_config
 

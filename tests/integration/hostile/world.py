@@ -118,8 +118,7 @@ def _data() -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from mtpkit.data import load_tokenizer
-    from mtpkit.data.tokenizer import fingerprint
+    from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 
     Path("data3").mkdir()
     rows = [{"text": TEXT, "id": number} for number in range(3)]
