@@ -40,11 +40,6 @@ def kind_of(parameter: nn.Parameter) -> int:
     return DECAYED
 
 
-def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether Muon updates a parameter."""
-    return parameter.ndim == 2
-
-
 @dataclass
 class Region:
     """Contiguous elements of a buffer that this rank owns and updates alike."""
@@ -53,15 +48,9 @@ class Region:
     """Index of the first element in the buffer."""
     grad: Tensor
     """[n] fp32, in the buffer; holds the new weights after an update."""
-    offload: bool
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    weight_decay: float
+    tensors: dict[str, Tensor]
     """[n] fp32 each: `fp32_param` and the optimizer's state, by their names in checkpoints."""
-
-    def keep(self, name: str) -> Tensor:
-        """Add a tensor of zeros to `tensors`, and return it."""
-        device = torch.device("cpu") if self.offload else self.grad.device
-        self.tensors[name] = torch.zeros(len(self.grad), dtype=torch.float32, device=device, pin_memory=self.offload)
-        return self.tensors[name]
 
     @property
     def master(self) -> Tensor:
@@ -104,18 +93,24 @@ class FlatBuffer:
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.main_grad = grad  # type: ignore[attr-defined]  # see `main_grad`
 
-    def region(self, kinds: Sequence[int]) -> Region:
-        """Add the region that this rank owns of neighbouring kinds, with masters of the current parameters."""
+    def add_region(self, kinds: Sequence[int], state: Sequence[str], weight_decay: float) -> None:
+        """Add the region that this rank owns of neighbouring kinds.
+
+        Its masters are copies of the parameters; the tensors named in `state` are zeros, which a checkpoint can fill.
+        """
         start, end = self._span(kinds)
         start, end = (min(max(place, self.first), self.first + len(self.own)) for place in (start, end))
-        region = Region(start, self.flat[start:end], self.offload)
-        master = region.keep("fp32_param")
+        device = torch.device("cpu") if self.offload else self.flat.device
+        tensors = {
+            name: torch.zeros(end - start, dtype=torch.float32, device=device, pin_memory=self.offload)
+            for name in ("fp32_param", *state)
+        }
+        master = tensors["fp32_param"]
         for begin, parameter in zip(self._bounds, self.parameters, strict=False):
             low, high = max(begin, start), min(begin + parameter.numel(), end)
             if low < high:
                 master[low - start : high - start] = parameter.detach().flatten()[low - begin : high - begin]
-        self.regions.append(region)
-        return region
+        self.regions.append(Region(start, self.flat[start:end], weight_decay, tensors))
 
     def sum_partial(self) -> None:
         """Sum the partial gradients over tensor-parallel ranks."""

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.training.config import OptimizerConfig
-from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region, is_matrix
+from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region
 from mtpkit.training.offload import HostState, Part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic Newton-Schulz step, from its authors: steep at zero, and not exact at one."""
 ITERATIONS = 5
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state, by its names in checkpoints."""
 RMS_OF_ADAMW = 0.2
 """Usual root mean square of the entries of AdamW's step at a learning rate of 1."""
 
@@ -33,41 +35,6 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
-
-
-class AdamW:
-    """AdamW on regions of flat buffers, each with its own weight decay; `host` updates them if their state is there."""
-
-    def __init__(self, config: OptimizerConfig, host: HostState | None = None):
-        self.steps = 0
-        self._host = host
-        self._betas, self._eps = config.betas, config.eps
-        self._parts: list[tuple[Region, float]] = []
-
-    def add(self, region: Region, weight_decay: float) -> None:
-        """Register a region. Its moments are allocated here, so that a checkpoint can fill them."""
-        for name in ("exp_avg", "exp_avg_sq"):
-            region.keep(name)
-        self._parts.append((region, weight_decay))
-
-    def step(self, lr: float) -> None:
-        """Update the regions by the gradients in their buffers, and overwrite these with the new weights."""
-        self.steps += 1
-        update = partial(adamw_, step=self.steps, lr=lr, betas=self._betas, eps=self._eps)
-        parts = [
-            Part(
-                partial(update, weight_decay=weight_decay),
-                region.grad,
-                [region.tensors[name] for name in ("fp32_param", "exp_avg", "exp_avg_sq")],
-            )
-            for region, weight_decay in self._parts
-            if len(region.grad)
-        ]
-        if self._host is not None:
-            self._host.start(parts)
-            return
-        for part in parts:
-            part.update(part.grad, *part.state)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -86,46 +53,26 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return (x.t() if matrix.shape[0] > matrix.shape[1] else x).float()
 
 
-class Muon:
-    """Muon (Jordan et al. 2024) on the matrices of flat buffers: Nesterov momentum, orthogonalised.
+def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -> None:
+    """Update the part that this rank owns of the matrices of a buffer by their summed gradients. Collective.
 
-    All directions of a weight move alike, also those with small gradients beside a few large ones, so that heads learn
-    in fewer steps than with AdamW. Steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that
-    one learning rate serves both. A matrix that tensor-parallel ranks split is gathered first.
-
-    Args:
-        momentum: decay of the running sum of gradients.
-        weight_decay: decoupled, as in AdamW.
+    Muon (Jordan et al. 2024): Nesterov momentum, orthogonalised. All directions of a weight move alike, also those with
+    small gradients beside a few large ones, so that heads learn in fewer steps than with AdamW. Steps are scaled to the
+    size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one learning rate serves both. Each data-parallel rank
+    orthogonalises some of the matrices; one that tensor-parallel ranks split is gathered first.
     """
-
-    def __init__(self, momentum: float, weight_decay: float):
-        self.momentum, self.weight_decay = momentum, weight_decay
-        self._parts: list[tuple[FlatBuffer, Region]] = []
-
-    def add(self, buffer: FlatBuffer, region: Region) -> None:
-        """Register a region: the part that this rank owns of all matrices of the buffer."""
-        region.keep("momentum_buffer")
-        self._parts.append((buffer, region))
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update the regions by the summed gradients in their buffers, which are overwritten. Collective.
-
-        Each data-parallel rank orthogonalises some of the matrices.
-        """
-        for buffer, region in self._parts:
-            momentum = region.tensors["momentum_buffer"]
-            momentum.mul_(self.momentum).add_(region.grad)
-            region.grad.add_(momentum, alpha=self.momentum)
-            buffer.gather()
-            matrices = [pair for pair in zip(buffer.parameters, buffer.grads, strict=True) if is_matrix(pair[0])]
-            for index, (parameter, grad) in enumerate(matrices):
-                if index % buffer.group.size() == buffer.group.rank():
-                    grad.copy_(_orthogonal_step(parameter, grad, buffer.tensor_group))
-                else:
-                    grad.zero_()
-            buffer.reduce()
-            region.master.mul_(1 - lr * self.weight_decay).add_(region.grad, alpha=-lr)
+    running = region.tensors["momentum_buffer"]
+    running.mul_(momentum).add_(region.grad)
+    region.grad.add_(running, alpha=momentum)
+    buffer.gather()
+    matrices = [pair for pair in zip(buffer.parameters, buffer.grads, strict=True) if pair[0].ndim == 2]
+    for index, (parameter, grad) in enumerate(matrices):
+        if index % buffer.group.size() == buffer.group.rank():
+            grad.copy_(_orthogonal_step(parameter, grad, buffer.tensor_group))
+        else:
+            grad.zero_()
+    buffer.reduce()
+    region.master.mul_(1 - lr * region.weight_decay).add_(region.grad, alpha=-lr)
 
 
 def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -152,7 +99,7 @@ class HeadOptimizer:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
-        self.clip_grad = config.clip_grad
+        self._config = config
         self.parameters = list(parameters)
         tensor, expert_tensor = (
             parallel_state.get_tensor_model_parallel_group(),
@@ -171,17 +118,15 @@ class HeadOptimizer:
             if some
         ]
         self._host = HostState() if offload else None
-        self._adamw, self._muon = AdamW(config, self._host), Muon(config.momentum, config.weight_decay)
-        matrices, vectors = (MATRIX, PARTIAL_MATRIX), (PARTIAL_VECTOR, VECTOR)
+        matrices, vectors, decay = (MATRIX, PARTIAL_MATRIX), (PARTIAL_VECTOR, VECTOR), config.weight_decay
         for buffer in self.buffers:
             if config.kind == "muon":
-                self._muon.add(buffer, buffer.region(matrices))
-                self._adamw.add(buffer.region((DECAYED,)), config.weight_decay)
+                buffer.add_region(matrices, ("momentum_buffer",), decay)
+                buffer.add_region((DECAYED,), MOMENTS, decay)
             else:
-                self._adamw.add(buffer.region((DECAYED, *matrices)), config.weight_decay)
-            self._adamw.add(buffer.region(vectors), 0.0)
-        self._uses_muon = config.kind == "muon"
-        self._defers = config.offload
+                buffer.add_region((DECAYED, *matrices), MOMENTS, decay)
+            buffer.add_region(vectors, MOMENTS, 0.0)
+        self._updates = 0
         self._asked: float | None = None
         """Learning rate of a deferred update."""
         self._begun = False
@@ -205,11 +150,11 @@ class HeadOptimizer:
         norm = self.reduce()
         if not math.isfinite(norm):
             raise MtpkitError(f"the gradient's norm is {norm}; lower optimizer.lr or set dtype=float32")
-        if self.clip_grad and norm > self.clip_grad:
+        if self._config.clip_grad and norm > self._config.clip_grad:
             for buffer in self.buffers:
-                buffer.own.mul_(self.clip_grad / norm)
+                buffer.own.mul_(self._config.clip_grad / norm)
         self._asked = lr
-        if not self._defers:
+        if not self._config.offload:
             self.finish()
         return norm
 
@@ -223,11 +168,32 @@ class HeadOptimizer:
         if self._asked is None:
             return
         lr, self._asked, self._begun = self._asked, None, True
-        self._adamw.step(lr)
-        if self._uses_muon:
-            self._muon.step(lr)
+        self._updates += 1
+        parts = self._adamw_parts(lr)
+        if self._host is not None:
+            self._host.start(parts)
+            return
+        for part in parts:
+            part.update(part.grad, *part.state)
+        if self._config.kind == "muon":
             for buffer in self.buffers:
+                _muon_step(buffer, buffer.regions[0], self._config.momentum, lr)  # the region of matrices
                 buffer.take_masters()
+
+    def _adamw_parts(self, lr: float) -> list[Part]:
+        """The updates of the regions with moments, each of which overwrites its gradient with the new weights."""
+        config = self._config
+        update = partial(adamw_, step=self._updates, lr=lr, betas=config.betas, eps=config.eps)
+        return [
+            Part(
+                partial(update, weight_decay=region.weight_decay),
+                region.grad,
+                [region.tensors[name] for name in ("fp32_param", *MOMENTS)],
+            )
+            for buffer in self.buffers
+            for region in buffer.regions
+            if len(region.grad) and region.tensors.keys() >= set(MOMENTS)
+        ]
 
     def finish(self) -> None:
         """Complete the last update, so that parameters are current. Collective like `step`; idempotent."""
@@ -271,4 +237,4 @@ class HeadOptimizer:
             buffer.load(state.get(str(index), {}))
             buffer.take_masters()
             buffer.publish()
-        self._adamw.steps = step
+        self._updates = step
