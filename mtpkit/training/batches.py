@@ -2,9 +2,10 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from mtpkit.checkpoint import load_config
 from mtpkit.data.build import build_dataset
@@ -49,8 +50,8 @@ class ReadAhead:
         self._loader = loader
         self._drawn: deque[list[PackedBatch]] = deque()
         self._states = deque([loader.state_dict()])  # the loader's state before each of `_drawn`, and after the last
-        self._waiting: deque[_Reading] = deque()
-        self._num_read = 0  # micro-batches read ahead
+        self._waiting: deque[Callable[[], StoredStates]] = deque()  # reads that have not begun
+        self._begun: deque[tuple[Callable[[], StoredStates], Future[StoredStates]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden-states")
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
@@ -72,41 +73,26 @@ class ReadAhead:
         self._loader.load_state_dict(state)
         self._states = deque([self._loader.state_dict()])
 
-    def start(self) -> None:
-        """Start to read until AHEAD micro-batches are read ahead."""
-        while self._waiting and self._num_read < AHEAD:
-            reading = self._waiting.popleft()
-            reading.future = self._thread.submit(reading.read)
-            self._num_read += 1
-
-    def taken(self) -> None:
-        """Note that a micro-batch is in use, and start to read another."""
-        self._num_read -= 1
-        self.start()
-
     def _draw(self) -> None:
-        readings = []
+        batches = []
         for batch in next(self._loader):
-            reading = _Reading(self, batch)
-            self._waiting.append(reading)
-            readings.append(replace(batch, hidden=reading))
-        self._drawn.append(readings)
+            assert batch.hidden is not None, "nothing to read"
+            self._waiting.append(batch.hidden)
+            batches.append(replace(batch, hidden=partial(self._take, batch.hidden)))
+        self._drawn.append(batches)
         self._states.append(self._loader.state_dict())
-        self.start()
+        self._begin()
 
+    def _begin(self) -> None:
+        """Begin reads until AHEAD micro-batches are being read or ready."""
+        while self._waiting and len(self._begun) < AHEAD:
+            read = self._waiting.popleft()
+            self._begun.append((read, self._thread.submit(read)))
 
-class _Reading:
-    """Reads the hidden states of one micro-batch, once and in order."""
-
-    def __init__(self, owner: ReadAhead, batch: PackedBatch):
-        assert batch.hidden is not None, "nothing to read"
-        self.read = batch.hidden
-        self.future: Future[StoredStates] | None = None
-        self._owner = owner
-
-    def __call__(self) -> StoredStates:
-        assert self.future is not None, "micro-batches are taken in their order"
-        states = self.future.result()
-        self.future = None
-        self._owner.taken()
+    def _take(self, read: Callable[[], StoredStates]) -> StoredStates:
+        """The result of a read, and the beginning of another one."""
+        begun, future = self._begun.popleft()
+        assert begun is read, "micro-batches are taken once and in their order"
+        states = future.result()
+        self._begin()
         return states

@@ -392,6 +392,9 @@ def test_reading_ahead_is_in_order_and_counts_what_was_handed_out(text_files, to
     again = ReadAhead(PackedLoader(data, 4, 2))
     again.load_state_dict(ahead.state_dict())
     assert next(again)[0].hidden() == next(plain)[0].hidden()
+    _, second = next(ReadAhead(PackedLoader(data, 4, 2)))
+    with pytest.raises(AssertionError, match="in their order"):
+        second.hidden()
 
 
 @pytest.mark.gpu
