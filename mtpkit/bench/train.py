@@ -204,9 +204,9 @@ class _Bench:
             dist.barrier()
             self.watch.take()
             with self.watch.span("step"):
-                sums, _ = train_step(self.model, batches, self.optimizer, settings, _LEARNING_RATE, self.group, number)
+                sums, _ = train_step(self.model, batches, self.optimizer, settings, _LEARNING_RATE, number)
             steps.append(self.watch.take())
-        weights = settings.depth_weights()
+        weights = settings.loss.weights(settings.heads.num_depths)
         mean_loss = sum(weight * value for weight, value in zip(weights, sums.losses(), strict=True))
         if not sums.values.isfinite().all():
             raise MtpkitError(f"the loss {loss} is not finite: the times are of no worth until that is mended")

@@ -107,19 +107,6 @@ class DepthSums:
         return torch.where((above == 0) & (below == 0), above, above / below).tolist()
 
 
-def select_targets(loss_mask: Tensor, documents: Tensor, num_depths: int) -> Tensor:
-    """[K, s, b] bool: entry (k - 1, j) says whether depth k learns to predict t_{j+1}.
-
-    It does if `loss_mask` [b, s] selects that token, and all tokens that the depth has read, from t_{j-k} on, belong to
-    the token's document (`documents` [b, s]).
-    """
-    loss_mask, documents = loss_mask.t(), documents.t()
-    selected = torch.zeros(num_depths, *loss_mask.shape, dtype=torch.bool, device=loss_mask.device)
-    for depth in range(1, num_depths + 1):
-        selected[depth - 1, depth:-1] = loss_mask[depth + 1 :] & (documents[: -depth - 1] == documents[depth + 1 :])
-    return selected
-
-
 @dataclass(frozen=True)
 class HiddenMix:
     """Mixes the base's hidden states into those that a depth hands to the next; a `mix` of `unroll_depths`.
@@ -158,7 +145,10 @@ class Selection:
     """The tokens that the depths learn to predict. Making one waits for the device, so do it before the base runs."""
 
     selected: Tensor
-    """[K, s, b], see `select_targets`."""
+    """[K, s, b] bool: entry (k - 1, j) says whether depth k learns to predict t_{j+1}.
+
+    It does if the batch's `loss_mask` selects that token, and all tokens that the depth has read, from t_{j-k} on,
+    belong to the token's document."""
     rows: Tensor
     """[n] indices, in s * b, of the positions that at least one depth selects."""
     mask: Tensor
@@ -168,10 +158,23 @@ class Selection:
     @classmethod
     def of(cls, batch: PackedBatch, num_depths: int) -> "Selection":
         """The selection for depths 1 .. num_depths."""
-        selected = select_targets(batch.loss_mask, batch.documents, num_depths)
+        loss_mask, documents = batch.loss_mask.t(), batch.documents.t()
+        selected = torch.zeros(num_depths, *loss_mask.shape, dtype=torch.bool, device=loss_mask.device)
+        for depth in range(1, num_depths + 1):
+            selected[depth - 1, depth:-1] = loss_mask[depth + 1 :] & (documents[: -depth - 1] == documents[depth + 1 :])
         rows = selected.any(dim=0).flatten().nonzero().squeeze(-1)
         mask = selected.flatten(1)[:, rows]
         return cls(selected, rows, mask, mask.cpu())
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[K, s, b] with values [K, n] at the n positions and 0 elsewhere."""
+        whole = values.new_zeros(len(self.selected), self.selected[0].numel())
+        return whole.index_copy(1, self.rows, values).view_as(self.selected)
+
+    def sums(self, losses: Tensor, counts: Tensor) -> DepthSums:
+        """The sums from losses [K] and counts [2 D, K]."""
+        tokens = self.mask.sum(dim=1)
+        return DepthSums(torch.cat([losses[None].double(), tokens[None].double(), counts.double()]))
 
 
 def count_accepted(matches: Tensor, selected: Tensor, rates: Tensor | None = None) -> Tensor:
@@ -219,10 +222,10 @@ def run_depths(
         recompute: as in `unroll_depths`.
         selection: that of the batch; None: it is made here.
     """
-    compared = _unroll(model, batch, num_depths, attention, mix, hidden, recompute, selection)
-    losses, matches = head_losses(*compared.inputs, options, *compared.more)
-    counts = count_accepted(compared.spread(matches), compared.selection.selected)
-    return losses, compared.sums(losses.detach(), counts)
+    selection = selection or Selection.of(batch, num_depths)
+    compared = _unroll(model, batch, selection, attention, options, mix, hidden, recompute)
+    losses, matches = head_losses(*compared)
+    return losses, selection.sums(losses.detach(), count_accepted(selection.spread(matches), selection.selected))
 
 
 @torch.no_grad()
@@ -243,60 +246,37 @@ def measure_depths(
     All positions count the same. A decoder jumps over positions whose drafts are accepted, so that its own figure is
     lower if acceptance comes in runs; `served_acceptance` counts only the positions where greedy decoding starts.
     """
-    compared = _unroll(model, batch, num_depths, attention, hidden=hidden)
-    losses, found = head_agreement(*compared.inputs, options, *compared.more)
+    selection = Selection.of(batch, num_depths)
+    losses, found = head_agreement(*_unroll(model, batch, selection, attention, options, hidden=hidden))
     chances = {
         "greedy": (found.match, found.match),
         "sampling": (found.draft_is_token, found.draft_prob),
         "draft_sampling": (found.token_accept, found.overlap),
     }
-    pairs = [(compared.spread(go_on), compared.spread(rate)) for go_on, rate in map(chances.__getitem__, DECODINGS)]
-    counts = [count_accepted(go_on, compared.selection.selected, rate) for go_on, rate in pairs]
-    return compared.sums(losses, torch.cat(counts))
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """Hidden states of base and depths at the positions that at least one depth selects."""
-
-    selection: Selection
-    inputs: tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]
-    """Students, teacher, weight, targets and mask of n tokens for `head_losses`."""
-    more: tuple[dist.ProcessGroup, Tensor]
-    """The last arguments of `head_losses`: group, and mask on the host."""
-
-    def spread(self, values: Tensor) -> Tensor:
-        """[K, s, b] with values [K, n] at the n positions and 0 elsewhere."""
-        selected = self.selection.selected
-        whole = values.new_zeros(len(selected), selected[0].numel())
-        return whole.index_copy(1, self.selection.rows, values).view_as(selected)
-
-    def sums(self, losses: Tensor, counts: Tensor) -> DepthSums:
-        """The sums from losses [K] and counts [2 D, K]."""
-        tokens = self.selection.selected.flatten(1).sum(dim=1)
-        return DepthSums(torch.cat([losses[None].double(), tokens[None].double(), counts.double()]))
+    pairs = [(selection.spread(go_on), selection.spread(rate)) for go_on, rate in map(chances.__getitem__, DECODINGS)]
+    counts = [count_accepted(go_on, selection.selected, rate) for go_on, rate in pairs]
+    return selection.sums(losses, torch.cat(counts))
 
 
 def _unroll(
     model: HybridModel,
     batch: PackedBatch,
-    num_depths: int,
+    selection: Selection,
     attention: HeadAttention,
+    options: LossConfig,
     mix: HiddenMix | None = None,
     hidden: Tensor | None = None,
     recompute: bool = False,
-    selection: Selection | None = None,
-) -> _Compared:
-    """Run all depths over a batch, and the base if `hidden` is None."""
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, LossConfig, dist.ProcessGroup, Tensor]:
+    """Run all depths over a batch, and the base if `hidden` is None; returns the arguments of `head_losses`."""
     assert attention != "auto", "the settings are not resolved"
-    selection = selection or Selection.of(batch, num_depths)
     hidden = base_states(model, batch) if hidden is None else hidden
     batch_size, rows = batch.token_ids.shape[0], selection.rows
     drafted = unroll_depths(
         model,
         hidden,
         batch.token_ids,
-        num_depths,
+        len(selection.mask),
         attention,
         batch.documents,
         batch.positions,
@@ -310,5 +290,5 @@ def _unroll(
     ]
     teacher = gather_sequence(model, hidden).flatten(0, 1)[rows]
     targets = batch.token_ids.t().flatten()[rows + batch_size]
-    inputs = (students, teacher, output_weight(model), targets, selection.mask)
-    return _Compared(selection, inputs, (model.pg_collection.tp, selection.mask_on_host))
+    weight, group = output_weight(model), model.pg_collection.tp
+    return students, teacher, weight, targets, selection.mask, options, group, selection.mask_on_host

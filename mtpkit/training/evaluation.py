@@ -23,10 +23,9 @@ from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.mtp import DepthAttention
 from mtpkit.platform import default_device, device_name, ensure_distributed, resolve_dtype
 from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig, TrainConfig
-from mtpkit.training.depths import DECODINGS, DepthSums
+from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.heads import resolve_attention
-from mtpkit.training.parallel import check_layout, even_share
-from mtpkit.training.step import evaluate
+from mtpkit.training.parallel import check_layout, even_share, from_last_stage, stream_base
 
 
 @dataclass(frozen=True)
@@ -96,21 +95,25 @@ def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, object
     return values
 
 
-def evaluate_sources(
-    model: HybridModel, dataset: PackedDataset, settings: EvaluationSettings, group: dist.ProcessGroup
-) -> Evaluation:
-    """Evaluate the heads on every source. Collective over the data-parallel `group`, whose ranks share the work.
+@torch.no_grad()
+def evaluate_sources(model: HybridModel, dataset: PackedDataset, settings: EvaluationSettings) -> Evaluation:
+    """Evaluate the heads on every source, see `measure_depths`. Collective over all ranks.
+
+    Data-parallel ranks share the sequences; every pipeline stage gets the result.
 
     Raises:
         MtpkitError: a loss or an acceptance rate is not finite; on all ranks.
     """
-    device = next(model.parameters()).device
+    device, group = next(model.parameters()).device, model.pg_collection.dp
     sources = {}
     for source in dataset.sources:
         batches = _batches(dataset, source, settings.batch_size, settings.max_sequences)
         share = (batch.to(device) for batch in even_share(batches, group))
-        sums = evaluate(model, share, settings.num_depths, settings.attention, settings.loss, group)
-        sources[source] = sums = sums.on_host()
+        sums = DepthSums.zero(settings.num_depths, device, len(DECODINGS))
+        for batch, hidden in stream_base(model, share):
+            sums += measure_depths(model, batch, settings.num_depths, settings.attention, settings.loss, hidden)
+        values = from_last_stage(model, sums.all_reduce(group).values)
+        sources[source] = sums = DepthSums(values).on_host()
         sums.check_finite(f"held-out data {source}")
     return Evaluation(sources, settings.loss.weights(settings.num_depths))
 
@@ -174,7 +177,7 @@ def evaluate_directory(
         expert_parallel=parallel.expert,
     )
     settings = EvaluationSettings(num_depths, attention, LossConfig(), batch_size, max_sequences)
-    found = evaluate_sources(model, dataset, settings, model.pg_collection.dp)
+    found = evaluate_sources(model, dataset, settings)
     if dist.get_rank():
         return None
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}

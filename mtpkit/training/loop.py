@@ -63,8 +63,6 @@ class Trainer:
     def __init__(self, config: TrainConfig):
         torch.manual_seed(config.seed)
         self.device = default_device()
-        self.group = parallel_state.get_data_parallel_group()
-        self.rank, self.num_ranks = self.group.rank(), self.group.size()
         check_wandb(config.log.wandb)
         self.config, model_config = resolve(config)
         check_layout(config.parallel, model_config)
@@ -130,10 +128,10 @@ class Trainer:
             lr = learning_rate(config.optimizer, self.step, config.steps)
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
-                sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.group, self.step)
+                sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.step)
                 sums = sums.on_host()  # waits for the losses, not for a deferred update
                 sums.check_finite(f"step {self.step + 1}")
-                values = summary(sums, config.depth_weights())
+                values = summary(sums, config.loss.weights(config.heads.num_depths))
             self.step += 1
             self.directory.keep()
             self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
@@ -174,7 +172,7 @@ class Trainer:
         self.optimizer.finish()
         settings = EvaluationSettings.of(self.config)
         try:
-            evaluation = evaluate_sources(self.model, self.eval_data, settings, self.group)
+            evaluation = evaluate_sources(self.model, self.eval_data, settings)
         except MtpkitError as error:
             raise MtpkitError(f"step {self.step}: {error}") from error
         self.log.write("eval", self.step, evaluation.to_dict())
@@ -210,6 +208,6 @@ class Trainer:
             data.global_batch_size,
             data.micro_batch_size,
             seed=self.config.seed,
-            dp_rank=self.rank,
-            dp_size=self.num_ranks,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
         )

@@ -142,9 +142,7 @@ def head_agreement(
     shard = VocabShard(weight.shape[0], group)
     losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
     found = losses.new_zeros(len(Agreement.__dataclass_fields__), *mask.shape)
-    logits = _Logits(teacher, weight, len(students), options.chunk_size)
-    for rows, parts in _chunks(mask, mask_on_host, logits.chunk_size):
-        base, drafts = logits.of(teacher[rows], [students[part.depth][part.rows] for part in parts])
+    for rows, parts, base, drafts in _chunks(students, teacher, weight, mask, mask_on_host, options.chunk_size):
         values, agreement = _agree(base, drafts, mask[:, rows], targets[rows], options, shard)
         for part in parts:
             losses[part.depth] += values[part.span].sum()
@@ -170,9 +168,7 @@ class _HeadLosses(torch.autograd.Function):
         losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
         same = torch.zeros_like(mask)
         grads = [torch.zeros_like(student) for student in students] if wants_grad else []
-        logits = _Logits(teacher, weight, len(students), options.chunk_size)
-        for rows, parts in _chunks(mask, mask_on_host, logits.chunk_size):
-            base, drafts = logits.of(teacher[rows], [students[part.depth][part.rows] for part in parts])
+        for rows, parts, base, drafts in _chunks(students, teacher, weight, mask, mask_on_host, options.chunk_size):
             values, row_same = _finish(base, drafts, mask[:, rows], targets[rows], options, shard, wants_grad)
             grad = drafts @ weight if wants_grad else None
             for part in parts:
@@ -247,24 +243,6 @@ def _agree(
     return row_losses(whole, "kl") if plain else losses, values
 
 
-class _Logits:
-    """A buffer for the logits of one chunk."""
-
-    def __init__(self, teacher: Tensor, weight: Tensor, num_depths: int, chunk_size: int):
-        width = -(-len(weight) // _ALIGNMENT) * _ALIGNMENT
-        in_bytes = CHUNK_BYTES[teacher.device.type] // ((num_depths + 1) * width * teacher.element_size())
-        self.chunk_size = chunk_size or max(LEAST_TOKENS, in_bytes // LEAST_TOKENS * LEAST_TOKENS)
-        self._weight = weight
-        self._buffer = teacher.new_empty((num_depths + 1) * min(self.chunk_size, len(teacher)), width)
-
-    def of(self, base: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits [C, V/tp] of base [C, h] and [S, V/tp] of all drafts [.., h], until the next call."""
-        hidden = torch.cat([base, *drafts])
-        logits = self._buffer[: len(hidden), : len(self._weight)]
-        torch.mm(hidden, self._weight.t(), out=logits)
-        return logits[: len(base)], logits[len(base) :]
-
-
 @dataclass(frozen=True)
 class _Part:
     """A depth's part of a chunk: `rows` of the N tokens are `span` of the chunk's S rows."""
@@ -274,8 +252,23 @@ class _Part:
     span: slice
 
 
-def _chunks(mask: Tensor, on_host: Tensor | None, chunk_size: int) -> Iterator[tuple[slice, list[_Part]]]:
-    """Chunks of mask [K, N] that select a token; the mask is read once if the host has no copy of it."""
+def _chunks(
+    students: Sequence[Tensor],
+    teacher: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    on_host: Tensor | None,
+    chunk_size: int,
+) -> Iterator[tuple[slice, list[_Part], Tensor, Tensor]]:
+    """Yield (rows, parts, logits of the base, logits of the depths) for each chunk of mask [K, N] that selects a token.
+
+    The logits are [C, V/tp] and [S, V/tp], in one buffer for all chunks. The mask is read once if the host has no copy.
+    """
+    width = -(-len(weight) // _ALIGNMENT) * _ALIGNMENT
+    if not chunk_size:
+        in_bytes = CHUNK_BYTES[teacher.device.type] // ((len(students) + 1) * width * teacher.element_size())
+        chunk_size = max(LEAST_TOKENS, in_bytes // LEAST_TOKENS * LEAST_TOKENS)
+    buffer = teacher.new_empty((len(students) + 1) * min(chunk_size, len(teacher)), width)
     on_host = mask.cpu() if on_host is None else on_host
     for start in range(0, mask.shape[1], chunk_size):
         rows = slice(start, min(start + chunk_size, mask.shape[1]))
@@ -286,7 +279,10 @@ def _chunks(mask: Tensor, on_host: Tensor | None, chunk_size: int) -> Iterator[t
             index = rows if full else to_device((start + chosen.nonzero()[:, 0]).tolist(), torch.int64, mask.device)
             parts.append(_Part(depth, index, span))
         if end:
-            yield rows, parts
+            hidden = torch.cat([teacher[rows], *(students[part.depth][part.rows] for part in parts)])
+            logits = buffer[: len(hidden), : len(weight)]
+            torch.mm(hidden, weight.t(), out=logits)
+            yield rows, parts, logits[:-end], logits[-end:]
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""An optimizer step over a global batch, and an evaluation over held-out batches."""
+"""An optimizer step over a global batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,10 +10,10 @@ from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import to_device
-from mtpkit.training.config import HeadAttention, LossConfig, TrainConfig
-from mtpkit.training.depths import DECODINGS, DepthSums, HiddenMix, Selection, measure_depths, run_depths
+from mtpkit.training.config import TrainConfig
+from mtpkit.training.depths import DepthSums, HiddenMix, Selection, run_depths
 from mtpkit.training.optimizer import HeadOptimizer
-from mtpkit.training.parallel import from_last_stage, stream_base
+from mtpkit.training.parallel import stream_base
 
 
 def train_step(
@@ -22,13 +22,12 @@ def train_step(
     optimizer: HeadOptimizer,
     config: TrainConfig,
     lr: float,
-    group: dist.ProcessGroup | None = None,
     step: int = 0,
 ) -> tuple[DepthSums, float]:
     """Train on this rank's micro-batches of one global batch.
 
     The loss is the weighted sum over depths of the mean over *all* selected tokens of a depth, those of every
-    micro-batch on every rank in `group`: each token counts the same, wherever it is.
+    micro-batch on every data-parallel rank: each token counts the same, wherever it is.
 
     Returns:
         The sums over the global batch, and the gradient's norm before clipping. Both are zero on pipeline stages
@@ -37,11 +36,11 @@ def train_step(
     Raises:
         MtpkitError: the gradient is not finite; nothing is updated. The caller checks the sums.
     """
-    num_depths = config.heads.num_depths
+    num_depths, group = config.heads.num_depths, model.pg_collection.dp
     selections = [Selection.of(batch, num_depths) for batch in batches]
     tokens = torch.stack([selection.mask.sum(dim=1) for selection in selections]).sum(dim=0)
     dist.all_reduce(tokens, group=group)
-    weights = to_device(config.depth_weights(), torch.float32, tokens.device)
+    weights = to_device(config.loss.weights(num_depths), torch.float32, tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
     attention, options = config.heads.attention, config.loss
@@ -79,22 +78,3 @@ def _hidden_mix(model: HybridModel, config: TrainConfig, step: int, sequences: r
     tensor = model.pg_collection.tp
     part = (tensor.rank(), tensor.size()) if model.config.sequence_parallel else (0, 1)
     return HiddenMix(loss.hidden_mix, loss.hidden_mix_kind, generators, part)
-
-
-@torch.no_grad()
-def evaluate(
-    model: HybridModel,
-    batches: Iterable[PackedBatch],
-    num_depths: int,
-    attention: HeadAttention,
-    options: LossConfig,
-    group: dist.ProcessGroup | None = None,
-) -> DepthSums:
-    """Losses and acceptance on the held-out batches of all ranks in `group`, see `measure_depths`.
-
-    Collective; every pipeline stage gets the result.
-    """
-    sums = DepthSums.zero(num_depths, next(model.parameters()).device, len(DECODINGS))
-    for batch, hidden in stream_base(model, batches):
-        sums += measure_depths(model, batch, num_depths, attention, options, hidden)
-    return DepthSums(from_last_stage(model, sums.all_reduce(group).values))

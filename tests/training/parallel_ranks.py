@@ -81,7 +81,7 @@ def gradients(case, layout, distributed=True, device="cpu", batch=None):
     share = rows // group.size()
     own = range(group.rank() * share, (group.rank() + 1) * share)
     config = load_config(None, [*LEARNING, "heads.num_depths=2", *case.settings])
-    sums, norm = train_step(model, [cut(batch, row, 0, length) for row in own], optimizer, config, 0.0, group)
+    sums, norm = train_step(model, [cut(batch, row, 0, length) for row in own], optimizer, config, 0.0)
     parts = {
         name: (_global_shape(shards[0]), [(_local_slice(shard), shard.data.cpu().clone()) for shard in shards])
         for name, shards in _targets(model).items()

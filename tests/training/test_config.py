@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mtpkit.cli.train import app
 from mtpkit.errors import UserError
-from mtpkit.training.config import TrainConfig, load_config
+from mtpkit.training.config import LossConfig, TrainConfig, load_config
 from mtpkit.training.config.describe import describe_settings
 from mtpkit.training.run import save_config
 
@@ -71,11 +71,11 @@ def test_saved_config_reads_back(tmp_path):
 
 
 def test_depth_weights_sum_to_one():
-    weights = load_config(None, [*NEEDED, "heads.num_depths=3"]).depth_weights()
+    weights = LossConfig().weights(3)
     assert weights == pytest.approx([1 / 1.96, 0.6 / 1.96, 0.36 / 1.96])
-    assert load_config(None, [*NEEDED, "loss.depth_weights=[2,1,1]"]).depth_weights() == (0.5, 0.25, 0.25)
+    assert load_config(None, [*NEEDED, "loss.depth_weights=[2,1,1]"]).loss.weights(3) == (0.5, 0.25, 0.25)
     halves = load_config(None, [*NEEDED, "loss.beta=0.5", "heads.num_depths=2"])
-    assert halves.depth_weights() == pytest.approx([2 / 3, 1 / 3])
+    assert halves.loss.weights(2) == pytest.approx([2 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.training.config import LossConfig
-from mtpkit.training.depths import DECODINGS, DepthSums, count_accepted, measure_depths, run_depths, select_targets
+from mtpkit.training.depths import DECODINGS, DepthSums, Selection, count_accepted, measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
 from tests.training.toy import cut, toy_batch, toy_model
 
@@ -31,19 +31,19 @@ def slow_selection(batch, num_depths):
 
 def test_selection_equals_a_plain_loop():
     batch = toy_batch(BATCH)
-    selected = select_targets(batch.loss_mask, batch.documents, 4)
+    selected = Selection.of(batch, 4).selected
     got = {(depth + 1, target - depth - 1, row) for depth, target, row in selected.nonzero().tolist()}
     assert got == slow_selection(batch, 4)
 
 
 def test_sequences_shorter_than_the_depths_select_nothing():
     batch = toy_batch([[3]], wanted=1.0)
-    assert select_targets(batch.loss_mask, batch.documents, 4).sum(dim=(1, 2)).tolist() == [1, 0, 0, 0]
+    assert Selection.of(batch, 4).selected.sum(dim=(1, 2)).tolist() == [1, 0, 0, 0]
 
 
 def test_accepted_drafts_equal_a_plain_loop():
     batch = toy_batch(BATCH)
-    selected = select_targets(batch.loss_mask, batch.documents, 3)
+    selected = Selection.of(batch, 3).selected
     matches = torch.rand(selected.shape, generator=torch.Generator().manual_seed(1)) < 0.6
     chosen = slow_selection(batch, 3)
     offered, accepted = [0, 0, 0], [0, 0, 0]

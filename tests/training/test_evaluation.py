@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from mtpkit.checkpoint import save_hf_model, save_model
 from mtpkit.data.build import build_dataset
@@ -42,11 +41,12 @@ def settings(**changes):
 
 def run(model, dataset, **changes):
     model.requires_grad_(False)
-    return evaluate_sources(model, dataset, settings(**changes), parallel_state.get_data_parallel_group())
+    return evaluate_sources(model, dataset, settings(**changes))
 
 
-def test_each_source_is_evaluated_by_itself(model, dataset):
-    found = run(model, dataset, batch_size=3)
+@pytest.mark.parametrize("batch_size", [1, 3, 1000])
+def test_each_source_is_evaluated_by_itself(model, dataset, batch_size):
+    found = run(model, dataset, batch_size=batch_size)
     assert list(found.sources) == ["cats", "code"]
     for name, sums in found.sources.items():
         batch = dataset.batch(dataset.source_rows(name))
@@ -129,13 +129,13 @@ def test_a_model_of_weights_that_are_no_numbers_is_not_measured(dataset, name, v
 
 def test_the_source_of_what_is_not_finite_is_named(model, dataset, monkeypatch):
     found = run(model, dataset, batch_size=4, max_sequences=2)
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: next(results))
+    monkeypatch.setattr(evaluation, "measure_depths", lambda *_: next(results))
     for row, says in ((0, "the loss"), (2, "the greedy acceptance"), (5, "the sampling acceptance")):
         bad = DepthSums(found.sources["code"].values.clone())
         bad.values[row, 1] = torch.nan
         results = iter([found.sources["cats"], bad])
         with pytest.raises(MtpkitError, match=f"^held-out data code: NaN or infinity in {says} of depth 2; "):
-            run(model, dataset)
+            run(model, dataset, batch_size=4, max_sequences=2)
 
 
 def test_a_run_is_evaluated_by_its_own_settings():

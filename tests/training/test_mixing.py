@@ -11,7 +11,7 @@ from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
 from mtpkit.model.mtp import shift_states
 from mtpkit.training import step
 from mtpkit.training.config import LossConfig, OptimizerConfig, load_config
-from mtpkit.training.depths import HiddenMix, run_depths
+from mtpkit.training.depths import HiddenMix, measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer
 from tests.ranks import run_ranks
@@ -159,7 +159,7 @@ def fields(batch):
 def test_evaluation_reads_what_decoding_does():
     model, batch = toy_model(), toy_batch([[20]])
     sums = [
-        step.evaluate(model, [batch], 3, "serving", config.loss).values
+        measure_depths(model, batch, 3, "serving", config.loss).values
         for config in (load_config(None, [*NEEDED, f"loss.hidden_mix={share}"]) for share in (0, 1))
     ]
     assert torch.equal(*sums)

@@ -259,10 +259,10 @@ def test_what_is_not_finite_ends_the_run_as_it_was_saved_last(settings, monkeypa
 
     step = loop.train_step
 
-    def spoiled(model, batches, optimizer, config, lr, group, number):
+    def spoiled(model, batches, optimizer, config, lr, number):
         if number == 3 and where.startswith("mtp"):
             model.get_parameter(where).data[0, 0] = torch.nan
-        sums, norm = step(model, batches, optimizer, config, lr, group, number)
+        sums, norm = step(model, batches, optimizer, config, lr, number)
         if number == 3 and where == "loss":
             sums.values[0, 1] = torch.inf
         if number == 3 and where == "held-out":

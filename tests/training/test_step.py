@@ -11,7 +11,7 @@ from mtpkit.training.config import LossConfig, OptimizerConfig, load_config
 from mtpkit.training.heads import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.main_grad import gradients_into_main
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
-from mtpkit.training.step import evaluate, train_step
+from mtpkit.training.step import train_step
 from tests.training.toy import cut, toy_batch, toy_model
 
 
@@ -136,14 +136,6 @@ def test_a_changed_base_is_named():
         model.decoder.final_norm.weight[0] += 1e-3
     with pytest.raises(MtpkitError, match=r"decoder\.final_norm\.weight$"):
         check_unchanged(model, before)
-
-
-def test_evaluation_sums_over_batches():
-    model, batch = toy_model(), toy_batch([[7, 10, 3], [20]])
-    settings = (3, "serving", toy_config().loss)
-    whole = evaluate(model, [batch], *settings)
-    parts = evaluate(model, [cut(batch, 0, 0, 20), cut(batch, 1, 0, 20)], *settings)
-    torch.testing.assert_close(whole.values, parts.values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["kl", "tv", "ce"])

@@ -289,7 +289,3 @@ class TrainConfig:
                 f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds steps {self.steps}: set "
                 f"optimizer.warmup_steps={self.steps} or raise steps"
             )
-
-    def depth_weights(self) -> tuple[float, ...]:
-        """One weight per depth, summing to 1."""
-        return self.loss.weights(self.heads.num_depths)
