@@ -1,6 +1,5 @@
 """Read text and JSON files, with errors that name the file; write files and directories whole or not at all."""
 
-import dataclasses
 import glob
 import json
 import os
@@ -8,8 +7,6 @@ import platform
 import shutil
 import stat
 import tempfile
-import types
-import typing
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from mtpkit.errors import MtpkitError, StorageError, UserError, listed, raise_problems, shown
+from mtpkit.errors import MtpkitError, StorageError, UserError, shown
 
 
 def require_file(path: Path | str) -> Path:
@@ -92,44 +89,6 @@ def read_json(path: Path | str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a JSON object")
     return values
-
-
-def read_record[Record](kind: type[Record], value: Any, where: str) -> Record:
-    """Make a dataclass from a JSON object, which must have exactly its fields, each of the declared type.
-
-    Types may be int, float, str, Any, dataclasses, and lists, dicts with str keys, and unions with None of these.
-
-    Raises:
-        UserError: the value is anything else; names `where` and the key.
-    """
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is {shown(value)}, must be an object")
-    hints = typing.get_type_hints(kind)
-    fields: tuple[dataclasses.Field, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
-    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-    problems = [f"{name} is missing" for name in needed if name not in value]
-    problems += [f"{shown(name)} is not known" for name in value if name not in hints]
-    raise_problems(where, [listed(problems)] if problems else [])
-    return kind(**{name: _typed(hints[name], entry, f"{where}: {name}") for name, entry in value.items()})
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """Check that a JSON value has the declared type, and convert objects to dataclasses."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else _typed(inner[0], value, where)
-    if origin is list and isinstance(value, list):
-        if set(map(type, value)) <= {inner[0]}:  # fast for long lists, such as token ids
-            return value
-        return [_typed(inner[0], entry, f"{where}[{place}]") for place, entry in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {key: _typed(inner[1], entry, f"{where}[{key!r}]") for key, entry in value.items()}
-    if dataclasses.is_dataclass(kind):
-        return read_record(typing.cast(type, kind), value, where)
-    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
-        return value
-    words = {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}
-    raise UserError(f"{where} is {shown(value)}, must be {words[origin or kind]}")
 
 
 @contextmanager

@@ -8,9 +8,10 @@
     LossConfig(kind="l2", beta=2)  # loss settings: kind is 'l2', must be 'kl' or 'tv'; beta is 2, must be above 0 ...
 
 Types are strict: True is no number, 2.0 no whole number, "3" neither. Numbers of numpy become Python's own and lists
-become tuples. Floats are finite unless a field allows others (`Field(allow_inf_nan=True)`). A field whose type is
-itself a checked class takes a mapping too, whose problems are named by dotted keys. What one field cannot tell alone
-(`beta` against `kind`) is told by a method `problems`, which yields a clause for each problem.
+become tuples, unless a field's type is a list. Floats are finite unless a field allows others
+(`Field(allow_inf_nan=True)`). A field whose type is itself a checked class, or a list or dict of one, takes mappings
+too, whose problems are named by dotted keys. What one field cannot tell alone (`beta` against `kind`) is told by a
+method `problems`, which yields a clause for each problem.
 """
 
 import copy
@@ -110,6 +111,23 @@ def attempt[T](cls: Callable[..., T], values: Mapping[str, Any], clauses: list[s
         return None
 
 
+def from_file[T](cls: type[T], value: Any, where: object) -> T:
+    """The object of a checked class that a file describes.
+
+    Args:
+        where: file and line, for messages.
+
+    Raises:
+        UserError: the value is no mapping, or has unknown, missing or wrong values, all of them named.
+    """
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where} is {shown(value)}, must be an object")
+    try:
+        return cls(**value)
+    except WrongValues as error:
+        raise WrongValues(str(where), error.clauses) from None
+
+
 def field_clauses(cls: type, values: Mapping[str, Any]) -> list[str]:
     """One clause for each value that does not fit its field, whatever `problems` would say of them together."""
     return _fill(object.__new__(cls), values)
@@ -161,12 +179,28 @@ def _converted(cls: type, values: Mapping[str, Any], clauses: list[str]) -> dict
     converted: dict[str, Any] = {}
     for name, value in values.items():
         kind = _fields(cls)[name].annotation if name in _fields(cls) else None
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
-            made = attempt(cast(type, kind), value, clauses, f"{keys_of(cls)[name]}.")
-            converted |= {} if made is None else {name: made}
-        else:
-            converted[name] = plain(value)
+        before = len(clauses)
+        made = _made(kind, value, keys_of(cls).get(name, name), clauses)
+        converted |= {name: made} if len(clauses) == before else {}
     return converted
+
+
+def _made(kind: Any, value: Any, key: str, clauses: list[str]) -> Any:
+    """A value of a field, or of a list or dict in it, as pydantic takes it; `clauses` says what cannot be made."""
+    origin, inner = get_origin(kind), get_args(kind)
+    members = [member for member in inner if member is not types.NoneType]
+    if len(members) == 1 < len(inner):
+        return _made(members[0], value, key, clauses)
+    if origin is list and is_list(value):
+        if set(map(type, value)) <= {int, float, str}:  # fast for long lists, such as token ids
+            return list(value)
+        return [_made(inner[0], entry, f"{key}[{place}]", clauses) for place, entry in enumerate(value)]
+    if isinstance(value, Mapping):
+        if origin is dict:
+            return {name: _made(inner[1], entry, f"{key}[{name!r}]", clauses) for name, entry in value.items()}
+        if dataclasses.is_dataclass(kind):
+            return attempt(cast(type, kind), value, clauses, f"{key}.")
+    return plain(value)
 
 
 def _clauses(cls: type, error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
@@ -181,18 +215,22 @@ def _clauses(cls: type, error: ValidationError, values: Mapping[str, Any]) -> It
         elif name not in values:
             yield f"{keys[name]} is missing"
         elif first["type"] != "missing" or len(first["loc"]) > 1:  # or else it was left out
-            yield f"{keys[name]} {_clause(_fields(cls)[name], first, values[name])}"
+            yield _clause(keys[name], _fields(cls)[name], first, values[name])
 
 
-def _clause(info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:
+def _clause(key: str, info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:
     """Say in plain words why a value does not fit its field, given pydantic's error."""
+    for place in error["loc"][1:]:
+        if get_origin(info.annotation) in (list, dict):
+            key, value = f"{key}[{place!r}]", value[place]
+            info = FieldInfo.from_annotation(get_args(info.annotation)[-1])
     context = error.get("ctx", {})
     text = f"must be {info.title or _kind(info.annotation)}"
     if error["type"] == "value_error":
         text = str(context["error"])
     elif any(bound in context for bound in _BOUNDS):
         text = " or ".join([f"must be {_limits(info)}", *map(repr, _words(info.annotation))])
-    return f"is {shown(value)}, {text}" if text.startswith("must ") else text
+    return f"{key} is {shown(value)}, {text}" if text.startswith("must ") else f"{key} {text}"
 
 
 def _kind(annotation: Any, many: bool = False) -> str:
@@ -208,11 +246,14 @@ def _kind(annotation: Any, many: bool = False) -> str:
     if origin is Literal:
         *others, last = map(repr, inner)
         return f"{', '.join(others)} or {last}" if others else last
-    if origin is tuple:
+    if origin in (tuple, list):
         members = list(dict.fromkeys(_kind(member, many=True) for member in inner if member is not Ellipsis))
-        return f"a list of {'' if Ellipsis in inner else f'{len(inner)} '}{' or '.join(members)}"
+        fixed = origin is tuple and Ellipsis not in inner
+        return f"a list of {f'{len(inner)} ' if fixed else ''}{' or '.join(members)}"
+    if origin is dict:
+        return "objects" if many else "an object"
     if dataclasses.is_dataclass(annotation):
-        return "a group of settings"
+        return "groups of values" if many else "a group of values"
     return _NOUNS[annotation][many] if annotation in _NOUNS else f"a {annotation.__name__}"
 
 

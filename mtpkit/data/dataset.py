@@ -5,12 +5,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from mtpkit.config.checked import checked
 from mtpkit.data.documents import table_fingerprint
 from mtpkit.errors import UserError, listed
 
@@ -66,18 +68,21 @@ class PackedBatch:
         )
 
 
-@dataclass(frozen=True)
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@checked("counts of a source")
 class SourceCounts:
     """Counts of one source after packing."""
 
     name: str
-    num_documents: int
-    num_left_out: int
+    num_documents: Count
+    num_left_out: Count
     """Documents without prediction targets."""
-    num_sequences: int
-    num_tokens: int
+    num_sequences: Count
+    num_tokens: Count
     """Tokens in the sequences without padding."""
-    num_target_tokens: int
+    num_target_tokens: Annotated[int, Field(ge=1)]
     """Prediction targets."""
     fingerprint: str
     """Fingerprint of the sequences."""

@@ -9,16 +9,19 @@ DIR/left_out.txt                         samples without prediction targets, if 
 import json
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
+from mtpkit.config.checked import checked, from_file
 from mtpkit.data.dataset import PackedSource, SourceCounts
 from mtpkit.data.sources import MANIFEST
 from mtpkit.data.tokenizer import Tokenizer, fingerprint
-from mtpkit.errors import UserError, listed, raise_problems, shown
-from mtpkit.files import read_json, read_record
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import read_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,42 +32,32 @@ COLUMNS = {"input_ids": "int32", "loss_mask": "bool", "document_lengths": "int32
 """Columns of the data files, and the types in their lists."""
 
 
-@dataclass(frozen=True)
+@checked("manifest of prepared data")
 class Manifest:
     """Contents and origin of prepared data."""
 
     format: int
-    sequence_length: int
-    tokenizer: str
+    sequence_length: Annotated[int, Field(ge=2, lt=2**31)]
+    tokenizer: Annotated[str, Field(pattern="^[0-9a-f]{32}$", title="a fingerprint")]
     """Fingerprint of the tokenizer."""
     tokenizer_name: str
     """Directory of the tokenizer."""
-    sources: list[SourceCounts]
-    """At least one, in the order of their sequences."""
+    sources: Annotated[list[SourceCounts], Field(min_length=1, title="a list of at least one source")]
+    """In the order of their sequences."""
     source_files: dict[str, list[str]]
     """Files of each source."""
-    files: dict[str, int]
+    files: Annotated[dict[str, int], Field(min_length=1, title="the sizes of one or more data files")]
     """Size of each data file in bytes, in the order of their sequences."""
 
-    def problems(self) -> list[str]:
-        """Values that are impossible although they have the right types."""
-        found = [
-            f"files has {shown(name)}, not a data file"
-            for name in self.files
-            if not re.fullmatch(r"[\w-]+\.arrow", name)
-        ]
-        if not re.fullmatch("[0-9a-f]{32}", self.tokenizer):
-            found.append(f"tokenizer is {shown(self.tokenizer)}, not a fingerprint")
-        if not self.files or not self.sources:
-            found.append("files or sources are empty")
-        if not 2 <= self.sequence_length < 2**31:
-            found.append(f"sequence_length is {shown(self.sequence_length)}")
+    def problems(self) -> Iterator[str]:
+        """Yield one clause for each name and number that is impossible beside the others."""
+        for name in self.files:
+            if not re.fullmatch(r"[\w-]+\.arrow", name):
+                yield f"files has {shown(name)}, not a data file"
         for one in self.sources:
             full = one.num_sequences * self.sequence_length
-            counted = 0 <= one.num_left_out <= one.num_documents < 2**63 and one.num_sequences < 2**63
-            if not counted or not 0 < one.num_target_tokens <= one.num_tokens <= full:
-                found.append(f"the numbers of source {shown(one.name)} do not fit together")
-        return found
+            if one.num_left_out > one.num_documents or not one.num_target_tokens <= one.num_tokens <= full:
+                yield f"the numbers of source {shown(one.name)} do not fit together"
 
     def write(self, directory: Path) -> None:
         """Write the manifest into a directory that already holds everything else."""
@@ -82,11 +75,9 @@ def read_manifest(directory: Path) -> Manifest:
         values = read_json(path)
         if type(version := values.get("format")) is int and version != FORMAT:
             raise UserError(f"{path} has format {shown(version)}, this mtpkit reads {FORMAT}")
-        manifest = read_record(Manifest, values, str(path))
-        raise_problems(str(path), manifest.problems()[:3])
+        return from_file(Manifest, values, path)
     except UserError as error:
         raise UserError(f"data: {error}; prepare the data again") from error
-    return manifest
 
 
 def stored_length(directories: Sequence[Path]) -> int | None:

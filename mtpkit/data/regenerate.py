@@ -10,17 +10,19 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Container, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Annotated, Any, Protocol
 
 import numpy as np
+from pydantic import Field
 
+from mtpkit.config.checked import checked, from_file
 from mtpkit.data.documents import describe
 from mtpkit.data.prompts import Prompt
 from mtpkit.errors import MtpkitError, UserError, listed, shown
-from mtpkit.files import parse_json, read_record, staged_file
+from mtpkit.files import parse_json, staged_file
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +39,14 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+@checked("answer")
 class Answer:
     """A line of the output; `mtpkit data prepare` reads it."""
 
-    index: int
+    index: Annotated[int, Field(ge=0)]
     """Index of the prompt."""
     name: str
     """File and row that the prompt comes from."""
@@ -51,8 +56,8 @@ class Answer:
     """`stop`: at an end-of-sequence token or a stop string; `length`: cut off."""
     tokenizer: str
     """Fingerprint of the tokenizer that the token ids belong to."""
-    prompt_token_ids: list[int]
-    completion_token_ids: list[int]
+    prompt_token_ids: TokenIds
+    completion_token_ids: TokenIds
     """The generated tokens, the end-of-sequence token included."""
     messages: list[dict[str, Any]] | None = None
     """The conversation with the answer, if the prompt was a conversation."""
@@ -148,14 +153,18 @@ class Journal:
                 raise UserError(f"{self.path} holds no answers of this command; remove it, or name another output")
             if not line.endswith(b"\n"):
                 break
+            where = f"{self.path}:{number}"
             try:
-                record = parse_json(line, f"{self.path}:{number}")
+                record = parse_json(line, where)
                 if number == 1:
                     if not isinstance(record, dict) or set(record) != set(settings):
-                        raise UserError(f"{self.path}:{number} must hold the settings {listed(settings)}")
+                        raise UserError(f"{where} must hold the settings {listed(settings)}")
                     before = record
                 else:
-                    offsets[_index(record, offsets, f"{self.path}:{number}")] = whole
+                    index = from_file(Answer, record, where).index
+                    if index in offsets:
+                        raise UserError(f"{where} has the index {shown(index)}, which is on an earlier line too")
+                    offsets[index] = whole
             except UserError as error:
                 raise UserError(f"{error}; remove the line, or the file to start anew") from error
             whole += len(line)
@@ -301,13 +310,3 @@ def _answer(index: int, prompts: Sequence[Prompt], output: Any, tokenizer: str) 
 
 def _seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def _index(record: Any, known: Container[int], where: str) -> int:
-    """Check a line of a journal; return the index of the prompt that it answers."""
-    answer = read_record(Answer, record, where)
-    if answer.index < 0 or answer.index in known:
-        raise UserError(f"{where} has the index {shown(answer.index)}, which is below 0 or on an earlier line too")
-    if min([*answer.prompt_token_ids, *answer.completion_token_ids], default=0) < 0:
-        raise UserError(f"{where} has a negative token id")
-    return answer.index

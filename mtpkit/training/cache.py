@@ -13,19 +13,22 @@ import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it
 
 # isort: split
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mtpkit.config.checked import checked, from_file
 from mtpkit.data.dataset import PackedBatch
-from mtpkit.errors import UserError, listed, raise_problems, shown
-from mtpkit.files import is_there, read_json, read_record, require_file
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import is_there, read_json, require_file
 from mtpkit.kernels.linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.hybrid import HybridModel
@@ -86,15 +89,18 @@ def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
     return scatter_to_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
 
 
-@dataclass(frozen=True)
+Size = Annotated[int, Field(ge=1, lt=2**63)]
+
+
+@checked("sequences of a cache")
 class Split:
     """The sequences of one data set, `rows_per_shard` in each shard but the last."""
 
-    name: str
+    name: Annotated[str, Field(pattern="^(train|eval)$", title="train or eval")]
     fingerprint: str
     """Digest of the sequences."""
-    num_sequences: int
-    rows_per_shard: int
+    num_sequences: Size
+    rows_per_shard: Size
 
     @classmethod
     def plan(cls, name: str, fingerprint: str, num_sequences: int, row_bytes: int, multiple: int) -> "Split":
@@ -116,7 +122,7 @@ class Split:
         return range(first, min(first + self.rows_per_shard, self.num_sequences))
 
 
-@dataclass(frozen=True)
+@checked("manifest of a cache")
 class Manifest:
     """The origin and sizes of a cache. Caches with equal manifests, but for names and files, hold the same numbers."""
 
@@ -133,9 +139,11 @@ class Manifest:
     """Fingerprint."""
     dtype: str
     """Dtype in which the base ran."""
-    cache_dtype: str
-    hidden_size: int
-    sequence_length: int
+    cache_dtype: Annotated[
+        str, Field(pattern="^(float32|bfloat16|float8_e4m3fn)$", title="float32, bfloat16 or float8_e4m3fn")
+    ]
+    hidden_size: Size
+    sequence_length: Size
     splits: list[Split]
 
     def differences(self, other: "Manifest") -> list[str]:
@@ -160,18 +168,11 @@ class Manifest:
                 )
         return found
 
-    def problems(self) -> list[str]:
-        """Problems of numbers and names that have the right types."""
-        sizes = {"hidden_size": self.hidden_size, "sequence_length": self.sequence_length}
-        for split in self.splits:
-            sizes |= {f"{split.name}'s {key}": getattr(split, key) for key in ("num_sequences", "rows_per_shard")}
-        found = [f"{key} is {shown(size)}, must be 1 or more" for key, size in sizes.items() if not 0 < size < 2**63]
+    def problems(self) -> Iterator[str]:
+        """Yield one clause if a data set has several splits."""
         names = [split.name for split in self.splits]
-        if len(set(names)) < len(names) or not {"train", "eval"}.issuperset(names):
-            found.append(f"splits are {listed(map(shown, names))}, must be train and eval")
-        if self.cache_dtype not in ("float32", "bfloat16", "float8_e4m3fn"):
-            found.append(f"cache_dtype is {shown(self.cache_dtype)}, which no cache has")
-        return found
+        if len(set(names)) < len(names):
+            yield f"splits are {listed(map(shown, names))}, must be train and eval"
 
     def to_json(self) -> str:
         """The text of the file that `read_manifest` reads."""
@@ -201,11 +202,9 @@ def read_manifest(directory: Path) -> Manifest | None:
         values = read_json(path)
         if type(version := values.get("format")) is int and version != FORMAT:
             raise UserError(f"{path} has format {shown(version)}, this mtpkit reads {FORMAT}")
-        manifest = read_record(Manifest, values, str(path))
-        raise_problems(str(path), manifest.problems())
+        return from_file(Manifest, values, path)
     except UserError as error:
         raise UserError(f"{error}; remove {directory}, it is written anew") from error
-    return manifest
 
 
 class HiddenReader:

@@ -4,12 +4,14 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Annotated, get_type_hints
 
 import numpy as np
+from pydantic import Field
 
-from mtpkit.errors import UserError, shown
-from mtpkit.files import is_there, read_record, read_text, write_file
+from mtpkit.config.checked import checked, from_file
+from mtpkit.errors import UserError
+from mtpkit.files import is_there, read_text, write_file
 from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.run import read_best
 
@@ -21,33 +23,37 @@ Curve = tuple[str, list[float], list[float]]
 """Label, steps, values."""
 
 
-@dataclass(frozen=True)
+Number = Annotated[float, Field(allow_inf_nan=True, title="a number")]
+"""A number of a run whose loss may have become NaN."""
+
+
+@checked("logged training step")
 class TrainLine:
     """A logged training step."""
 
     step: int
-    loss: float
-    lr: float
-    tokens_per_s: float
-    conditional_acceptance: list[float]
+    loss: Number
+    lr: Number
+    tokens_per_s: Number
+    conditional_acceptance: list[Number]
     """Rate per depth, greedy decoding."""
-    acceptance_length: float
-    mfu: float | None = None
+    acceptance_length: Number
+    mfu: Number | None = None
 
 
-@dataclass(frozen=True)
+@checked("evaluation")
 class Summary:
     """Loss and acceptance on held-out tokens, see `mtpkit.training.evaluation.summary`."""
 
     positions: int
-    loss: float
-    conditional_acceptance: list[float]
-    acceptance_length: float
-    sampling_acceptance_length: float
-    draft_sampling_acceptance_length: float
+    loss: Number
+    conditional_acceptance: list[Number]
+    acceptance_length: Number
+    sampling_acceptance_length: Number
+    draft_sampling_acceptance_length: Number
 
 
-@dataclass(frozen=True)
+@checked("evaluation")
 class Evaluated(Summary):
     """An `Evaluation.to_dict`: the summary of all sources together, and that of each."""
 
@@ -104,7 +110,7 @@ LEGEND = (
 
 def table_rows(evaluation: Mapping[str, object]) -> list[list[str]]:
     """Rows of an `Evaluation.to_dict`: name and `COLUMNS` of each source, and of all together if there are several."""
-    return _rows(read_record(Evaluated, _known(Evaluated, evaluation, "evaluation"), "evaluation"))
+    return _rows(from_file(Evaluated, _known(Evaluated, evaluation), "evaluation"))
 
 
 def _rows(found: Evaluated) -> list[list[str]]:
@@ -141,19 +147,17 @@ def read_lines(path: Path) -> list[TrainLine | Evaluated]:
     lines = []
     for number, values in enumerate(read_metrics(path), start=1):
         kind, where = kinds[values["kind"]], f"{path}, line {number}"
-        lines.append(read_record(kind, _known(kind, values, where), where))
+        lines.append(from_file(kind, _known(kind, values), where))
     return lines
 
 
-def _known(kind: type, values: object, where: str) -> object:
+def _known(kind: type, values: object) -> object:
     """The entries of a JSON object that are fields of a record, and likewise in each of its sources."""
     if not isinstance(values, dict):
         return values
     known = {name: values[name] for name in get_type_hints(kind) if name in values}
-    if "sources" in known:
-        if not isinstance(known["sources"], dict):
-            raise UserError(f"{where}: sources is {shown(known['sources'])}, must be an object")
-        known["sources"] = {name: _known(Summary, found, where) for name, found in known["sources"].items()}
+    if isinstance(sources := known.get("sources"), dict):
+        known["sources"] = {name: _known(Summary, found) for name, found in sources.items()}
     return known
 
 

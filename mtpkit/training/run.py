@@ -14,12 +14,10 @@ exported, decoded or trained further.
 import contextlib
 import dataclasses
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import yaml
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
+from mtpkit.config.checked import checked, from_file
 from mtpkit.data.loader import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError, listed, shown
@@ -35,7 +34,6 @@ from mtpkit.files import (
     check_writable,
     is_there,
     read_json,
-    read_record,
     refuse_broken_links,
     storage_errors,
     write_file,
@@ -82,7 +80,7 @@ MODEL_FILES = ("config.json", OWN_CONFIG, *TOKENIZER_FILES, "*.safetensors", "*.
 """Files of a model directory, some of which a run would replace."""
 
 
-@dataclass(frozen=True)
+@checked("best checkpoint")
 class Best:
     """The checkpoint with the best held-out acceptance length so far."""
 
@@ -104,13 +102,13 @@ def read_best(directory: Path) -> Best | None:
     path = directory / BEST_FILE
     if not is_there(path):
         return None
-    best = read_record(Best, read_json(path), str(path))
-    if not math.isfinite(best.acceptance_length):
-        raise UserError(f"{path}: acceptance_length is {best.acceptance_length}, no number; remove the file")
-    return best
+    try:
+        return from_file(Best, read_json(path), path)
+    except UserError as error:
+        raise UserError(f"{error}; remove the file") from error
 
 
-@dataclass(frozen=True)
+@checked("position in the data")
 class _Place:
     """The position in the training data, see `PackedLoader.state_dict`."""
 
@@ -118,7 +116,7 @@ class _Place:
     order: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@checked("progress of a run")
 class _Progress:
     """The contents of a checkpoint besides tensors."""
 
@@ -251,7 +249,7 @@ class RunDirectory:
         """
         where = f"{self.path / iteration_name(self.iteration)}, the state of the run"
         names = [field.name for field in dataclasses.fields(_Progress)]
-        progress = read_record(_Progress, {name: state[name] for name in names if name in state}, where)
+        progress = from_file(_Progress, {name: state[name] for name in names if name in state}, where)
         consumed = self._config.data.global_batch_size * progress.iteration
         if (progress.iteration, progress.loader.consumed) != (self.iteration, consumed):
             raise UserError(

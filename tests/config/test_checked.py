@@ -3,13 +3,13 @@
 import copy
 import dataclasses
 import pickle
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
 from pydantic import Field, field_validator
 
-from mtpkit.config.checked import WrongValues, attempt, checked, keys_of
+from mtpkit.config.checked import WrongValues, attempt, checked, from_file, keys_of
 from mtpkit.errors import UserError
 
 INF = float("inf")
@@ -48,6 +48,48 @@ class Run:
     loss: Loss = Loss()
 
 
+@checked("record")
+class Record:
+    ids: list[Annotated[int, Field(ge=0)]] = dataclasses.field(default_factory=list)
+    sizes: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    losses: list[Loss] = dataclasses.field(default_factory=list)
+    named: dict[str, Loss] = dataclasses.field(default_factory=dict)
+    best: Loss | None = None
+    notes: list[dict[str, Any]] | None = None
+
+
+def test_records_of_files_hold_lists_and_objects():
+    values = {"ids": (1, 2), "sizes": {"a": [3]}, "losses": [{"beta": 1}, Loss()], "named": {"b": {"seed": 3}}}
+    record = from_file(Record, values | {"best": {}, "notes": [{"c": 1}]}, "file")
+    assert record == Record([1, 2], {"a": [3]}, [Loss(beta=1), Loss()], {"b": Loss(seed=3)}, Loss(), [{"c": 1}])
+    assert from_file(Record, {}, "file") == Record()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "file:1 is [], must be an object"),
+        ({"ids": 3}, "file:1: ids is 3, must be a list of whole numbers"),
+        ({"ids": [3, 4.5]}, "file:1: ids[1] is 4.5, must be a whole number"),
+        ({"ids": [3, -1]}, "file:1: ids[1] is -1, must be at least 0"),
+        ({"sizes": []}, "file:1: sizes is [], must be an object"),
+        ({"sizes": {"a": [3, None]}}, "file:1: sizes['a'][1] is None, must be a whole number"),
+        ({"losses": [{}, {"depths": 0}]}, "file:1: losses[1].num_depths is 0, must be positive"),
+        ({"losses": {}}, "file:1: losses is {}, must be a list of groups of values"),
+        ({"named": {"b": 3}}, "file:1: named['b'] is 3, must be a group of values"),
+        ({"named": {"b": {"x": 3}}}, "file:1: named['b'].x is unknown"),
+        ({"best": 3}, "file:1: best is 3, must be a group of values or None"),
+        ({"best": {"kind": 3}}, "file:1: best.loss_kind is 3, must be 'kl' or 'tv'"),
+        ({"notes": [3]}, "file:1: notes is [3], must be a list of objects or None"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_in_a_file_is_named(values, message):
+    with pytest.raises(UserError) as caught:
+        from_file(Record, values, "file:1")
+    assert str(caught.value) == message
+
+
 @pytest.mark.parametrize(
     ("values", "clauses"),
     [
@@ -58,7 +100,7 @@ class Run:
         ({"steps": 10**400}, ["steps is a int, must be from 1 to 64"]),
         ({"name": b"a"}, ["name is b'a', must be a text"]),
         ({"quick": 1, "steps": None}, ["steps is None, must be a whole number", "quick is 1, must be True or False"]),
-        ({"loss": 3}, ["loss is 3, must be a group of settings"]),
+        ({"loss": 3}, ["loss is 3, must be a group of values"]),
         ({"stepz": 3, "a\nb": 1}, ["stepz is unknown", r"'a\nb' is unknown"]),
         (
             {"steps": 65, "loss": {"kind": "l2", "loss_beta": 0, "num_depths": 0, "x": 1}},

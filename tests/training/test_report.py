@@ -76,7 +76,7 @@ def test_nothing_to_report(tmp_path):
         ({"kind": "train", "step": 2}, "loss is missing"),
         ({"kind": "eval", "step": 2, "sources": 5}, "sources is 5, must be an object"),
         ({**eval_line(2), "conditional_acceptance": None}, "conditional_acceptance is None, must be a list"),
-        ({**eval_line(2), "sources": {"code": []}}, r"sources\['code'\] is \[\], must be an object"),
+        ({**eval_line(2), "sources": {"code": []}}, r"sources\['code'\] is \[\], must be a group of values"),
         ({**train_line(2), "lr": "high"}, "lr is 'high', must be a number"),
         ({**train_line(2), "conditional_acceptance": [0.5, "x"]}, r"conditional_acceptance\[1\] is 'x'"),
     ],

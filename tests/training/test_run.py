@@ -508,13 +508,13 @@ def test_metrics_behind_a_link_that_leads_nowhere_are_refused(settings, link):
     ("change", "says"),
     [
         (lambda state: state.pop("iteration"), "iteration is missing"),
-        (lambda state: state.update(iteration="2"), "iteration is '2', must be an integer"),
+        (lambda state: state.update(iteration="2"), "iteration is '2', must be a whole number"),
         (lambda state: state.update(iteration=1), "is damaged: step 1 after 8 sequences"),
-        (lambda state: state.update(loader=[]), "loader is [], must be an object"),
-        (lambda state: state["loader"].update(consumed=8.0), "consumed is 8.0, must be an integer"),
+        (lambda state: state.update(loader=[]), "loader is [], must be a group of values"),
+        (lambda state: state["loader"].update(consumed=8.0), "consumed is 8.0, must be a whole number"),
         (lambda state: state["loader"].update(consumed=10**30), "is damaged: step 2 after 1000"),
         (lambda state: state["loader"].update(order=None), "order is None, must be an object"),
-        (lambda state: state.update(best=True), "best is True, must be an object"),
+        (lambda state: state.update(best=True), "best is True, must be a group of values"),
         (lambda state: state.update(best={"iteration": 2}), "acceptance_length is missing"),
     ],
 )

@@ -190,7 +190,7 @@ def _told(clause: str) -> tuple[str, str]:
         return key, describe_unknown(key)
     if rest == "is missing":
         return key, f"{key} is required, set {example(key)}"
-    if rest.endswith("must be a group of settings"):
+    if rest.endswith("must be a group of values"):
         return key, describe_section(key)
     return key, clause
 
