@@ -29,12 +29,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from mtpkit import LLM, SamplingParams
-from mtpkit.bench import read_prompts
+from mtpkit.bench.shapes import read_prompts
 from mtpkit.checkpoint import load_model
 from mtpkit.cli import run as run_command
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import require_whole
+from mtpkit.engine.prompts import encode
 from mtpkit.platform import default_device
 from mtpkit.training import served_acceptance
 from mtpkit.training.evaluation import evaluate_directory
@@ -128,7 +129,7 @@ def held_out_prompts(corpus: Path, count: int) -> Iterator[list[int]]:
     """Yield the first tokens of the corpus's prompts."""
     tokenizer = load_tokenizer(BASE)
     for prompt in read_prompts(corpus / "prompts.jsonl", count):
-        yield tokenizer.encode(prompt)[:PROMPT] if isinstance(prompt, str) else prompt[:PROMPT]
+        yield list(encode(prompt, tokenizer, prompt["name"])[1][:PROMPT])
 
 
 def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]], held_out: Path) -> dict[str, object]:

@@ -15,13 +15,15 @@ Shape legend: R rows (requests), T = 1 + K tokens per row, E = accepted drafts +
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 
 from mtpkit.bench.report import Column, Result, significant
+from mtpkit.bench.settings import USUAL_DRAFTS, RooflineConfig, depth_rates
+from mtpkit.bench.shapes import choose_drafts
 from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.options import Rollback
@@ -45,24 +47,17 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Works that follow each other."""
-
-    name: str
-    works: tuple[Work, ...]
-
-
-@dataclass(frozen=True)
 class Cost:
     """The cost of some tokens."""
 
-    phases: tuple[Phase, ...]
+    phases: Mapping[str, Sequence[Work]]
+    """Works of each phase by its name; phases follow each other, too."""
     tokens: float
 
     @property
     def works(self) -> Iterator[Work]:
         """Works of all phases."""
-        return (work for phase in self.phases for work in phase.works)
+        return itertools.chain.from_iterable(self.phases.values())
 
     @property
     def bytes(self) -> float:
@@ -154,19 +149,18 @@ class Roofline:
             written = length / self.entries(tokens - 1 + again) if self.state_rollback == "replay" else tokens + again
             return batch_size * (1 + written)
 
-        def draft(depth: int) -> Phase:
+        def draft(depth: int) -> list[Work]:
             # Entries of the newly accepted tokens are made at depth 1; distinct heads make some again at each depth.
             if config.mtp.repeated:
                 entries, moved = (length, state_moves()) if depth == 1 else (1.0, float(batch_size))
             else:
                 entries, moved = length + depth - 1, state_moves(again=tokens - 2)
-            works = self._head(batch_size * entries, batch_size, context_len, cached, moved)
-            return Phase(f"draft {depth}", works)
+            return self._head(batch_size * entries, batch_size, context_len, cached, moved)
 
         fed = batch_size * tokens
         base = self._layers(config.pattern, fed, context_len, cached, state_moves())
-        verify = Phase("verify", _join(base, self._output(fed, config.vocab_size)))
-        return Cost((verify, *map(draft, range(1, tokens))), batch_size * length)
+        phases = {"verify": _join([*base, self._output(fed, config.vocab_size)])}
+        return Cost(phases | {f"draft {depth}": draft(depth) for depth in range(1, tokens)}, batch_size * length)
 
     def prefill(self, num_prompts: int, prompt_len: int, k: int = 0, max_num_batched_tokens: int | None = None) -> Cost:
         """Prompts up to their first token; with K > 0 also the heads' entries for them, and K drafts each.
@@ -182,33 +176,34 @@ class Roofline:
         config, fed, context = self.config, num_prompts * prompt_len, prompt_len / 2
         passes = -(-fed // (max_num_batched_tokens or fed))
         base = self._layers(config.pattern, fed, context, fed, num_prompts, passes)
-        phases = [Phase("base", _join(base, self._output(num_prompts, config.vocab_size, passes)))]
+        phases = {"base": _join([*base, self._output(num_prompts, config.vocab_size, passes)])}
         for depth in range(1, k + 1):
             whole = depth == 1 or not config.mtp.repeated
-            sizes = (fed, num_prompts, context, fed, num_prompts, passes)
-            works = self._head(*sizes if whole else (num_prompts, num_prompts, prompt_len, fed, num_prompts))
-            phases.append(Phase(f"draft {depth}", works))
-        return Cost(tuple(phases), fed)
+            sizes: tuple[float, ...] = (fed, num_prompts, context, fed, num_prompts, passes)
+            sizes = sizes if whole else (num_prompts, num_prompts, prompt_len, fed, num_prompts)
+            phases[f"draft {depth}"] = self._head(*sizes)
+        return Cost(phases, fed)
 
     def _head(
         self, fed: float, drafted: int, context_len: float, cached: float, states: float, passes: int = 1
-    ) -> tuple[Work, ...]:
+    ) -> list[Work]:
         """One depth over `fed` tokens, of which `drafted` go through the lm_head; the rest as `_layers`.
 
         Those alone go through what follows the last cache of a repeated head, see `mtp_forward`.
         """
         eh_proj, pattern = eh_proj_matrix(self.config), self.config.mtp.pattern
         cut = caching_length(pattern) if self.config.mtp.repeated else len(pattern)
-        return _join(
-            self._matrices(eh_proj, fed, passes),
-            self._layers(pattern[:cut], fed, context_len, cached, states, passes),
-            self._layers(pattern[cut:], drafted, context_len, cached, states, min(passes, math.ceil(drafted))),
+        works = [
+            self._matrices(eh_proj, eh_proj, fed, passes),
+            *self._layers(pattern[:cut], fed, context_len, cached, states, passes),
+            *self._layers(pattern[cut:], drafted, context_len, cached, states, min(passes, math.ceil(drafted))),
             self._output(drafted, self.draft_vocab_size or self.config.vocab_size, passes),
-        )
+        ]
+        return _join(works)
 
     def _layers(
         self, pattern: str, fed: float, context_len: float, cached: float, states: float, passes: int = 1
-    ) -> tuple[Work, ...]:
+    ) -> Iterator[Work]:
         """Layers over `fed` tokens.
 
         Args:
@@ -217,42 +212,31 @@ class Roofline:
             states: times that a request's state is moved.
             passes: times that the weights are read.
         """
+        for letter in pattern:
+            matrices = KINDS[letter].matrices(self.config)
+            yield self._matrices(matrices.read(fed / passes), matrices.used, fed, passes)
         kept = [KINDS[letter].memory(self.config) for letter in pattern]
-        works = [self._layer(letter, fed, passes) for letter in pattern]
         if update := sum(layer.state_flops for layer in kept):
-            works.append(Work("state", states * self.state_bytes(pattern), fed * update))
+            state_bytes = sum(layer.state for layer in kept) * self.state_dtype.itemsize
+            yield Work("state", states * state_bytes, fed * update)
         if scores := sum(layer.score_flops for layer in kept):
-            works.append(Work("attention", cached * self.kv_bytes(pattern), fed * scores * context_len))
-        return tuple(works)
+            kv_bytes = sum(layer.kv for layer in kept) * self.dtype.itemsize
+            yield Work("attention", cached * kv_bytes, fed * scores * context_len)
 
-    def state_bytes(self, pattern: str) -> int:
-        """Recurrent state of one request over the layers of a pattern."""
-        return sum(KINDS[letter].memory(self.config).state for letter in pattern) * self.state_dtype.itemsize
-
-    def kv_bytes(self, pattern: str) -> int:
-        """Keys and values of one token over the layers of a pattern."""
-        return sum(KINDS[letter].memory(self.config).kv for letter in pattern) * self.dtype.itemsize
-
-    def _layer(self, letter: str, fed: float, passes: int) -> Work:
-        """The matrices of one layer over `fed` tokens."""
-        matrices = KINDS[letter].matrices(self.config)
-        read = passes * matrices.read(fed / passes) * self.dtype.itemsize
-        return Work("matrices", read, FORWARD * matrices.used * fed)
-
-    def _matrices(self, count: float, fed: float, passes: int = 1) -> Work:
-        return Work("matrices", passes * count * self.dtype.itemsize, FORWARD * count * fed)
+    def _matrices(self, read: float, used: float, fed: float, passes: int) -> Work:
+        """So many weights of which each pass reads `read` and each token uses `used`."""
+        return Work("matrices", passes * read * self.dtype.itemsize, FORWARD * used * fed)
 
     def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
         """`rows` rows of the lm_head over `fed` tokens; a pass that none of them falls to reads nothing."""
-        return self._matrices(rows * self.config.hidden_size, fed, min(passes, math.ceil(fed)))
+        weights = rows * self.config.hidden_size
+        return self._matrices(weights, weights, fed, min(passes, math.ceil(fed)))
 
 
-def _join(*works: Iterable[Work] | Work) -> tuple[Work, ...]:
+def _join(works: Sequence[Work]) -> list[Work]:
     """The works of a phase with those of one name added up."""
-    flat = [work for part in works for work in ([part] if isinstance(part, Work) else part)]
-    names = dict.fromkeys(work.name for work in flat)
-    groups = {name: [work for work in flat if work.name == name] for name in names}
-    return tuple(Work(name, sum(w.bytes for w in own), sum(w.flops for w in own)) for name, own in groups.items())
+    groups = {work.name: [other for other in works if other.name == work.name] for work in works}
+    return [Work(name, sum(w.bytes for w in own), sum(w.flops for w in own)) for name, own in groups.items()]
 
 
 @dataclass(frozen=True)
@@ -285,41 +269,40 @@ class WorkRow:
 
 
 def tabulate_limits(
-    roofline: Roofline,
-    batch_sizes: Sequence[int],
-    acceptance: Sequence[Sequence[float]],
-    context_len: float,
-    bandwidth: float,
-    matrix_rate: float,
-    name: str = "model",
+    model: ModelConfig, config: RooflineConfig, name: str = "model"
 ) -> tuple[Result[StepRow], Result[WorkRow]]:
-    """The steps, and their works.
+    """The decode steps of each batch size and K, and their works.
 
     Args:
-        acceptance: conditional rates of each depth, one list per K.
-        bandwidth, matrix_rate: bytes and FLOPs per second.
+        name: the model's name in the report.
+
+    Raises:
+        UserError: the heads cannot make as many drafts, or a draft vocabulary larger than the model's.
     """
-    rates = (bandwidth, matrix_rate)
+    dtypes = getattr(torch, config.dtype), getattr(torch, config.state_dtype)
+    roofline = Roofline(model, *dtypes, config.state_rollback, config.ring_entries, config.draft_vocab_size)
+    acceptance = [depth_rates(config.acceptance, k) for k in choose_drafts(model, config.ks, USUAL_DRAFTS)]
+    rates = bandwidth, matrix_rate = config.bandwidth * 1e12, config.matrix_rate * 1e12
     settings = {
         "model": name,
-        "context_len": context_len,
+        "context_len": config.context_len,
         "bandwidth": bandwidth,
         "matrix_rate": matrix_rate,
-        "acceptance": [list(one) for one in acceptance],
-        "state_rollback": roofline.state_rollback,
+        "acceptance": acceptance,
+        "state_rollback": config.state_rollback,
         "ring_entries": [roofline.entries(len(one)) for one in acceptance],
-        "draft_vocab_size": roofline.draft_vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
     }
     steps, works = [], []
-    for size, drawn in itertools.product(batch_sizes, acceptance):
-        cost, k = roofline.decode(size, drawn, context_len), len(drawn)
+    for size, drawn in itertools.product(config.batch_sizes, acceptance):
+        cost, k = roofline.decode(size, drawn, config.context_len), len(drawn)
         totals = (cost.bytes, cost.flops, cost.seconds(*rates), cost.limit_tokens_per_s(*rates))
         steps.append(StepRow(size, k, cost.tokens / size, *totals))
-        for phase in cost.phases:
-            for work in phase.works:
+        for phase, own in cost.phases.items():
+            for work in own:
                 bound = "bandwidth" if work.bytes / bandwidth >= work.flops / matrix_rate else "matrix rate"
                 numbers = (work.bytes, work.flops, work.seconds(*rates))
-                works.append(WorkRow(size, k, phase.name, work.name, *numbers, bound))
+                works.append(WorkRow(size, k, phase, work.name, *numbers, bound))
     speeds = f"{significant(bandwidth / 1e12, 3)} TB/s and {significant(matrix_rate / 1e12, 3)} TFLOP/s"
     return (
         Result("roofline", f"decoding at {speeds}: {name}", StepRow, steps, settings=settings),

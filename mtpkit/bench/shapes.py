@@ -10,6 +10,7 @@ from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.drafting import check_depths
+from mtpkit.engine.prompts import encode, list_prompts
 from mtpkit.errors import UserError, listed
 from mtpkit.files import parse_json, read_text
 from mtpkit.model import build_model
@@ -79,8 +80,6 @@ NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
     moe_router_topk_scaling_factor=2.5,
 )
 """Its kinds of layers, small enough for a CPU."""
-
-Prompt = str | list[int]
 
 SHAPES = {
     "nemotron-h-8b": NEMOTRON_H_8B,
@@ -183,15 +182,14 @@ def read_token_ids(path: Path, model: str) -> list[list[int]]:
     Raises:
         UserError: a file that cannot be read, or texts for a shape, which has no tokenizer.
     """
-    prompts = read_prompts(path)
-    if all(isinstance(prompt, list) for prompt in prompts):
-        return [prompt for prompt in prompts if isinstance(prompt, list)]
-    if model in SHAPES:
-        raise UserError(
-            f"{path} holds texts, but the shape {model} has no tokenizer: give prompt_token_ids in a .jsonl"
-        )
-    tokenizer = load_tokenizer(find_companions(_directory(model)))
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    prompts, tokenizer = read_prompts(path), None
+    if any("prompt" in prompt for prompt in prompts):
+        if model in SHAPES:
+            raise UserError(
+                f"{path} holds texts, but the shape {model} has no tokenizer: give prompt_token_ids in a .jsonl"
+            )
+        tokenizer = load_tokenizer(find_companions(_directory(model)))
+    return [list(encode(prompt, tokenizer, name)[1]) for name, prompt in list_prompts(prompts)]
 
 
 def _directory(model: str) -> Path:
@@ -206,13 +204,7 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
     return torch.randint(vocab_size, (count, length), generator=generator).tolist()
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Texts or token ids, one a line, see `read_named_prompts`."""
-    named = read_named_prompts(path, limit)
-    return [prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"] for prompt in named]
-
-
-def read_named_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+def read_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     """Prompts of a file, one a line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as their `name`
     file and line, which messages call them by. Lines of whitespace are skipped.
 

@@ -14,7 +14,6 @@ from mtpkit.bench.settings import (
     PrefillConfig,
     RooflineConfig,
     TrainBenchConfig,
-    depth_rates,
 )
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
@@ -188,17 +187,10 @@ def roofline(
 
     The bandwidth is that of a copy, as `bench decode` has it. Reads alone may be faster: the result is a yardstick.
     """
-    import torch
+    from mtpkit.bench.roofline import tabulate_limits
+    from mtpkit.bench.shapes import get_config
 
-    from mtpkit.bench.roofline import Roofline, tabulate_limits
-    from mtpkit.bench.shapes import choose_drafts, get_config
-
-    model_config = get_config(model, pattern)
-    dtypes = getattr(torch, config.dtype), getattr(torch, config.state_dtype)
-    line = Roofline(model_config, *dtypes, config.state_rollback, config.ring_entries, config.draft_vocab_size)
-    rates = [depth_rates(config.acceptance, k) for k in choose_drafts(model_config, config.ks, USUAL_DRAFTS)]
-    speeds = config.bandwidth * 1e12, config.matrix_rate * 1e12
-    steps, pieces = tabulate_limits(line, config.batch_sizes, rates, config.context_len, *speeds, model)
+    steps, pieces = tabulate_limits(get_config(model, pattern), config, model)
     if works:
         pieces.show_tables()
     _finish(steps, output)

@@ -19,7 +19,8 @@ from mtpkit.cli.command import Command, new_app
 from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
-    from mtpkit.bench import SpeedupConfig, SpeedupRow
+    from mtpkit.bench.settings import SpeedupConfig
+    from mtpkit.bench.speedup import SpeedupRow
     from mtpkit.training import TrainConfig
 
 app = new_app()
@@ -53,7 +54,9 @@ def demo(
     _check_place(out)
     import torch
 
-    from mtpkit.bench import SpeedupConfig, measure_speedup, read_prompts
+    from mtpkit.bench.settings import SpeedupConfig
+    from mtpkit.bench.shapes import read_prompts
+    from mtpkit.bench.speedup import measure_speedup
     from mtpkit.engine import SamplingParams
     from mtpkit.training import load_config
 
@@ -144,7 +147,7 @@ def _call(command: list[str], **environment: str) -> None:
 
 def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[SpeedupRow]":
     """Measure random heads: they draft nothing right, and change no token."""
-    from mtpkit.bench import measure_speedup
+    from mtpkit.bench.speedup import measure_speedup
     from mtpkit.data.tokenizer import load_tokenizer
     from mtpkit.platform import default_device
     from mtpkit.training.heads import build_with_heads, resolve

@@ -87,12 +87,12 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]]:
     Raises:
         UserError: two places, or nothing to read.
     """
-    from mtpkit.bench import read_named_prompts
+    from mtpkit.bench.shapes import read_prompts
 
     if prompt is not None and prompts is not None:
         raise UserError("a prompt and --prompts were both given: leave one out")
     if prompts is not None:
-        return read_named_prompts(prompts)
+        return read_prompts(prompts)
     name = "the prompt" if prompt is not None else "the prompt on stdin"
     if prompt is None and sys.stdin.isatty():
         print("type the prompt, and Ctrl-D at the start of a line to end it", file=sys.stderr)

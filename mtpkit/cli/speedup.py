@@ -40,13 +40,13 @@ def speedup(
     Tokens/s are generated tokens over the wall time of a whole run, prefill included. The last line printed is one JSON
     object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding.
     """
-    from mtpkit.bench import measure_speedup, read_named_prompts
-    from mtpkit.bench.shapes import choose_drafts
+    from mtpkit.bench.shapes import choose_drafts, read_prompts
+    from mtpkit.bench.speedup import measure_speedup
     from mtpkit.checkpoint import load_config
 
     ks = choose_drafts(load_config(model), config.ks, SPEEDUP_DRAFTS)
     chosen = replace(config, ks=ks, sampling=sampling)
-    report = measure_speedup(model, read_named_prompts(prompts, num_prompts), chosen, dtype)
+    report = measure_speedup(model, read_prompts(prompts, num_prompts), chosen, dtype)
     report.save(output)
     if config.ks is None and ks == (0,):
         print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mtpkit.bench import read_named_prompts, read_prompts
+from mtpkit.bench.shapes import read_prompts
 from mtpkit.errors import UserError
 
 
@@ -18,15 +18,20 @@ def write(tmp_path):
     return write
 
 
+def contents(path, limit=None):
+    """Texts and token ids without their names."""
+    return [next(iter(prompt.values())) for prompt in read_prompts(path, limit)]
+
+
 def test_jsonl_holds_texts_and_token_ids(write):
     path = write('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [3, 4], "prompt": "ignored"}\n{"prompt": "c"}\n')
-    assert read_prompts(path) == ["a\nb", [3, 4], "c"]
+    assert contents(path) == ["a\nb", [3, 4], "c"]
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_a_byte_order_mark_is_no_text(write, name):
     content = "a" if name.endswith("txt") else '{"prompt": "a"}'
-    assert read_prompts(write("\ufeff" + content, name)) == ["a"]
+    assert contents(write("\ufeff" + content, name)) == ["a"]
     (path := write("", name)).write_bytes(b"\xef\xbb\xbfab\xff")
     with pytest.raises(UserError, match="invalid start byte at byte 5"):
         read_prompts(path)
@@ -34,19 +39,19 @@ def test_a_byte_order_mark_is_no_text(write, name):
 
 def test_a_limit_spreads_over_the_file(write):
     path = write("a\n\nb\nc\nd\ne\n", "prompts.txt")
-    assert [read_prompts(path, limit) for limit in (1, 2, 5, 9)] == [["a"], ["a", "c"], [*"abcde"], [*"abcde"]]
+    assert [contents(path, limit) for limit in (1, 2, 5, 9)] == [["a"], ["a", "c"], [*"abcde"], [*"abcde"]]
 
 
 def test_other_files_hold_one_text_a_line(write):
-    assert read_prompts(write('  if x:\n\n{"prompt": "a"}\n', "prompts.txt")) == ["  if x:", '{"prompt": "a"}']
+    assert contents(write('  if x:\n\n{"prompt": "a"}\n', "prompts.txt")) == ["  if x:", '{"prompt": "a"}']
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\x0c", "\x85", "\x1c"])
 def test_a_line_ends_with_a_line_feed_alone(write, end):
     """JSON allows the other line separators unescaped in a string."""
-    assert read_prompts(write(f"a{end}b\nc\r\n", "prompts.txt")) == [f"a{end}b", "c"]
+    assert contents(write(f"a{end}b\nc\r\n", "prompts.txt")) == [f"a{end}b", "c"]
     if end not in "\x0c\x1c":
-        assert read_prompts(write(f'{{"prompt": "a{end}b"}}\n')) == [f"a{end}b"]
+        assert contents(write(f'{{"prompt": "a{end}b"}}\n')) == [f"a{end}b"]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +88,11 @@ def test_unreadable_files(tmp_path):
 
 def test_prompts_are_named_by_file_and_line(write):
     path = write('\n{"prompt": ""}\n\n{"prompt_token_ids": [1, 2]}\n')
-    assert read_named_prompts(path) == [
+    assert read_prompts(path) == [
         {"prompt": "", "name": f"{path}:2"},
         {"prompt_token_ids": [1, 2], "name": f"{path}:4"},
     ]
-    assert read_prompts(path) == ["", [1, 2]]
+    assert contents(path) == ["", [1, 2]]
     text = write("a\n\nb\n", "prompts.txt")
-    assert read_named_prompts(text, limit=1) == [{"prompt": "a", "name": f"{text}:1"}]
-    assert read_named_prompts(text)[1]["name"] == f"{text}:3"
+    assert read_prompts(text, limit=1) == [{"prompt": "a", "name": f"{text}:1"}]
+    assert read_prompts(text)[1]["name"] == f"{text}:3"

@@ -26,7 +26,7 @@ RATES = [0.85, 0.85, 0.85]
 
 
 def works(cost: Cost, phase: str) -> dict[str, Work]:
-    return next({work.name: work for work in found.works} for found in cost.phases if found.name == phase)
+    return {work.name: work for work in cost.phases[phase]}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,9 @@ def test_the_limits_beside_the_figures_of_the_field(batch_size, limit):
 
 def test_the_sizes_that_the_field_knows():
     roofline = Roofline(NEMOTRON_H_8B)
-    assert roofline.state_bytes(NEMOTRON_H_8B.pattern) == pytest.approx(100.7e6, rel=1e-3)
-    assert roofline.kv_bytes(NEMOTRON_H_8B.pattern) == 16384
+    plain = works(Roofline(NEMOTRON_H_8B, state_rollback="snapshot").decode(1, context_len=1), "verify")
+    assert plain["state"].bytes / 2 == pytest.approx(100.7e6, rel=1e-3)  # read once, written once
+    assert plain["attention"].bytes == 16384
     cost = roofline.decode(1, RATES)
     assert works(cost, "verify")["matrices"].bytes == pytest.approx(15.1e9, rel=2e-3)
     head = 2 * NEMOTRON_H_8B.vocab_size * NEMOTRON_H_8B.hidden_size
@@ -168,7 +169,7 @@ def test_prefill_counts_each_token_once_and_the_weights_once_a_step():
     # Causal: a token attends to half of its prompt in the mean.
     assert works(one, "base")["attention"].flops == 32 * 4 * 4 * 8 * 4
     drafted = roofline.prefill(4, 8, k=3)
-    assert [phase.name for phase in drafted.phases] == ["base", "draft 1", "draft 2", "draft 3"]
+    assert list(drafted.phases) == ["base", "draft 1", "draft 2", "draft 3"]
     head = 2 * config.hidden_size**2 + KINDS["*"].matrices(config).used
     assert works(drafted, "draft 1")["matrices"].flops == 2 * (32 * head + 4 * output)
     assert works(drafted, "draft 2")["matrices"].flops == 2 * (4 * head + 4 * output)
@@ -199,8 +200,7 @@ def test_after_the_last_cache_of_a_repeated_head_go_the_rows_that_draft(repeated
 
 
 def test_tables_hold_every_step_and_its_works():
-    line = Roofline(NEMOTRON_H_8B, ring_entries=8)
-    steps, pieces = tabulate_limits(line, [1, 128], [[], RATES], 512, *H200, "8b")
+    steps, pieces = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1, 128), (0, 3), ring_entries=8), "8b")
     assert [(row.batch_size, row.k) for row in steps.rows] == [(1, 0), (1, 3), (128, 0), (128, 3)]
     assert steps.rows[1].limit_tokens_per_s == pytest.approx(723, rel=0.02)
     own = [row for row in pieces.rows if (row.batch_size, row.k) == (128, 3)]
@@ -214,7 +214,7 @@ def test_tables_hold_every_step_and_its_works():
     assert sum(row.seconds for row in own) == pytest.approx(steps.rows[3].seconds)
     assert next(steps.tables()[0].columns[3].cells) == f"{steps.rows[0].bytes / 1e9:.2f}"
     assert len(steps.tables()[0].columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
-    engines, _ = tabulate_limits(Roofline(NEMOTRON_H_8B), [1], [RATES, [1.0] * 4], 512, *H200)
+    engines, _ = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1,), (3, 4)))
     assert engines.settings["ring_entries"] == [16, 32]
 
 

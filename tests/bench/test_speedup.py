@@ -7,7 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from mtpkit.bench import SpeedupConfig, measure_speedup, speedup
+from mtpkit.bench import speedup
+from mtpkit.bench.settings import SpeedupConfig
+from mtpkit.bench.speedup import measure_speedup
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.engine import Engine
 from mtpkit.engine.request import AcceptanceStats, EngineStats

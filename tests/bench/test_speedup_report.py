@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from mtpkit.bench import SpeedupReport, SpeedupRow
+from mtpkit.bench.speedup import SpeedupReport, SpeedupRow
 from mtpkit.errors import MtpkitError, StorageError
 
 

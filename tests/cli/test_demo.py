@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mtpkit.bench import SpeedupRow
+from mtpkit.bench.speedup import SpeedupRow
 from mtpkit.cli import demo
 from mtpkit.errors import MtpkitError
 

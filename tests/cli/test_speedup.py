@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from mtpkit import bench
 from mtpkit.bench import speedup
 from mtpkit.cli.speedup import app
 from mtpkit.engine import LLM
@@ -54,9 +53,9 @@ def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_pat
 def test_changed_tokens_fail_greedy_fp32_alone(
     dtype, options, code, prompts, call, capsys, tmp_path, monkeypatch, model_dir
 ):
-    rows = [bench.SpeedupRow(1, 0, 10, 1, 1, [], 1), bench.SpeedupRow(1, 1, 20, 2, 1.5, [0.5], 2 / 3)]
-    report = bench.SpeedupReport(rows, "dir", "cpu", dtype, None)
-    monkeypatch.setattr(bench, "measure_speedup", lambda *_: report)
+    rows = [speedup.SpeedupRow(1, 0, 10, 1, 1, [], 1), speedup.SpeedupRow(1, 1, 20, 2, 1.5, [0.5], 2 / 3)]
+    report = speedup.SpeedupReport(rows, "dir", "cpu", dtype, None)
+    monkeypatch.setattr(speedup, "measure_speedup", lambda *_: report)
     out = tmp_path / "out"
     assert call(app, "--model", model_dir, "--prompts", prompts, "--output", out, *options) == code
     printed = capsys.readouterr()
@@ -77,7 +76,7 @@ def test_changed_tokens_fail_greedy_fp32_alone(
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     out, code, says, prompts, tmp_path, call, capsys, monkeypatch
 ):
-    monkeypatch.setattr(bench, "measure_speedup", lambda *_: pytest.fail("it is found out too late"))
+    monkeypatch.setattr(speedup, "measure_speedup", lambda *_: pytest.fail("it is found out too late"))
     assert call(app, "--model", tmp_path, "--prompts", prompts, "--output", out.format(prompts)) == code
     assert says.format(prompts) in capsys.readouterr().err
 

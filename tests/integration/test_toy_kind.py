@@ -231,7 +231,7 @@ def test_the_memory_plan_and_the_roofline_count_it():
     width, drafts = with_it.mtpkit_config.hidden_size, 3
     assert sizes[0].slot_bytes - sizes[1].slot_bytes == (1 + drafts) * width * 4
     costs = [Roofline(model.mtpkit_config, torch.float32).decode(2, [0.5]) for model in (with_it, without)]
-    by_name = [{work.name: work for work in cost.phases[0].works} for cost in costs]
+    by_name = [{work.name: work for work in cost.phases["verify"]} for cost in costs]
     more = by_name[0]["state"].flops - by_name[1]["state"].flops
     assert more == 3 * width * 2 * 2, "3 FLOPs for each channel of 2 tokens of 2 rows"
     assert by_name[0]["matrices"].bytes - by_name[1]["matrices"].bytes == width**2 * 4

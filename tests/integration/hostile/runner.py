@@ -277,7 +277,8 @@ def load_commands() -> None:
     import torch.utils.tensorboard
     import transformers  # noqa: F401
 
-    import mtpkit.bench
+    import mtpkit.bench.shapes
+    import mtpkit.bench.speedup
     import mtpkit.checkpoint.convert
     import mtpkit.checkpoint.verify
     import mtpkit.cli.acceptance
