@@ -58,9 +58,9 @@ class Case:
         return self.more(args) if self.more else self.make()
 
 
-def size(*tensors: Tensor) -> int:
-    """Bytes of all elements."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def size(*args: object) -> int:
+    """Bytes of all elements of the tensors among them."""
+    return sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
 
 
 @dataclass(frozen=True)

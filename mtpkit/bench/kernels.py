@@ -6,7 +6,7 @@ little that this would take too many, its note says "in cache": its time is that
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -119,11 +119,8 @@ def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> It
         Shapes(model, rows, config.k, config.context_len, device, dtype, state_dtype, config.draft_vocab_size)
         for rows in config.rows
     ]
-    found = [
-        *(case for shapes in sizes for case in decode_cases(shapes)),
-        *prefill_cases(sizes[0]),
-        *training_cases(sizes[0]),
-    ]
+    found = [case for shapes in sizes for case in decode_cases(shapes)]
+    found += [replace(case, capture=False) for case in (*prefill_cases(sizes[0]), *training_cases(sizes[0]))]
     names = list(dict.fromkeys(case.op for case in found))
     unknown = sorted(set(config.ops) - set(names))
     if unknown:

@@ -385,3 +385,9 @@ def test_a_cpu_says_that_it_compares_nothing():
     )
     with pytest.raises(UserError, match="ops nope are unknown"):
         next(check_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("nope",)), "cpu"))
+
+
+def test_only_what_decode_steps_run_is_timed_in_a_graph():
+    made = shapes(NEMOTRON_3_TINY)
+    cases = kernels._cases(NEMOTRON_3_TINY, KernelConfig((3,), context_len=21), torch.device("cpu"))
+    assert [case.op for case in cases if case.capture] == [case.op for case in decode_cases(made)]

@@ -42,25 +42,21 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
 
 
 def prefill_cases(shapes: Shapes) -> Iterator[Case]:
-    """The ops of a step of prompts, 16 of `context_len` tokens; whatever `rows` is. Such steps are not captured."""
+    """The ops of a step of prompts, 16 of `context_len` tokens; whatever `rows` is."""
     has = shapes.config.has
     lens = (shapes.context_len,) * _PREFILL_ROWS
     if has(AttentionConfig):
-        yield replace(mixers.prefill_attention(shapes, lens), capture=False)
+        yield mixers.prefill_attention(shapes, lens)
     if has(Mamba2Config):
-        cases = mixers.conv_varlen(shapes, lens), mixers.ssd_varlen(shapes, lens)
-        yield from (replace(case, capture=False) for case in cases)
+        yield from (mixers.conv_varlen(shapes, lens), mixers.ssd_varlen(shapes, lens))
     if has(MoeConfig):
         for case in (linears.route(shapes, sum(lens)), linears.expert_mlp(shapes, sum(lens))):
-            yield replace(case, capture=False, name=f"{case.op}, prefill")
+            yield replace(case, name=f"{case.op}, prefill")
 
 
 def training_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens; whatever `rows` is."""
-    return (replace(case, capture=False) for case in _training_cases(shapes, _TRAINING_LENGTH * shapes.context_len))
-
-
-def _training_cases(shapes: Shapes, length: int) -> Iterator[Case]:
+    length = _TRAINING_LENGTH * shapes.context_len
     if AttentionConfig.letter in shapes.config.pattern:
         yield training.sequence_attention(shapes, length)
     if shapes.k:

@@ -7,10 +7,9 @@ Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +31,8 @@ class Call:
     norm: bool = False
     gated: bool = False
     """The norm is Mamba's, of the input times silu(gate)."""
-    activation: Literal["relu2"] | None = None
+    activation: str | None = None
+    """`relu2` or none: others run apart."""
     residual: bool = False
 
     def fuses(self, shapes: Shapes) -> bool:
@@ -54,27 +54,25 @@ class Call:
         )
 
 
-def calls(shapes: Shapes) -> list[Call]:
+def calls(shapes: Shapes) -> Iterator[Call]:
     """The calls of each layer kind that the model has; see `mtpkit.model.layers`."""
     config = shapes.config
     hidden, inner = config.hidden_size, config.mamba2.inner
     sizes, width = config.attention, config.mlp.ffn_hidden_size
     queries, keys = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
-    found = []
     if config.has(Mamba2Config):
-        found.append(Call("in_proj", config.mamba2.projected, hidden, norm=True))
-        found.append(Call("out_proj", hidden, inner, gated=True, residual=True))
+        yield Call("in_proj", config.mamba2.projected, hidden, norm=True)
+        yield Call("out_proj", hidden, inner, gated=True, residual=True)
     if config.has(AttentionConfig):
-        found.append(Call("linear_qkv", queries + 2 * keys, hidden, norm=True))
-        found.append(Call("linear_proj", hidden, queries, residual=True))
+        yield Call("linear_qkv", queries + 2 * keys, hidden, norm=True)
+        yield Call("linear_proj", hidden, queries, residual=True)
     if config.has(MlpConfig):
-        relu2: Literal["relu2"] | None = "relu2" if config.mlp.activation == "relu2" else None
-        rows = (2 if config.mlp.gated else 1) * width
-        found.append(Call("linear_fc1", rows, hidden, norm=True, activation=relu2))
-        found.append(Call("linear_fc2", hidden, width, residual=True))
+        rows, relu2 = (2 * width, None) if config.mlp.gated else (width, "relu2")
+        yield Call("linear_fc1", rows, hidden, norm=True, activation=relu2)
+        yield Call("linear_fc2", hidden, width, residual=True)
     if config.mtp.num_depths:
-        found.append(Call("eh_proj", hidden, 2 * hidden))
-    return [*found, Call("lm_head", config.vocab_size, hidden)]
+        yield Call("eh_proj", hidden, 2 * hidden)
+    yield Call("lm_head", config.vocab_size, hidden)
 
 
 def linears(shapes: Shapes) -> Iterator[Case]:
@@ -85,8 +83,6 @@ def linears(shapes: Shapes) -> Iterator[Case]:
 def _linear(shapes: Shapes, of: Call) -> Case:
     config, count = shapes.config, shapes.count
     group_size = of.width // config.mamba2.num_groups if of.gated else None
-    own = partial(linear, eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
-    twin = partial(reference.linear, eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
 
     def make() -> Args:
         return (
@@ -97,20 +93,19 @@ def _linear(shapes: Shapes, of: Call) -> Case:
             shapes.normal(count, of.outputs) if of.residual else None,
         )
 
-    def call(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
-        norm_weight, gate, residual = rest
-        return own(x, weight, norm_weight=norm_weight, gate=gate, residual=residual)
+    def run(op: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
+        x, weight, norm_weight, gate, residual = args
+        around = dict(eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
+        return op(x, weight, norm_weight=norm_weight, gate=gate, residual=residual, **around)
 
-    def in_float(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
-        norm_weight, gate, residual = (None if arg is None else arg.float() for arg in rest)
-        y = twin(x.float(), weight.float(), norm_weight=norm_weight, gate=gate, residual=residual)
-        return y.to(shapes.dtype)
+    def in_float(*args: Tensor | None) -> Tensor:
+        return run(reference.linear, *(None if arg is None else arg.float() for arg in args)).to(shapes.dtype)
 
     return Case(
-        call,
+        partial(run, linear),
         f"[{count}, {of.width}] x [{of.outputs}, {of.width}]",
         make,
-        lambda args: _all(args) + count * of.outputs * shapes.dtype.itemsize,
+        lambda args: size(*args) + count * of.outputs * shapes.dtype.itemsize,
         flops=2.0 * count * of.outputs * of.width,
         name=f"linear {of.name}",
         reference=in_float,
@@ -129,27 +124,21 @@ def _gate(shapes: Shapes) -> Tensor:
     return shapes.normal(shapes.count, config.mamba2.projected)[:, : config.mamba2.inner]
 
 
-def _all(args: Args) -> float:
-    """Bytes of all tensors."""
-    return size(*(arg for arg in args if isinstance(arg, Tensor)))
-
-
 def _in_and_out(args: Args) -> float:
     """Bytes of an op that reads all tensors and whose result is as large as the first one."""
-    return size(args[0]) + _all(args)
+    return size(args[0], *args)
 
 
 def rms_norm(shapes: Shapes) -> Case:
     """The norm as a kernel of its own: always after the last layer, before others where the linear does not fuse it."""
     count, hidden, eps = shapes.count, shapes.config.hidden_size, shapes.config.layernorm_epsilon
-    normed = [call for call in calls(shapes) if call.norm]
-    fused = bool(normed) and all(call.fuses(shapes) for call in normed)
+    fusing = [call.fuses(shapes) for call in calls(shapes) if call.norm]
     return Case(
         norm.rms_norm,
         f"[{count}, {hidden}]",
         lambda: (shapes.normal(count, hidden), shapes.normal(hidden), eps),
         _in_and_out,
-        note=lambda _: "final norm, others fused" if fused else "",
+        note=lambda _: "final norm, others fused" if fusing and all(fusing) else "",
     )
 
 

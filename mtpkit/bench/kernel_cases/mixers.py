@@ -95,21 +95,19 @@ def ring_lens(shapes: Shapes, length: int) -> Tensor:
     return lens.clamp_max(shapes.context_len)
 
 
-def _inputs(shapes: Shapes, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, dt, B and C [*lead, ...], as views of the projection and of the convolution's output."""
+def _inputs(shapes: Shapes, *lead: int) -> Args:
+    """x, dt, A_log, B, C, D, dt_bias and the range of dt.
+
+    x, dt, B and C [*lead, ...] are views of the projection and of the convolution's output.
+    """
     sizes = shapes.config.mamba2
     heads, groups, inner, bc_width = sizes.num_heads, sizes.num_groups, sizes.inner, sizes.bc_width
     dt = shapes.normal(*lead, 2 * inner + 2 * bc_width + heads)[..., -heads:]
     x, B, C = shapes.normal(*lead, inner + 2 * bc_width).split([inner, bc_width, bc_width], -1)
-    by_group = (groups, sizes.state_dim)
-    return x.unflatten(-1, (heads, sizes.head_dim)), dt, B.unflatten(-1, by_group), C.unflatten(-1, by_group)
-
-
-def _parameters(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor]:
-    """A_log, D, dt_bias."""
-    heads = shapes.config.mamba2.num_heads
+    x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
     A_log = (1 + 15 * shapes.uniform(heads, dtype=torch.float32)).log()
-    return A_log, torch.ones(heads, device=shapes.device), shapes.normal(heads) - 4
+    D, dt_bias = torch.ones(heads, device=shapes.device), shapes.normal(heads) - 4
+    return x, dt, A_log, B, C, D, dt_bias, sizes.dt_limit
 
 
 def _state_shape(config: ModelConfig) -> tuple[int, int, int]:
@@ -126,12 +124,11 @@ def ssm_replay(shapes: Shapes) -> Case:
     length = ssm_update.ring_length(tokens)
 
     def make() -> Args:
-        x, dt, B, C = _inputs(shapes, rows, tokens)
-        A_log, D, dt_bias = _parameters(shapes)
+        x, _, _, B, *_ = inputs = _inputs(shapes, rows, tokens)
         ring_dt = 0.1 * shapes.uniform(rows, length, config.mamba2.num_heads, dtype=torch.float32)
         rings = (shapes.normal(rows, length, *x.shape[2:]), shapes.normal(rows, length, *B.shape[2:]), ring_dt)
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
-        return _state(shapes, rows), *rings, *places, x, dt, A_log, B, C, D, dt_bias, config.mamba2.dt_limit
+        return _state(shapes, rows), *rings, *places, *inputs
 
     def count(args: Args) -> float:
         state, ring_x, ring_B, ring_dt, _, _, lens, x, dt, _, B, C, *_ = args
@@ -150,10 +147,9 @@ def ssm_snapshot(shapes: Shapes) -> Case:
     rows, tokens = shapes.rows, shapes.tokens
 
     def make() -> Args:
-        x, dt, B, C = _inputs(shapes, rows, tokens)
-        A_log, D, dt_bias = _parameters(shapes)
+        inputs = _inputs(shapes, rows, tokens)
         places = (shapes.permutation(rows), shapes.ints(tokens, rows))
-        return _state(shapes, rows, tokens), *places, x, dt, A_log, B, C, D, dt_bias, shapes.config.mamba2.dt_limit
+        return _state(shapes, rows, tokens), *places, *inputs
 
     def count(args: Args) -> float:
         state, _, _, x, dt, _, B, C, *_ = args
@@ -202,10 +198,7 @@ def ssd_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     config = shapes.config
 
     def make() -> Args:
-        x, dt, B, C = _inputs(shapes, sum(lens))
-        A_log, D, dt_bias = _parameters(shapes)
-        initial = _state(shapes, len(lens))
-        return x, dt, A_log, B, C, D, dt_bias, config.mamba2.dt_limit, initial, lens, config.mamba2.chunk_size
+        return *_inputs(shapes, sum(lens)), _state(shapes, len(lens)), lens, config.mamba2.chunk_size
 
     def count(args: Args) -> float:
         final = 4 * args[8].numel()  # in fp32, whatever the state is kept in
