@@ -62,7 +62,7 @@ def write_cache(config: TrainConfig) -> None:
     train = open_dataset(config, config.data.train)
     heldout = open_dataset(config, config.data.eval) if config.data.eval else None
     with matmul_precision(config.matmul_precision):
-        attach_cache(config, model_config, train, heldout, default_device())
+        attach_cache(config, model_config, train, heldout)
 
 
 def attach_cache(
@@ -70,7 +70,6 @@ def attach_cache(
     model_config: ModelConfig,
     train: PackedDataset,
     heldout: PackedDataset | None,
-    device: torch.device,
 ) -> tuple[PackedDataset, PackedDataset | None]:
     """Both data sets with the base's hidden states from `config.cache`, in which missing shards are written first.
 
@@ -89,7 +88,7 @@ def attach_cache(
     if any(missing.values()):
         with _writing(directory, manifest):
             headless = replace(config, heads=replace(config.heads, init="fresh"))
-            model = build_with_heads(headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), device)
+            model = build_with_heads(headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), default_device())
             _write(directory, manifest, missing, model, datasets, config)
             drop_base_layers(model)
             dist.barrier()

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.data.build import build_dataset
-from mtpkit.data.dataset import PackedBatch, PackedDataset
+from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
@@ -22,30 +22,10 @@ from mtpkit.model.backends import resolve_backend
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.mtp import DepthAttention
 from mtpkit.platform import default_device, device_name, ensure_distributed, resolve_dtype
-from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig, TrainConfig
+from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.heads import resolve_attention
 from mtpkit.training.parallel import check_layout, even_share, from_last_stage, stream_base
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """Settings of an evaluation."""
-
-    num_depths: int
-    attention: HeadAttention
-    loss: LossConfig
-    """The reported loss, with the weights of the depths."""
-    batch_size: int = 1
-    """Sequences per forward pass on one rank."""
-    max_sequences: int | None = None
-    """Sequences to read of each source, evenly spread over it; None: all."""
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> "EvaluationSettings":
-        """The settings of a run's evaluations."""
-        heads, data = config.heads, config.data
-        return cls(heads.num_depths, heads.attention, config.loss, data.micro_batch_size, data.eval_sequences)
 
 
 @dataclass(frozen=True)
@@ -96,10 +76,23 @@ def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, object
 
 
 @torch.no_grad()
-def evaluate_sources(model: HybridModel, dataset: PackedDataset, settings: EvaluationSettings) -> Evaluation:
+def evaluate_sources(
+    model: HybridModel,
+    dataset: PackedDataset,
+    num_depths: int,
+    attention: HeadAttention,
+    loss: LossConfig,
+    batch_size: int = 1,
+    max_sequences: int | None = None,
+) -> Evaluation:
     """Evaluate the heads on every source, see `measure_depths`. Collective over all ranks.
 
     Data-parallel ranks share the sequences; every pipeline stage gets the result.
+
+    Args:
+        loss: the reported loss, with the weights of the depths.
+        batch_size: sequences per forward pass on one rank.
+        max_sequences: sequences to read of each source, evenly spread over it; None: all.
 
     Raises:
         MtpkitError: a loss or an acceptance rate is not finite; on all ranks.
@@ -107,15 +100,17 @@ def evaluate_sources(model: HybridModel, dataset: PackedDataset, settings: Evalu
     device, group = next(model.parameters()).device, model.pg_collection.dp
     sources = {}
     for source in dataset.sources:
-        batches = _batches(dataset, source, settings.batch_size, settings.max_sequences)
+        rows = dataset.source_rows(source)
+        if max_sequences is not None and max_sequences < len(rows):
+            rows = rows[np.arange(max_sequences) * len(rows) // max_sequences]
+        batches = (dataset.batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
         share = (batch.to(device) for batch in even_share(batches, group))
-        sums = DepthSums.zero(settings.num_depths, device, len(DECODINGS))
+        sums = DepthSums.zero(num_depths, device, len(DECODINGS))
         for batch, hidden in stream_base(model, share):
-            sums += measure_depths(model, batch, settings.num_depths, settings.attention, settings.loss, hidden)
-        values = from_last_stage(model, sums.all_reduce(group).values)
-        sources[source] = sums = DepthSums(values).on_host()
+            sums += measure_depths(model, batch, num_depths, attention, loss, hidden)
+        sources[source] = sums = DepthSums(from_last_stage(model, sums.all_reduce(group).values)).on_host()
         sums.check_finite(f"held-out data {source}")
-    return Evaluation(sources, settings.loss.weights(settings.num_depths))
+    return Evaluation(sources, loss.weights(num_depths))
 
 
 def evaluate_directory(
@@ -176,8 +171,7 @@ def evaluate_directory(
         pipeline_parallel=parallel.pipeline,
         expert_parallel=parallel.expert,
     )
-    settings = EvaluationSettings(num_depths, attention, LossConfig(), batch_size, max_sequences)
-    found = evaluate_sources(model, dataset, settings)
+    found = evaluate_sources(model, dataset, num_depths, attention, LossConfig(), batch_size, max_sequences)
     if dist.get_rank():
         return None
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}
@@ -228,11 +222,3 @@ def served_acceptance(
             accepted += 1
         position += accepted + 1
     return sums
-
-
-def _batches(dataset: PackedDataset, source: str, size: int, limit: int | None) -> Iterator[PackedBatch]:
-    rows = dataset.source_rows(source)
-    if limit is not None and limit < len(rows):
-        rows = rows[np.arange(limit) * len(rows) // limit]
-    for start in range(0, len(rows), size):
-        yield dataset.batch(rows[start : start + size])

@@ -6,7 +6,7 @@ import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it
 import dataclasses
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from mtpkit.platform import default_device, ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead, open_dataset, shared_data
 from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config import TrainConfig
-from mtpkit.training.evaluation import EvaluationSettings, evaluate_sources, summary
+from mtpkit.training.evaluation import evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.heads import build_with_heads, check_unchanged, drop_base_layers, fingerprint, freeze_base, resolve
 from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, check_wandb, find_peak, read_metrics, utilization
@@ -75,7 +75,7 @@ class Trainer:
         resuming = self.directory.iteration is not None
         from_base = self.config.heads.init == "base" and not resuming
         if config.cache:
-            cached = attach_cache(self.config, model_config, train_data, self.eval_data, self.device)
+            cached = attach_cache(self.config, model_config, train_data, self.eval_data)
             self.loader, self.eval_data = ReadAhead(self._loader(cached[0])), cached[1]
         self.model = build_with_heads(
             self.config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
@@ -92,9 +92,8 @@ class Trainer:
         self.peak, self.no_peak = find_peak(self.device)
         self.base = fingerprint(self.model)
 
-    @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Open the logs of the run inside the context."""
+    def logging(self) -> AbstractContextManager[MetricsLog]:
+        """Open the logs of the run; the context closes them."""
         config = self.config
         self.log = MetricsLog(
             self.directory.path,
@@ -104,10 +103,7 @@ class Trainer:
             wandb=config.log.wandb,
             settings=dataclasses.asdict(config),
         )
-        try:
-            yield
-        finally:
-            self.log.close()
+        return closing(self.log)
 
     def run(self, stop: StopSignal) -> Path:
         """Step, log, evaluate and save until the end or a signal."""
@@ -170,9 +166,10 @@ class Trainer:
         if self.eval_data is None:
             return None
         self.optimizer.finish()
-        settings = EvaluationSettings.of(self.config)
+        heads, data = self.config.heads, self.config.data
+        settings = heads.num_depths, heads.attention, self.config.loss, data.micro_batch_size, data.eval_sequences
         try:
-            evaluation = evaluate_sources(self.model, self.eval_data, settings)
+            evaluation = evaluate_sources(self.model, self.eval_data, *settings)
         except MtpkitError as error:
             raise MtpkitError(f"step {self.step}: {error}") from error
         self.log.write("eval", self.step, evaluation.to_dict())

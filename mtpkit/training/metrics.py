@@ -161,20 +161,15 @@ class Throughput:
         return self._tokens / self._seconds
 
 
-def peak_rate(name: str) -> float | None:
-    """Stated dense bf16 FLOPs per second of a device; None if `PEAK_RATES` lacks it.
-
-    Example: `NVIDIA H100 80GB HBM3` and `NVIDIA GH200 480GB` are 989e12, `NVIDIA H100 PCIe` is 756e12.
-    """
-    found = (rate for part, rate in PEAK_RATES.items() if re.search(rf"\b{part}\b", name))
-    return next(found, None)
-
-
 def find_peak(device: torch.device) -> tuple[float | None, str | None]:
-    """The `peak_rate` of a device, and a message for the user if that of a GPU is unknown."""
-    rate = peak_rate(device_name(device))
+    """Stated dense bf16 FLOPs per second of a device, and a message for the user if those of a GPU are not known.
+
+    Example: `NVIDIA H100 80GB HBM3` and `NVIDIA GH200 480GB` have 989e12, `NVIDIA H100 PCIe` has 756e12.
+    """
+    name = device_name(device)
+    rate = next((rate for part, rate in PEAK_RATES.items() if re.search(rf"\b{part}\b", name)), None)
     known = rate is not None or device.type != "cuda"
-    return rate, None if known else f"no MFU is given: the stated peak rate of {device_name(device)} is not known"
+    return rate, None if known else f"no MFU is given: the stated peak rate of {name} is not known"
 
 
 def utilization(tokens_per_s: float, flops: float, num_devices: int, peak: float | None) -> float | None:
@@ -183,7 +178,7 @@ def utilization(tokens_per_s: float, flops: float, num_devices: int, peak: float
     Args:
         tokens_per_s: tokens per second on all devices together.
         flops: FLOPs per token, see `mtpkit.model.flops.step_flops`.
-        peak: FLOPs per second of one device, `peak_rate`.
+        peak: FLOPs per second of one device, see `find_peak`.
     """
     return None if peak is None else tokens_per_s * flops / (num_devices * peak)
 

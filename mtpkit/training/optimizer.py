@@ -77,17 +77,14 @@ def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -
 
 def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the step at a learning rate of 1, given its part of the gradient."""
-    ranks = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
-    if ranks == 1:
-        return _scaled(grad)
-    dim = parameter.partition_dim  # type: ignore[attr-defined]
-    parts = [torch.empty_like(grad) for _ in range(ranks)]
-    dist.all_gather(parts, grad.contiguous(), group=group)
-    return _scaled(torch.cat(parts, dim)).chunk(ranks, dim)[group.rank()]
-
-
-def _scaled(matrix: Tensor) -> Tensor:
-    return orthogonalize(matrix) * (RMS_OF_ADAMW * max(matrix.shape) ** 0.5)
+    split = getattr(parameter, "tensor_model_parallel", False) and group.size() > 1
+    whole = grad
+    if split:
+        parts = [torch.empty_like(grad) for _ in range(group.size())]
+        dist.all_gather(parts, grad.contiguous(), group=group)
+        whole = torch.cat(parts, parameter.partition_dim)  # type: ignore[attr-defined]
+    step = orthogonalize(whole) * (RMS_OF_ADAMW * max(whole.shape) ** 0.5)
+    return step.chunk(group.size(), parameter.partition_dim)[group.rank()] if split else step  # type: ignore[attr-defined]
 
 
 class HeadOptimizer:

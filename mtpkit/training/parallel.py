@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -140,7 +141,7 @@ def stream_base(
     Yields:
         (batch, result of the last stage's `forward`): [s, b, h] (s / tp under sequence parallelism).
     """
-    forward = forward or _base(model)
+    forward = forward or partial(_run_base, model)
     last = model.post_process
     sends: deque[tuple[dist.Work, Tensor]] = deque()
     for batch, received in _receive(model, batches, width):
@@ -167,13 +168,10 @@ def from_last_stage(model: HybridModel, values: Tensor) -> Tensor:
     return values
 
 
-def _base(model: HybridModel) -> StageForward:
-    def forward(batch: PackedBatch, received: Tensor | None) -> Tensor:
-        if received is not None:
-            model.set_input_tensor(received)
-        return base_states(model, batch)
-
-    return forward
+def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None) -> Tensor:
+    if received is not None:
+        model.set_input_tensor(received)
+    return base_states(model, batch)
 
 
 def _receive(

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -21,6 +20,8 @@ MAX_POINTS = 500
 
 Curve = tuple[str, list[float], list[float]]
 """Label, steps, values."""
+Panel = tuple[str, list[Curve], tuple[float | None, float | None]]
+"""Title, curves, range of the vertical axis (None: that of the values)."""
 
 
 Number = Annotated[float, Field(allow_inf_nan=True, title="a number")]
@@ -132,8 +133,24 @@ def write_report(directory: Path) -> Path:
     lines = read_lines(directory / METRICS)
     if not lines:
         raise UserError(f"{directory} has no {METRICS} with anything in it; name the output of a training run")
-    values = _values(directory, lines)
-    write_file(directory / REPORT, Environment(autoescape=True).from_string(_TEMPLATE).render(values))
+    evals = [line for line in lines if isinstance(line, Evaluated)]
+    panels = _panels([line for line in lines if isinstance(line, TrainLine)], evals)
+    settings = directory / "config.yaml"
+    page = (
+        Environment(autoescape=True)
+        .from_string(_TEMPLATE)
+        .render(
+            title=directory.resolve().name,
+            state=_state(directory, lines[-1].step),
+            curves=[_draw(*panel) for panel in panels if any(steps for _, steps, _ in panel[1])],
+            step=evals[-1].step if evals else None,
+            columns=["source", *COLUMNS],
+            rows=_rows(evals[-1]) if evals else [],
+            legend=LEGEND,
+            settings=read_text(settings) if is_there(settings) else "",
+        )
+    )
+    write_file(directory / REPORT, page)
     return directory / REPORT
 
 
@@ -161,23 +178,6 @@ def _known(kind: type, values: object) -> object:
     return known
 
 
-def _values(directory: Path, lines: list[TrainLine | Evaluated]) -> dict[str, object]:
-    """The values of the template."""
-    evals = [line for line in lines if isinstance(line, Evaluated)]
-    panels = _panels([line for line in lines if isinstance(line, TrainLine)], evals)
-    last, settings = evals[-1] if evals else None, directory / "config.yaml"
-    return {
-        "title": directory.resolve().name,
-        "state": _state(directory, lines[-1].step),
-        "curves": [_draw(panel) for panel in panels if any(steps for _, steps, _ in panel.curves)],
-        "step": last and last.step,
-        "columns": ["source", *COLUMNS],
-        "rows": _rows(last) if last else [],
-        "legend": LEGEND,
-        "settings": read_text(settings) if is_there(settings) else "",
-    }
-
-
 def _state(directory: Path, step: int) -> str:
     text = f"{directory}, step {step:,}"
     if best := read_best(directory):
@@ -185,17 +185,7 @@ def _state(directory: Path, step: int) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One plot over steps."""
-
-    title: str
-    curves: list[Curve]
-    limits: tuple[float | None, float | None] = (None, None)
-    """Range of the vertical axis; None: that of the values."""
-
-
-def _panels(train: list[TrainLine], evals: list[Evaluated]) -> list[_Panel]:
+def _panels(train: list[TrainLine], evals: list[Evaluated]) -> list[Panel]:
     measured: Sequence[TrainLine | Evaluated] = evals or train
     where = "held-out" if evals else "training"
     rates = [
@@ -218,18 +208,15 @@ def _panels(train: list[TrainLine], evals: list[Evaluated]) -> list[_Panel]:
         _curve("sampling", [(line.step, line.sampling_acceptance_length) for line in evals]),
         _curve("drawn drafts", [(line.step, line.draft_sampling_acceptance_length) for line in evals]),
     ]
+    used = [(line.step, line.mfu) for line in train if line.mfu is not None]
     return [
-        _Panel("loss", losses),
-        _Panel(f"conditional acceptance, {where}", rates, limits=(0, 1)),
-        _Panel(f"acceptance length, {where}", lengths),
-        _Panel("acceptance length by decoding, held-out", decodings),
-        _Panel("learning rate", [_curve("", [(line.step, line.lr) for line in train])]),
-        _Panel("tokens/s", [_curve("", [(line.step, line.tokens_per_s) for line in train])], limits=(0, None)),
-        _Panel(
-            "model FLOPs utilization",
-            [_curve("", [(line.step, line.mfu) for line in train if line.mfu is not None])],
-            limits=(0, 1),
-        ),
+        ("loss", losses, (None, None)),
+        (f"conditional acceptance, {where}", rates, (0, 1)),
+        (f"acceptance length, {where}", lengths, (None, None)),
+        ("acceptance length by decoding, held-out", decodings, (None, None)),
+        ("learning rate", [_curve("", [(line.step, line.lr) for line in train])], (None, None)),
+        ("tokens/s", [_curve("", [(line.step, line.tokens_per_s) for line in train])], (0, None)),
+        ("model FLOPs utilization", [_curve("", used)], (0, 1)),
     ]
 
 
@@ -243,21 +230,21 @@ def _thin(numbers: Sequence[float]) -> list[float]:
     return [float(part.mean()) for part in np.array_split(np.asarray(numbers, dtype=float), MAX_POINTS)]
 
 
-def _draw(panel: _Panel) -> str:
-    """The panel as an svg element."""
+def _draw(title: str, curves: list[Curve], limits: tuple[float | None, float | None]) -> str:
+    """A panel as an svg element."""
     import matplotlib
     from matplotlib.figure import Figure  # a figure without pyplot needs no display and leaves no state
 
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(5.2, 3.1), layout="constrained")
         axes = figure.subplots()
-        for label, steps, values in panel.curves:
+        for label, steps, values in curves:
             marker = "o" if len(steps) < 30 else ""
             axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.2)
-        axes.set(title=panel.title, xlabel="step", ylim=panel.limits)
+        axes.set(title=title, xlabel="step", ylim=limits)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        if any(label for label, *_ in panel.curves):
+        if any(label for label, *_ in curves):
             axes.legend(frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

@@ -14,6 +14,7 @@ exported, decoded or trained further.
 import contextlib
 import dataclasses
 import json
+import operator
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 import yaml
+from pydantic import TypeAdapter
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
@@ -43,7 +45,7 @@ from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config import TrainConfig, load_config
-from mtpkit.training.config.describe import plain_values
+from mtpkit.training.config.describe import setting_names
 from mtpkit.training.heads import HEAD_PREFIX
 from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer
@@ -90,7 +92,8 @@ class Best:
 
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved config as YAML, atomically."""
-    write_file(path, yaml.safe_dump(plain_values(dataclasses.asdict(config)), sort_keys=False))
+    values = TypeAdapter(TrainConfig).dump_python(config, mode="json")  # lists in place of tuples
+    write_file(path, yaml.safe_dump(values, sort_keys=False))
 
 
 def read_best(directory: Path) -> Best | None:
@@ -276,8 +279,9 @@ class RunDirectory:
             raise UserError(f"output {self.path} holds a run already; set resume=true to go on, or another output")
         if not self._settings.exists():
             raise UserError(f"output {self.path} holds checkpoints but no config.yaml; set another output")
-        before, now = _flat(load_config(self._settings)), _flat(self._config)
-        changed = {key: f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]}
+        parts = load_config(self._settings), self._config
+        values = {key: tuple(map(operator.attrgetter(key), parts)) for key in setting_names(TrainConfig)}
+        changed = {key: f"{key} was {was}, is {now}" for key, (was, now) in values.items() if was != now}
         if refused := [text for key, text in changed.items() if key not in MAY_CHANGE]:
             raise UserError(
                 f"output {self.path} holds a run of other settings: {listed(refused, separator='; ')}; set another "
@@ -353,11 +357,3 @@ def _sharded_state(model: HybridModel, optimizer: HeadOptimizer, heads_alone: bo
     if heads_alone:
         state = {name: part for name, part in state.items() if name.startswith(HEAD_PREFIX)}
     return {"model": state, "optimizer": optimizer.sharded_state_dict(state)}
-
-
-def _flat(config: TrainConfig) -> dict[str, Any]:
-    """The settings by `section.key`."""
-    flat = {}
-    for key, value in dataclasses.asdict(config).items():
-        flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
-    return flat

@@ -405,7 +405,7 @@ def test_on_a_gpu_batches_come_from_pinned_memory(settings, tmp_path):
     assert second == pytest.approx(first, rel=1e-3)
     config = load_config(None, overrides(settings, cache=tmp_path / "cache", dtype="bfloat16"))
     data = open_dataset(config, config.data.train)
-    data, _ = attach_cache(config, load_model_config(config.model), data, None, torch.device("cuda"))
+    data, _ = attach_cache(config, load_model_config(config.model), data, None)
     assert data.batch([3, 1]).hidden().values.is_pinned()
 
 

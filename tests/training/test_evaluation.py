@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from mtpkit.data.build import build_dataset
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.training import evaluation, load_config
+from mtpkit.training import evaluation, load_config, loop
 from mtpkit.training.config import LossConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
-from mtpkit.training.evaluation import EvaluationSettings, evaluate_directory, evaluate_sources
+from mtpkit.training.evaluation import evaluate_directory, evaluate_sources
+from mtpkit.training.loop import Trainer
 from tests.training.toy import toy_model
 
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -35,13 +37,9 @@ def model():
     return toy_model(vocab_size=300)
 
 
-def settings(**changes):
-    return EvaluationSettings(3, "serving", LossConfig(depth_weights=WEIGHTS), **changes)
-
-
 def run(model, dataset, **changes):
     model.requires_grad_(False)
-    return evaluate_sources(model, dataset, settings(**changes))
+    return evaluate_sources(model, dataset, 3, "serving", LossConfig(depth_weights=WEIGHTS), **changes)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 1000])
@@ -138,9 +136,13 @@ def test_the_source_of_what_is_not_finite_is_named(model, dataset, monkeypatch):
             run(model, dataset, batch_size=4, max_sequences=2)
 
 
-def test_a_run_is_evaluated_by_its_own_settings():
+def test_a_run_is_evaluated_by_its_own_settings(monkeypatch):
     overrides = ["data.micro_batch_size=2", "data.eval_sequences=5", "loss.kind=tv", "loss.depth_weights=[2,1,1]"]
     needed = ["model=base", "output=run", "data.train=[a.txt]", "heads.attention=serving"]
-    found = EvaluationSettings.of(load_config(None, [*needed, *overrides]))
-    loss = LossConfig("tv", depth_weights=(2.0, 1.0, 1.0))
-    assert found == EvaluationSettings(3, "serving", loss, batch_size=2, max_sequences=5)
+    trainer, given = Trainer.__new__(Trainer), []
+    trainer.config, trainer.step = load_config(None, [*needed, *overrides]), 4
+    trainer.model, trainer.eval_data, trainer.optimizer = "model", "data", Mock()
+    monkeypatch.setattr(loop, "evaluate_sources", lambda *args: given.extend(args) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer._evaluate()
+    assert given == ["model", "data", 3, "serving", LossConfig("tv", depth_weights=(2.0, 1.0, 1.0)), 2, 5]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtpkit.training import metrics
-from mtpkit.training.metrics import find_peak, peak_rate, utilization
+from mtpkit.training.metrics import find_peak, utilization
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,9 @@ from mtpkit.training.metrics import find_peak, peak_rate, utilization
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_peaks_are_those_of_the_data_sheets(name, rate):
-    assert peak_rate(name) == rate
+def test_peaks_are_those_of_the_data_sheets(monkeypatch, name, rate):
+    monkeypatch.setattr(metrics, "device_name", lambda device: name)
+    assert find_peak(torch.device("cuda", 0))[0] == rate
 
 
 def test_utilization_is_a_share_of_all_devices_peaks():

@@ -24,7 +24,7 @@ def describe_settings() -> str:
 
 def describe_unknown(key: str) -> str:
     """A message about an unknown setting, with sections and settings of similar names."""
-    names = list(_names(TrainConfig))
+    names = list(setting_names(TrainConfig))
     sections = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
     section = key.partition(".")[0]
     found = [] if section in sections else difflib.get_close_matches(section, sections)
@@ -57,18 +57,11 @@ def field_types(cls: Any) -> dict[str, Any]:
     return {name: info.annotation for name, info in cls.__pydantic_fields__.items()}
 
 
-def plain_values(value: Any) -> Any:
-    """The value with lists in place of tuples, for YAML."""
-    if isinstance(value, dict):
-        return {key: plain_values(entry) for key, entry in value.items()}
-    return [plain_values(entry) for entry in value] if isinstance(value, (tuple, list)) else value
-
-
-def _names(cls: Any, prefix: str = "") -> Iterator[str]:
+def setting_names(cls: Any, prefix: str = "") -> Iterator[str]:
     """All settings as `section.key`."""
     for name, kind in field_types(cls).items():
         if dataclasses.is_dataclass(kind):
-            yield from _names(kind, f"{prefix}{name}.")
+            yield from setting_names(kind, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -83,7 +76,8 @@ def _lines(cls: Any, indent: str) -> Iterator[str]:
             continue
         choices = f" One of: {', '.join(map(str, get_args(kind)))}." if get_origin(kind) is Literal else ""
         yield from _comment(info.description + choices, indent)
-        value = "???" if info.is_required() else plain_values(info.default)
+        value = "???" if info.is_required() else info.default
+        value = list(value) if isinstance(value, tuple) else value
         yield f"{indent}{name}: {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"
 
 
