@@ -37,8 +37,7 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import require_whole
 from mtpkit.engine.prompts import encode
 from mtpkit.platform import default_device
-from mtpkit.training import served_acceptance
-from mtpkit.training.evaluation import evaluate_directory
+from mtpkit.training.evaluation import evaluate_directory, served_acceptance
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "examples" / "tiny_base" / "model"

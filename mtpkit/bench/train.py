@@ -26,7 +26,7 @@ from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import default_device, ensure_distributed, resolve_dtype
 from mtpkit.training.cache import HiddenStates
-from mtpkit.training.config import (
+from mtpkit.training.config.settings import (
     DataConfig,
     HeadsConfig,
     LossConfig,

@@ -9,7 +9,7 @@ import typer
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.cli.data import ColumnNames, Sources
-from mtpkit.training.config import ParallelConfig
+from mtpkit.training.config.settings import ParallelConfig
 
 app = new_app()
 
@@ -80,7 +80,7 @@ def acceptance(
 def _trained_length(model: Path) -> int:
     """Tokens of a sequence in the run that a directory is, or is a checkpoint of; 1024 where it is none."""
     from mtpkit.checkpoint.directory import TRACKER
-    from mtpkit.training import load_config
+    from mtpkit.training.config.reading import load_config
 
     for place in (model, model.parent):
         if (place / TRACKER).exists() and (place / "config.yaml").exists():

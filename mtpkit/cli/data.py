@@ -169,7 +169,8 @@ def cache(
     """
     import torch.distributed as dist
 
-    from mtpkit.training import load_config, write_cache
+    from mtpkit.training.cache_write import write_cache
+    from mtpkit.training.config.reading import load_config
 
     settings = load_config(config, overrides or ())
     write_cache(settings)

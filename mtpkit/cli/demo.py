@@ -21,7 +21,7 @@ from mtpkit.errors import MtpkitError, UserError
 if TYPE_CHECKING:
     from mtpkit.bench.settings import SpeedupConfig
     from mtpkit.bench.speedup import SpeedupRow
-    from mtpkit.training import TrainConfig
+    from mtpkit.training.config.settings import TrainConfig
 
 app = new_app()
 
@@ -58,7 +58,7 @@ def demo(
     from mtpkit.bench.shapes import read_prompts
     from mtpkit.bench.speedup import measure_speedup
     from mtpkit.engine import SamplingParams
-    from mtpkit.training import load_config
+    from mtpkit.training.config.reading import load_config
 
     # The matrices of the tiny base gain little from more threads, and threads that wait for each other make timings
     # depend on whatever else runs.

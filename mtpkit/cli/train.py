@@ -10,7 +10,7 @@ import typer
 from mtpkit.cli.command import Command, new_app
 
 if TYPE_CHECKING:
-    from mtpkit.training import TrainConfig
+    from mtpkit.training.config.settings import TrainConfig
 
 app = new_app()
 
@@ -45,12 +45,12 @@ def train(
     ] = False,
 ) -> None:
     """Train the heads of a base, or go on with a run that was stopped; under torchrun on all of its processes."""
-    from mtpkit.training import load_config
+    from mtpkit.training.config.reading import load_config
 
     loaded = load_config(config, overrides or ())  # wrong settings are refused before torch is imported
     import torch.distributed as dist
 
-    from mtpkit.training import train as run_training
+    from mtpkit.training.loop import train as run_training
 
     run_training(loaded)
     if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ from mtpkit.data.loader import LoaderState, PackedLoader
 from mtpkit.data.samples import Columns
 from mtpkit.data.sources import find_sources
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.training.config import DataConfig, TrainConfig
+from mtpkit.training.config.settings import DataConfig, TrainConfig
 
 AHEAD = 3
 """Micro-batches whose hidden states are being read or ready ahead of use."""

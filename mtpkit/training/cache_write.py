@@ -37,7 +37,7 @@ from mtpkit.training.cache import (
     read_manifest,
     row_bytes,
 )
-from mtpkit.training.config import TrainConfig
+from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
 from mtpkit.training.parallel import check_layout
 

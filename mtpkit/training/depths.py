@@ -22,7 +22,7 @@ from mtpkit.errors import MtpkitError, listed
 from mtpkit.model import gather_sequence, mtp_forward, output_weight, unroll_depths
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.training.cache import base_states
-from mtpkit.training.config import HeadAttention, LossConfig, MixKind
+from mtpkit.training.config.settings import HeadAttention, LossConfig, MixKind
 from mtpkit.training.loss import head_agreement, head_losses
 from mtpkit.training.main_grad import training_forward
 

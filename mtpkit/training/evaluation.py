@@ -22,7 +22,7 @@ from mtpkit.model.backends import resolve_backend
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.mtp import DepthAttention
 from mtpkit.platform import default_device, device_name, ensure_distributed, resolve_dtype
-from mtpkit.training.config import HeadAttention, LossConfig, ParallelConfig
+from mtpkit.training.config.settings import HeadAttention, LossConfig, ParallelConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.heads import resolve_attention
 from mtpkit.training.parallel import check_layout, even_share, from_last_stage, stream_base

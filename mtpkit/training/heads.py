@@ -25,7 +25,7 @@ from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in
 from mtpkit.platform import default_device, resolve_dtype
-from mtpkit.training.config import HeadAttention, TrainConfig
+from mtpkit.training.config.settings import HeadAttention, TrainConfig
 from mtpkit.training.parallel import own_rows
 
 _logger = logging.getLogger(__name__)

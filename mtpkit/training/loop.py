@@ -20,7 +20,7 @@ from mtpkit.model.flops import step_flops
 from mtpkit.platform import default_device, ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead, open_dataset, shared_data
 from mtpkit.training.cache_write import attach_cache
-from mtpkit.training.config import TrainConfig
+from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.evaluation import evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.heads import build_with_heads, check_unchanged, drop_base_layers, fingerprint, freeze_base, resolve

@@ -25,7 +25,7 @@ from torch import Tensor
 from mtpkit.kernels.head_loss import HeadLoss
 from mtpkit.kernels.head_loss.slices import draft_tokens, fold, is_finite, log_probs, matches, number_tokens, row_losses
 from mtpkit.platform import to_device
-from mtpkit.training.config import LossConfig
+from mtpkit.training.config.settings import LossConfig
 
 CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
 """Bytes of a chunk's logits, base and depths together: on a GPU enough rows for products at full rate, on a CPU what

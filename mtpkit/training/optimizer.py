@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.adamw import adamw_
-from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.config.settings import OptimizerConfig
 from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region
 from mtpkit.training.offload import HostState, Part
 

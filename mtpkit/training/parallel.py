@@ -32,7 +32,7 @@ from mtpkit.errors import raise_problems
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in
 from mtpkit.training.cache import base_states
-from mtpkit.training.config import ParallelConfig
+from mtpkit.training.config.settings import ParallelConfig
 
 IN_FLIGHT = 2
 """Micro-batches in transfer between two stages."""

@@ -44,8 +44,9 @@ from mtpkit.model.fp8 import is_fp8
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
-from mtpkit.training.config import TrainConfig, load_config
 from mtpkit.training.config.describe import setting_names
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.heads import HEAD_PREFIX
 from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer

@@ -10,7 +10,7 @@ from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import to_device
-from mtpkit.training.config import TrainConfig
+from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.depths import DepthSums, HiddenMix, Selection, run_depths
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import stream_base

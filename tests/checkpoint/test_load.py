@@ -29,7 +29,7 @@ from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
-from mtpkit.training.config import DataConfig, TrainConfig
+from mtpkit.training.config.settings import DataConfig, TrainConfig
 from mtpkit.training.heads import build_with_heads
 from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base, write_megatron_copy
 from tests.toy_config import toy_config

@@ -12,7 +12,8 @@ import pytest
 
 from mtpkit.cli.data import app
 from mtpkit.data.prepared import read_manifest
-from mtpkit.training import load_config, train
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.loop import train
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"

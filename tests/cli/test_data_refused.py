@@ -17,7 +17,7 @@ from mtpkit.cli.data import app
 from mtpkit.cli.main import app as main_app
 from mtpkit.data.prepared import read_manifest
 from mtpkit.data.tokenizer import fingerprint, load_tokenizer
-from mtpkit.training import load_config
+from mtpkit.training.config.reading import load_config
 
 ROWS = '{"text": "the cat sat on the mat, the cat sat on the mat"}\n' * 40
 

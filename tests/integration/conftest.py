@@ -14,7 +14,9 @@ from filelock import FileLock
 from mtpkit.checkpoint.convert import export_checkpoint
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import LLM
-from mtpkit.training import load_config, train, write_cache
+from mtpkit.training.cache_write import write_cache
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.loop import train
 from tests.integration.front_doors import AHEAD, PROMPTS, ROOT, TINY_BASE, TOKENS, call, greedy
 from tests.shared import made_once
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mtpkit.training import load_config
+from mtpkit.training.config.reading import load_config
 from tests.integration.front_doors import ROOT, call
 
 TEXT = (

@@ -10,7 +10,7 @@ from mtpkit.checkpoint import load_model
 from mtpkit.engine import LLM
 from mtpkit.engine.drafting import repeated
 from mtpkit.model.mtp import DepthAttention
-from mtpkit.training import served_acceptance
+from mtpkit.training.evaluation import served_acceptance
 from tests.integration.front_doors import AHEAD, PROMPTS, TOKENS, call, greedy
 
 K = 1 + AHEAD

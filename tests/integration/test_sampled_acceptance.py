@@ -6,7 +6,7 @@ import torch
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
-from mtpkit.training.config import LossConfig
+from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.depths import measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
 from tests.training.toy import VOCAB, toy_batch, toy_model

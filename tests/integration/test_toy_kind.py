@@ -17,8 +17,8 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits
-from mtpkit.training import load_config as load_train_config
-from mtpkit.training import train
+from mtpkit.training.config.reading import load_config as load_train_config
+from mtpkit.training.loop import train
 from mtpkit.training.metrics import METRICS, read_metrics
 from tests import toy_kind
 from tests.checkpoint.toy_family import known

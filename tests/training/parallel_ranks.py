@@ -9,9 +9,10 @@ from megatron.core import parallel_state
 
 from mtpkit.checkpoint.load import _global_shape, _local_slice, _targets
 from mtpkit.model import build_model
-from mtpkit.training import load_config, train
-from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import OptimizerConfig
 from mtpkit.training.heads import freeze_base
+from mtpkit.training.loop import train
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import stream_base
 from mtpkit.training.step import train_step

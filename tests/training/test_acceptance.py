@@ -6,9 +6,9 @@ import torch
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
-from mtpkit.training import served_acceptance
-from mtpkit.training.config import LossConfig
+from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.depths import run_depths
+from mtpkit.training.evaluation import served_acceptance
 from mtpkit.training.heads import freeze_base
 from tests.training.toy import toy_model
 

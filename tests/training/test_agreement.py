@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtpkit.training.config import LossConfig
+from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.loss import head_agreement, head_losses
 from tests.ranks import run_ranks
 from tests.training.test_loss import make_inputs

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import load_model
-from mtpkit.training import load_config, train
-from mtpkit.training.loop import Trainer
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.loop import Trainer, train
 
 
 def settings(toy_base, text_files, output, steps):

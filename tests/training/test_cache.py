@@ -23,10 +23,12 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from mtpkit.training import cache as cache_format
-from mtpkit.training import cache_write, load_config, train, write_cache
+from mtpkit.training import cache_write
 from mtpkit.training.batches import ReadAhead, open_dataset
 from mtpkit.training.cache import HiddenStates, Split
-from mtpkit.training.cache_write import _share, attach_cache
+from mtpkit.training.cache_write import _share, attach_cache, write_cache
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.loop import train
 from tests.ranks import run_ranks
 from tests.training.parallel_ranks import EXPERTS, work
 from tests.training.toy import CONFIG

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from mtpkit.cli.train import app
 from mtpkit.errors import UserError
-from mtpkit.training.config import LossConfig, TrainConfig, load_config
 from mtpkit.training.config.describe import describe_settings
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import LossConfig, TrainConfig
 from mtpkit.training.run import save_config
 
 SECTIONS = [name for name, hint in get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)]

@@ -9,7 +9,7 @@ import pytest
 from mtpkit.cli import run
 from mtpkit.cli.main import app
 from mtpkit.cli.train import describe_end
-from mtpkit.training import load_config
+from mtpkit.training.config.reading import load_config
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from mtpkit.data.build import build_dataset
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.training import evaluation, load_config, loop
-from mtpkit.training.config import LossConfig
+from mtpkit.training import evaluation, loop
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.evaluation import evaluate_directory, evaluate_sources
 from mtpkit.training.loop import Trainer

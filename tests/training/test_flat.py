@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.config.settings import OptimizerConfig
 from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, _block, kind_of
 from mtpkit.training.optimizer import HeadOptimizer
 from tests.training.toy import toy_model

@@ -10,7 +10,7 @@ from mtpkit.checkpoint import save_model
 from mtpkit.engine.options import EngineOptions
 from mtpkit.errors import UserError
 from mtpkit.training import heads as heads_module
-from mtpkit.training.config import DataConfig, HeadsConfig, ParallelConfig, TrainConfig
+from mtpkit.training.config.settings import DataConfig, HeadsConfig, ParallelConfig, TrainConfig
 from mtpkit.training.heads import build_with_heads, resolve
 from tests.training.toy import toy_model
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mtpkit.checkpoint import latest_iteration, load_model
-from mtpkit.training import load_config, train
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.loop import train
 from tests.training.test_run import settings  # noqa: F401
 
 STEPS = 10

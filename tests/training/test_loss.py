@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpkit.kernels.head_loss import HeadLoss, reference
 from mtpkit.training import loss
-from mtpkit.training.config import LossConfig
+from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.loss import head_losses
 from tests.ranks import run_ranks
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mtpkit.model import build_model
-from mtpkit.training.config import LossConfig, OptimizerConfig
+from mtpkit.training.config.settings import LossConfig, OptimizerConfig
 from mtpkit.training.depths import run_depths
 from mtpkit.training.heads import freeze_base
 from mtpkit.training.main_grad import gradients_into_main

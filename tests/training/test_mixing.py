@@ -10,7 +10,8 @@ from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
 from mtpkit.model.mtp import shift_states
 from mtpkit.training import step
-from mtpkit.training.config import LossConfig, OptimizerConfig, load_config
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import LossConfig, OptimizerConfig
 from mtpkit.training.depths import HiddenMix, measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer

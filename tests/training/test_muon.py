@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.config.settings import OptimizerConfig
 from mtpkit.training.main_grad import gradients_into_main
 from mtpkit.training.optimizer import HeadOptimizer, orthogonalize
 from tests.training.toy import toy_model

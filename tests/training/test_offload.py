@@ -11,7 +11,7 @@ from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from mtpkit.training import offload as offloading
 from mtpkit.training import optimizer as optimizers
-from mtpkit.training.config import OptimizerConfig
+from mtpkit.training.config.settings import OptimizerConfig
 from mtpkit.training.heads import freeze_base
 from mtpkit.training.offload import HostState
 from mtpkit.training.optimizer import HeadOptimizer

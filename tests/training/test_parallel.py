@@ -12,8 +12,9 @@ import torch
 from mtpkit.checkpoint import load_model, save_model
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, build_model
-from mtpkit.training import load_config, train
-from mtpkit.training.config import ParallelConfig
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import ParallelConfig
+from mtpkit.training.loop import train
 from mtpkit.training.parallel import check_layout, even_share
 from tests.ranks import run_ranks
 from tests.shared import made_once

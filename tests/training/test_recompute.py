@@ -9,7 +9,7 @@ import torch
 from mtpkit.model import mtp
 from mtpkit.model.layers import attention, linear, residual
 from mtpkit.model.layers.base import keeping_inputs, linear_of
-from mtpkit.training.config import LossConfig, OptimizerConfig
+from mtpkit.training.config.settings import LossConfig, OptimizerConfig
 from mtpkit.training.depths import HiddenMix, run_depths
 from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer

@@ -24,10 +24,11 @@ from mtpkit.cli.acceptance import app as acceptance_app
 from mtpkit.data.samples import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
-from mtpkit.training import batches, load_config, loop, train
+from mtpkit.training import batches, loop
 from mtpkit.training import metrics as metrics_log
-from mtpkit.training.config import DataConfig
-from mtpkit.training.loop import Trainer
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import DataConfig
+from mtpkit.training.loop import Trainer, train
 from mtpkit.training.optimizer import learning_rate
 from tests.checkpoint.test_hostile_files import put_common_state
 from tests.ranks import run_ranks

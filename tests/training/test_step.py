@@ -7,7 +7,8 @@ import torch
 
 from mtpkit.errors import MtpkitError
 from mtpkit.training import depths
-from mtpkit.training.config import LossConfig, OptimizerConfig, load_config
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import LossConfig, OptimizerConfig
 from mtpkit.training.heads import check_unchanged, fingerprint, freeze_base
 from mtpkit.training.main_grad import gradients_into_main
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate

@@ -20,7 +20,7 @@ from mtpkit.kernels import linear as linears
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
-from mtpkit.training.config import LossConfig
+from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.loss import head_losses
 
 
