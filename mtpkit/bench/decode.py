@@ -89,24 +89,25 @@ def measure_decode(
     plain: dict[int, list[list[int]]] = {}
     choices: list[Any] = []
 
+    def prepare(index: int) -> Contender:
+        release_memory(weight.device)  # of the engine before
+        return Contender(model, config, *pairs[index], prompts)
+
     def time_one(index: int) -> DecodeRow:
-        contender = Contender(model, config, *pairs[index], prompts)
+        contender = prepare(index)
         row = _measure(contender, machine, plain)
         choices.append(contender.llm.engine.speculation)
         return row
 
     def trace_one(index: int) -> DecodeRow:
-        contender = Contender(model, config, *pairs[index], prompts)
+        contender = prepare(index)
         contender.llm.engine.speculation = choices[index]  # "auto" goes on as it was timed
         return _trace(contender, result.rows[index])
 
-    def label(index: int) -> str:
-        release_memory(weight.device)  # of the engine before
-        return "batch {}, K = {}".format(*pairs[index])
-
-    result = result.measure(range(len(pairs)), time_one, label, keep)
+    labels = ["batch {}, K = {}".format(*pair) for pair in pairs]
+    result = result.measure(range(len(pairs)), time_one, labels.__getitem__, keep)
     if config.trace and can_trace(weight.device):
-        result = result.measure(range(len(pairs)), trace_one, label, keep)
+        result = result.measure(range(len(pairs)), trace_one, labels.__getitem__, keep)
     release_memory(weight.device)
     return result
 

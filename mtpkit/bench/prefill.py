@@ -19,7 +19,8 @@ from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.model.hybrid import HybridModel
 
 _CHECKED = 2
-"""Prompts whose first token is compared with that of a plain forward pass."""
+"""Prompts whose first token is compared with that of a plain forward pass: the last ones, whose chunks follow those of
+others."""
 _NEAR_TIE = 0.1
 """Near tie, in standard deviations of the logits: rounding may exchange such tokens where no decode step was taken."""
 
@@ -66,7 +67,9 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     first, *others = (prompts[at : at + config.batch_size] for at in range(0, count, config.batch_size))
-    _check(model, first, _run(llm, first)[1])
+    tokens = _run(llm, first)[1]
+    for prompt, token in list(zip(first, tokens, strict=True))[-_CHECKED:]:
+        check_greedy(model, prompt, [token], [0], weight.dtype, near_tie=_NEAR_TIE)
     seconds = statistics.median(_run(llm, prompts)[0] for prompts in tqdm(others, desc="prefill", disable=None))
     roofline = Roofline(model.mtpkit_config, weight.dtype)
     cost = roofline.prefill(config.batch_size, config.prompt_len, config.k, config.max_num_batched_tokens)
@@ -100,9 +103,3 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
     seconds = time.perf_counter() - began
     require_whole(outputs)
     return seconds, [output.outputs[0].token_ids[0] for output in outputs]
-
-
-def _check(model: HybridModel, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
-    """Compare the first tokens of the last prompts, whose chunks follow those of others, with a plain forward pass."""
-    for prompt, token in list(zip(prompts, tokens, strict=True))[-_CHECKED:]:
-        check_greedy(model, prompt, [token], [0], next(model.parameters()).dtype, near_tie=_NEAR_TIE)

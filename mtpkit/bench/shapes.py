@@ -120,10 +120,9 @@ def get_config(model: str, pattern: str | None = None, distinct: bool = False) -
         changes |= {"mtp_use_repeated_layer": False} if distinct else {}
         return SHAPES[model].replace(**changes) if changes else SHAPES[model]
     directory = _directory(model)
-    if distinct:
-        raise UserError(f"distinct heads are for a shape ({listed(SHAPES)}), not for a model directory as {model}")
-    if pattern is not None:
-        raise UserError(f"pattern {pattern!r} is for a shape ({listed(SHAPES)}), not for a model directory as {model}")
+    if distinct or pattern is not None:
+        given = "distinct heads are" if distinct else f"pattern {pattern!r} is"
+        raise UserError(f"{given} for a shape ({listed(SHAPES)}), not for a model directory as {model}")
     return load_config(directory)
 
 

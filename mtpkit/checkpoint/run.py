@@ -17,7 +17,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -231,15 +231,14 @@ def load_checkpoint(
     """
     path = find_torch_dist(directory)
     require_file(path / "metadata.json")  # which megatron-core opens
-    stored = MegatronReader(path).disk_tensors()
-    asked = _without_absent_extra_states(sharded_state_dict, stored)
+    stored = MegatronReader(path)
+    asked = _without_absent_extra_states(sharded_state_dict, stored.keys)
     flat = list(nested_values(load_preprocess(asked)[0]))
     shapes = _over_all_ranks({t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)})
     objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
-    if objects.keys() - stored.keys():
-        raise UserError(f"{path}: missing {listed(sorted(objects.keys() - stored.keys()))}")
-    tensors = {key: info for key, info in stored.items() if info is not None}
-    require_same_names(path, tensors, shapes, extra_ok=partial)
+    if missing := objects.keys() - stored.keys:
+        raise UserError(f"{path}: missing {listed(sorted(missing))}")
+    require_same_names(path, stored.on_disk, shapes, extra_ok=partial)
     try:
         with _without_code():
             state = dist_checkpointing.load(asked, str(path))
@@ -274,9 +273,7 @@ def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, object],
     refuse_not_finite(where, sorted(_over_all_ranks(names)), advice)
 
 
-def _without_absent_extra_states(
-    sharded_state_dict: Mapping[str, object], stored: Mapping[str, object]
-) -> dict[str, object]:
+def _without_absent_extra_states(sharded_state_dict: Mapping[str, object], stored: Set[str]) -> dict[str, object]:
     """Let `_extra_state` objects that the checkpoint lacks be None: they carry fp8 scales, or nothing."""
 
     def replace(value: object) -> object:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from mtpkit.errors import raise_problems, shown
 
+_KINDS = {int: "a whole number from 0", bool: "true or false", str: "a text"}
+
 
 class Values:
     """Settings by key; a setting that is null counts as absent.
@@ -17,9 +19,6 @@ class Values:
         self.problems: list[str] = []
         self._values = {key: value for key, value in values.items() if value is not None}
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
     def first(self, *keys: str) -> str | None:
         """The first of these keys that is set."""
         return next((key for key in keys if key in self._values), None)
@@ -28,23 +27,15 @@ class Values:
         """A setting of any type."""
         return self._values.get(key, default)
 
-    def whole(self, key: str, default: int = 0) -> int:
-        """A whole number from 0. Any other value is recorded as a problem, and the default returned."""
-        return self._typed(key, default, "a whole number from 0")
+    def typed[T: (int, bool, str)](self, key: str, default: T) -> T:
+        """A whole number from 0, a flag or a text, as the default is.
 
-    def flag(self, key: str, default: bool) -> bool:
-        """True or False. Any other value is recorded as a problem, and the default returned."""
-        return self._typed(key, default, "true or false")
-
-    def text(self, key: str, default: str = "") -> str:
-        """A text. Any other value is recorded as a problem, and the default returned."""
-        return self._typed(key, default, "a text")
-
-    def _typed[T: (int, bool, str)](self, key: str, default: T, kind: str) -> T:
+        Any other value is recorded as a problem, and the default returned.
+        """
         value = self._values.get(key, default)
         if type(value) is type(default) and (type(value) is not int or value >= 0):
             return value
-        self.problems.append(f"{key} {shown(value)} is not {kind}")
+        self.problems.append(f"{key} {shown(value)} is not {_KINDS[type(default)]}")
         return default
 
     def require(self, key: str, value: object) -> None:

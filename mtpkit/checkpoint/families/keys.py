@@ -136,7 +136,7 @@ class Heads(Line):
         return {"mtp_num_depths": "mtpkit.mtp_num_depths"}
 
     def read(self, file: Values) -> Settings:
-        physical, own = file.whole(self.key), file.get("mtpkit", {})
+        physical, own = file.typed(self.key, 0), file.get("mtpkit", {})
         if not isinstance(own, dict):
             file.problems.append(f"mtpkit {shown(own)} is not an object")
             own = {}

@@ -27,7 +27,7 @@ INFINITY = {"__float__": "Infinity"}
 
 def _read_patterns(file: Values) -> tuple[str, str]:
     pattern = _read_pattern(file, "hybrid_override_pattern", "layers_block_type")
-    if file.whole("num_hidden_layers", len(pattern)) != len(pattern):
+    if file.typed("num_hidden_layers", len(pattern)) != len(pattern):
         count = shown(file.get("num_hidden_layers"))
         file.problems.append(f"num_hidden_layers {count} but the pattern has {len(pattern)} layers")
     if not file.get("num_nextn_predict_layers"):
@@ -115,12 +115,12 @@ class _Router(Line):
     kind: str = "moe"
 
     def read(self, file: Values) -> Settings:
-        topk = file.whole("num_experts_per_tok")
-        if file.flag("norm_topk_prob", True) != (topk > 1):
+        topk = file.typed("num_experts_per_tok", 0)
+        if file.typed("norm_topk_prob", True) != (topk > 1):
             file.problems.append(
                 "norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron"
             )
-        if file.whole("n_group", 1) > 1 and topk != 2 * file.whole("topk_group", 1):
+        if file.typed("n_group", 1) > 1 and topk != 2 * file.typed("topk_group", 1):
             # Transformers ranks a group by its two best experts, Megatron by its topk / topk_group best.
             file.problems.append("n_group above 1 needs num_experts_per_tok equal to twice topk_group")
         return {}

@@ -31,8 +31,7 @@ class Same:
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
-    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
+    to_hf = to_megatron
 
 
 SAME: Final = Same()

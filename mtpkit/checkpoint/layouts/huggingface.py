@@ -40,7 +40,7 @@ class HFReader:
         self._arguments = directory, canonical
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Any, str]] = {}
-        self._odd: list[str] = []
+        odd: list[str] = []
         for path, promised in _shards(directory).items():
             try:
                 shard = safe_open(path, framework="pt")
@@ -48,26 +48,22 @@ class HFReader:
                 raise UserError(f"{path} is damaged or cut off ({error}); download it again") from error
             names = set(shard.keys())
             if promised is not None and names != promised:
-                odd = listed(sorted(names ^ promised))
-                raise UserError(f"{path} and {INDEX} disagree about: {odd}; download both again")
+                apart = listed(sorted(names ^ promised))
+                raise UserError(f"{path} and {INDEX} disagree about: {apart}; download both again")
             for name in sorted(names):
-                self._add(path, shard, name, canonical(name))
-        if self._odd:
-            raise UserError(f"{directory}: {listed(self._odd)}; convert the weights to bf16 or fp32 first")
+                if canonical(name) in self.tensors:
+                    raise UserError(f"{path}: {name} is stored twice, under two prefixes or in two shards")
+                header = shard.get_slice(name)
+                if header.get_dtype() not in DTYPES:
+                    odd.append(f"{name} has dtype {header.get_dtype()}")
+                    continue
+                self.tensors[canonical(name)] = TensorInfo(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+                self._places[canonical(name)] = (shard, name)
+        if odd:
+            raise UserError(f"{directory}: {listed(odd)}; convert the weights to bf16 or fp32 first")
 
     def __reduce__(self) -> tuple[type["HFReader"], tuple[Path, Callable[[str], str]]]:
         return HFReader, self._arguments
-
-    def _add(self, path: Path, shard: Any, name: str, canonical: str) -> None:
-        if canonical in self.tensors:
-            raise UserError(f"{path}: {name} is stored twice, under two prefixes or in two shards")
-        header = shard.get_slice(name)
-        dtype = DTYPES.get(header.get_dtype())
-        if dtype is None:
-            self._odd.append(f"{name} has dtype {header.get_dtype()}")
-            return
-        self.tensors[canonical] = TensorInfo(tuple(header.get_shape()), dtype)
-        self._places[canonical] = (shard, name)
 
     def read(self, name: str) -> Tensor:
         shard, stored = self._places[name]

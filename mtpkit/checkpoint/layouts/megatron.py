@@ -168,11 +168,11 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     for field in ("vocab_size", "hidden_size"):
         if keys[field] is None:
             file.problems.append(f"{' or '.join(names[field])} is missing")
-    hidden, heads = file.whole("hidden_size"), file.whole("num_attention_heads") or 1
-    groups = file.whole("num_query_groups") if file.flag("group_query_attention", True) else 0
+    hidden, heads = file.typed("hidden_size", 0), file.typed("num_attention_heads", 0) or 1
+    groups = file.typed("num_query_groups", 0) if file.typed("group_query_attention", True) else 0
     fields: dict[str, object] = {}
     if Mamba2Config.letter in pattern + mtp_pattern:  # as Megatron-LM derives it
-        width = max(1, file.whole("mamba_head_dim", Mamba2Config.head_dim))
+        width = max(1, file.typed("mamba_head_dim", Mamba2Config.head_dim))
         fields["mamba_num_heads"] = MAMBA_EXPAND * hidden // width
     fields |= {field: file.get(key) for field, key in keys.items() if key is not None}
     fields |= dict(
@@ -180,11 +180,11 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
         pattern=pattern,
         mtp_pattern=mtp_pattern,
         mtp_num_depths=depths,
-        mtp_use_repeated_layer=file.flag("mtp_use_repeated_layer", False) if depths else True,
+        mtp_use_repeated_layer=file.typed("mtp_use_repeated_layer", False) if depths else True,
         num_query_groups=groups or heads,
-        kv_channels=file.whole("kv_channels") or hidden // heads,
+        kv_channels=file.typed("kv_channels", 0) or hidden // heads,
         activation=_activation(file),
-        tie_word_embeddings=not file.flag("untie_embeddings_and_output_weights", True),
+        tie_word_embeddings=not file.typed("untie_embeddings_and_output_weights", True),
     )
     file.raise_problems()
     shown_as = {field: key or names[field][0] for field, key in keys.items()}
@@ -195,12 +195,12 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
 def _patterns(file: Values) -> tuple[str, str, int]:
     """(base pattern, pattern of one MTP depth, depths), from `M-*-/*-/*-` or from separate settings."""
     key = file.first("hybrid_layer_pattern", "hybrid_override_pattern") or "hybrid_layer_pattern"
-    text = file.text(key)
+    text = file.typed(key, "")
     if file.get(key, "") == "":
         file.problems.append("hybrid_layer_pattern is missing; only hybrid models can be read")
     base, *heads = text.replace("|", "").split("/")  # | marks pipeline stages
-    depths = file.whole("mtp_num_layers") or len(heads)
-    own = set(heads) or {file.text("mtp_hybrid_override_pattern")}
+    depths = file.typed("mtp_num_layers", 0) or len(heads)
+    own = set(heads) or {file.typed("mtp_hybrid_override_pattern", "")}
     if len(own) > 1 or len(heads) not in (0, depths):
         file.problems.append(f"{shown(text)} must give one pattern to all {shown(depths)} depths")
     return base, own.pop() if depths else "", depths
@@ -210,10 +210,10 @@ def _activation(file: Values) -> Literal["relu2", "swiglu"]:
     """The activation of a feed-forward layer; any other than these two is recorded as a problem."""
     function = file.get("activation_func", "")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    swiglu = file.flag("swiglu", False)
-    gated = file.flag("gated_linear_unit", False) or swiglu
+    swiglu = file.typed("swiglu", False)
+    gated = file.typed("gated_linear_unit", False) or swiglu
     if swiglu or (gated and "silu" in name):
         return "swiglu"
-    if gated or not (file.flag("squared_relu", False) or "squared_relu" in name):
+    if gated or not (file.typed("squared_relu", False) or "squared_relu" in name):
         file.problems.append(f"activation_func {shown(function or 'gelu')}: only squared ReLU and SwiGLU are supported")
     return "relu2"

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
@@ -57,11 +56,15 @@ class MegatronReader:
         self._reader = dcp.FileSystemReader(directory)
         self._metadata = read_index(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._stored = {
-            hybrid_name(key): key
+        self.keys = self._metadata.state_dict_metadata.keys()
+        """Of tensors and objects as stored, training state included."""
+        self.on_disk = {
+            key: TensorInfo(tuple(entry.size), entry.properties.dtype)
             for key, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(TRAINING_STATE)
+            if isinstance(entry, TensorStorageMetadata)
         }
+        """The tensors among them."""
+        self._stored = {hybrid_name(key): key for key in self.on_disk if not key.startswith(TRAINING_STATE)}
         self.tensors: dict[str, TensorInfo] = dict(self._list())
 
     def __reduce__(self) -> tuple[type["MegatronReader"], tuple[Path]]:
@@ -69,8 +72,7 @@ class MegatronReader:
 
     def _list(self) -> Iterator[tuple[str, TensorInfo]]:
         for name, key in self._stored.items():
-            info = _info(self._metadata.state_dict_metadata[key])
-            assert info is not None, key
+            info = self.on_disk[key]
             if is_stacked(key):
                 yield from ((f"{name}[{e}]", TensorInfo(info.shape[1:], info.dtype)) for e in range(info.shape[0]))
             else:
@@ -98,10 +100,6 @@ class MegatronReader:
             raise UserError(f"{where} is missing, damaged or cut off ({first_line(error)})") from error
         return target if row is None else target[0]
 
-    def disk_tensors(self) -> dict[str, TensorInfo | None]:
-        """Every tensor as stored, training state included; None for objects."""
-        return {key: _info(entry) for key, entry in self._metadata.state_dict_metadata.items()}
-
     def read_common_state(self) -> dict[str, object]:
         """The entries of the checkpoint besides tensors, such as Megatron-LM's `args`; empty if there are none.
 
@@ -128,11 +126,6 @@ class MegatronReader:
         if not isinstance(state, dict):
             raise UserError(f"{path}: the common state is {shown(state)}, not a dictionary")
         return state
-
-
-def _info(entry: TensorStorageMetadata | BytesStorageMetadata) -> TensorInfo | None:
-    """Shape and dtype of what is stored; None for an object."""
-    return TensorInfo(tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
 class _Target(DefaultLoadPlanner):
