@@ -82,8 +82,11 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-class _CpuInsteadOfCuda(TorchFunctionMode):
-    """Redirect `device="cuda"` to the CPU in factory calls, and `tensor.cuda()` to the tensor itself."""
+class CpuInsteadOfCuda(TorchFunctionMode):
+    """A context in which `device="cuda"` means the CPU, to build megatron-core modules without a GPU.
+
+    It redirects factory calls, and `tensor.cuda()` returns the tensor itself.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -145,11 +148,6 @@ def save_checkpoints_in_threads() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
-
-
-def cpu_redirect() -> TorchFunctionMode:
-    """A context in which `device="cuda"` means the CPU, to build megatron-core modules without a GPU."""
-    return _CpuInsteadOfCuda()
 
 
 def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from mtpkit.errors import UserError
 from mtpkit.platform import (
+    CpuInsteadOfCuda,
     _choose_cudnn,
-    cpu_redirect,
     default_device,
     ensure_distributed,
     on_first_rank,
@@ -65,7 +65,7 @@ def test_cpu_stands_in_for_cuda_only_where_asked():
     prepare_megatron()
     assert default_device() == torch.device("cpu") == torch.cuda.current_device()
     torch.cuda.synchronize()
-    with cpu_redirect():
+    with CpuInsteadOfCuda():
         assert torch.empty(2, device="cuda").device.type == "cpu"
         assert torch.zeros(2, device=torch.device("cuda", 0)).cuda().device.type == "cpu"
         assert torch.empty(2, device="meta").device.type == "meta"

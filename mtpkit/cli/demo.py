@@ -130,10 +130,6 @@ def _stage(title: str) -> Iterator[None]:
     print(f"   {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _call(command: list[str], **environment: str) -> None:
     """Run a command that shows its own progress and errors.
 
@@ -164,7 +160,8 @@ def _train(training: "TrainConfig", settings: list[str]) -> None:
     """Train with one process per GPU, or per core: processes need not wait for each other as threads do."""
     import torch
 
-    cores, data = _cores(), training.data
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    data = training.data
     ranks = max(n for n in range(1, (torch.cuda.device_count() or cores) + 1) if data.global_batch_size % n == 0)
     micro_batch = min(data.micro_batch_size, data.global_batch_size // ranks)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -47,7 +47,8 @@ def render_prompt(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | 
     Raises:
         SampleError: the template refuses it.
     """
-    return _render(tokenizer, _with_parsed_arguments(messages), tools, add_generation_prompt=True)
+    messages = _with_parsed_arguments(messages)
+    return _apply_template(tokenizer, messages, tools, tokenize=False, add_generation_prompt=True)
 
 
 def encode_chat(
@@ -65,10 +66,12 @@ def encode_chat(
         raise SampleError("no assistant message")
     template = tokenizer.get_chat_template(tools=tools)
     if _GENERATION.search(template) and tokenizer.is_fast:
-        return _encode_by_markers(tokenizer, messages, tools)
+        marks = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        encoded = _apply_template(tokenizer, messages, tools, **marks)
+        return np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
 
     def render(some: Messages, add_generation_prompt: bool = False) -> str:
-        return _render(tokenizer, some, tools, add_generation_prompt)
+        return _apply_template(tokenizer, some, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     return _encode(tokenizer, *assistant_spans(render, messages, _special_tokens(tokenizer)))
 
@@ -186,33 +189,13 @@ def _encode_in_parts(tokenizer: Tokenizer, text: str, spans: list[Span]) -> tupl
     return np.array(token_ids, dtype=np.int32), np.array(mask, dtype=bool)
 
 
-def _encode_by_markers(
-    tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _apply_template(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None, **options: Any) -> Any:
+    """A conversation as the chat template renders it, by the options of `apply_chat_template`."""
     try:
-        encoded = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        return tokenizer.apply_chat_template(messages, tools=tools, **options)
     except Exception as error:  # templates may raise anything
-        raise SampleError(_reason(error)) from error
-    return np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
-
-
-def _render(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None, add_generation_prompt: bool) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except Exception as error:  # templates may raise anything
-        raise SampleError(_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    return f"the chat template refuses it: {' '.join(str(error).split()) or type(error).__name__}"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise SampleError(f"the chat template refuses it: {reason}") from error
 
 
 def _with_parsed_arguments(messages: Messages) -> Messages:

@@ -131,11 +131,10 @@ class PackedDataset:
         """Tokens in a sequence, s."""
         self.counts = [source.counts for source in sources]
         """Counts of each source; several sources may have one name."""
-        self._places = [source.place for source in sources]
         self._read_hidden: ReadStates | None = None
         self._pad_id, self._vocab_size = pad_id, vocab_size
-        self._chunks = [batch for source in sources for batch in source.table.to_batches()]
-        self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
+        self._chunks = [(source, batch) for source in sources for batch in source.table.to_batches()]
+        self._starts = np.cumsum([0, *(batch.num_rows for _, batch in self._chunks)])
         if self.num_tokens < sequence_length:
             raise UserError(
                 f"data: {listed(self.sources)}: {self.num_tokens} tokens do not fill one sequence of"
@@ -215,30 +214,23 @@ class PackedDataset:
         for start in range(0, len(rows), size):
             yield self.batch(rows[start : start + size])
 
-    def _source_of(self, row: int) -> str:
-        """The source of a sequence, after the directory if it is prepared data."""
-        ends = np.cumsum([counts.num_sequences for counts in self.counts])
-        number = int(np.searchsorted(ends, row, side="right"))
-        return f"{self._places[number]} {self.counts[number].name}".strip()
-
     def _read(self, row: int) -> list[np.ndarray]:
         """Token ids, loss mask and document lengths of a sequence, checked against each other and the vocabulary."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        chunk, place = self._chunks[number], row - int(self._starts[number])
-        columns = (chunk.column(name)[place].values for name in ("input_ids", "loss_mask", "document_lengths"))
+        (source, batch), place = self._chunks[number], row - int(self._starts[number])
+        columns = (batch.column(name)[place].values for name in ("input_ids", "loss_mask", "document_lengths"))
         ids, mask, lengths = (values.to_numpy(zero_copy_only=False) for values in columns)
+        where = f"{source.place} {source.counts.name}".strip()
+        damaged = f"data: {where} is damaged: sequence {row} has"
         if not len(mask) == len(ids) == lengths.sum() <= self.sequence_length or (len(lengths) and lengths.min() < 1):
             raise UserError(
-                f"data: {self._source_of(row)} is damaged: sequence {row} has {len(ids)} tokens, a loss mask of "
-                f"{len(mask)}, documents of {lengths.sum()} and at most {self.sequence_length}; prepare the data again"
+                f"{damaged} {len(ids)} tokens, a loss mask of {len(mask)}, documents of {lengths.sum()} and at most "
+                f"{self.sequence_length}; prepare the data again"
             )
         vocab_size = np.inf if self._vocab_size is None else self._vocab_size
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
             wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise UserError(
-                f"data: {self._source_of(row)} is damaged: sequence {row} has token {wrong}, which the model does not "
-                "have; prepare the data again"
-            )
+            raise UserError(f"{damaged} token {wrong}, which the model does not have; prepare the data again")
         return [ids, mask, lengths]
 
 

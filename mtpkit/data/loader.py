@@ -60,11 +60,6 @@ class PackedLoader:
         self._offset = dp_rank * self._share
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
-    @property
-    def epoch(self) -> int:
-        """Number of complete passes over the data set."""
-        return self.consumed // len(self.dataset)
-
     def __iter__(self) -> Iterator[list[PackedBatch]]:
         return self
 

@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -72,11 +73,12 @@ def prepare(
     try:
         with _quiet_datasets():
             for number, source in enumerate(sources):
-                part = _Stage(work / str(number), num_proc)
+                folder = work / str(number)
+                folder.mkdir(parents=True)
                 documents, num_samples, missing = _tokenize_source(
-                    part, source, tokenizer, own, sequence_length, columns, vocab_size
+                    folder, num_proc, source, tokenizer, own, sequence_length, columns, vocab_size
                 )
-                packed.append(_pack_source(part, documents, sequence_length))
+                packed.append(_pack_source(folder, num_proc, documents, sequence_length))
                 table = packed[-1].data.table
                 counts.append(SourceCounts.of(source.name, table, num_samples, len(missing)))
                 left_out += missing
@@ -93,46 +95,32 @@ def prepare(
         lines = [describe(*entry) + "\n" for entry in left_out]
         (directory / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
         warn_of_left_out(left_out, sum(one.num_documents for one in counts), f"; {LEFT_OUT} lists all")
+    source_files: dict[str, list[str]] = defaultdict(list)  # several sources may have one name
+    for source in sources:
+        source_files[source.name] += map(str, source.files)
     manifest = Manifest(
         format=FORMAT,
         sequence_length=sequence_length,
         tokenizer=own,
         tokenizer_name=str(tokenizer.name_or_path),
         sources=counts,
-        source_files=_files_by_name(sources),
+        source_files=source_files,
         files={path.name: path.stat().st_size for path in sorted(directory.glob("*.arrow"))},
     )
     manifest.write(directory)
     return manifest
 
 
-def _files_by_name(sources: Sequence[Source]) -> dict[str, list[str]]:
-    """Return the files of all sources that have the same name together."""
-    files: dict[str, list[str]] = {}
-    for source in sources:
-        files.setdefault(source.name, []).extend(map(str, source.files))
-    return files
-
-
-class _Stage:
-    """Folder of a source's intermediate files, and the number of processes that make them."""
-
-    def __init__(self, folder: Path, num_proc: int | None) -> None:
-        self.folder, self._asked = folder, num_proc
-        folder.mkdir(parents=True)
-
-    def processes(self, items: int, least: int = 1) -> int | None:
-        """Processes for `items`, each with at least `least` of them; None: this process alone."""
-        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        wanted = self._asked or min(available, items // least)
-        return n if (n := min(wanted, items)) > 1 else None
-
-    def file(self, name: str) -> str:
-        return str(self.folder / f"{name}.arrow")
+def _processes(num_proc: int | None, items: int, least: int = 1) -> int | None:
+    """Processes for `items`, by default each with at least `least` of them; None: this process alone."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = num_proc or min(available, items // least)
+    return n if (n := min(wanted, items)) > 1 else None
 
 
 def _tokenize_source(
-    stage: _Stage,
+    folder: Path,
+    num_proc: int | None,
     source: Source,
     tokenizer: Tokenizer,
     own: str,
@@ -140,16 +128,20 @@ def _tokenize_source(
     columns: Columns | None,
     vocab_size: int | None,
 ) -> tuple["Dataset", int, list[tuple[str, str]]]:
-    """Documents of at most `sequence_length` tokens, the number of samples, and name and reason of those left out."""
+    """Documents of at most `sequence_length` tokens, the number of samples, and name and reason of those left out.
+
+    Args:
+        folder: directory for intermediate files.
+    """
     import pyarrow.compute as pc
     from datasets import Dataset, Features, List, Value
 
     samples = Dataset.from_generator(
         _read,
         features=Features({"sample": Value("large_string"), "error": Value("string")}),
-        cache_dir=str(stage.folder),
+        cache_dir=str(folder),
         gen_kwargs={"files": list(source.files), "columns": columns},
-        num_proc=stage.processes(len(source.files), least=8),
+        num_proc=_processes(num_proc, len(source.files), least=8),
     )
     for error in pc.unique(samples.data.table["error"]).to_pylist():
         if error:
@@ -163,9 +155,9 @@ def _tokenize_source(
         remove_columns=["sample", "error"],
         features=Features(features),
         fn_kwargs=dict(tokenizer=tokenizer, own=own, sequence_length=sequence_length, vocab_size=vocab_size),
-        cache_file_name=stage.file("documents"),
+        cache_file_name=str(folder / "documents.arrow"),
         new_fingerprint="documents",
-        num_proc=stage.processes(len(samples), SAMPLES_PER_PROCESS),
+        num_proc=_processes(num_proc, len(samples), SAMPLES_PER_PROCESS),
         desc=f"tokenising {source.name}",
     )
     lengths = _lengths(documents)
@@ -175,7 +167,7 @@ def _tokenize_source(
     return documents, len(samples), left_out
 
 
-def _pack_source(stage: _Stage, documents: "Dataset", sequence_length: int) -> "Dataset":
+def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", sequence_length: int) -> "Dataset":
     """Pack the documents into a data set of sequences."""
     import pyarrow as pa
     from datasets import Dataset
@@ -195,9 +187,9 @@ def _pack_source(stage: _Stage, documents: "Dataset", sequence_length: int) -> "
             batch_size=max(1, min(ROWS, _TOKENS_AT_ONCE // sequence_length)),
             remove_columns=["members"],
             fn_kwargs={"documents": documents.select_columns(["input_ids", "loss_mask"]).with_format("arrow")},
-            cache_file_name=stage.file("sequences"),
+            cache_file_name=str(folder / "sequences.arrow"),
             new_fingerprint="sequences",
-            num_proc=stage.processes(len(bins), SAMPLES_PER_PROCESS),
+            num_proc=_processes(num_proc, len(bins), SAMPLES_PER_PROCESS),
             desc="packing",
         )
         .with_format(None)

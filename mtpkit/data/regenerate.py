@@ -257,18 +257,32 @@ def regenerate(
 
 def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokenizer: str) -> list[Answer]:
     """Take a step of the engine, and journal the answers that it finished."""
-    outputs = engine.step(finished_only=True)
-    failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
-    answers = [
-        _answer(int(output.request_id), prompts, output, tokenizer)
-        for output in outputs
-        if output.outputs[0].finish_reason != "error"
-    ]
-    for answer in answers:
+    answers, failed = list[Answer](), list[str]()
+    for output in engine.step(finished_only=True):
+        index, completion = int(output.request_id), output.outputs[0]
+        prompt = prompts[index]
+        if completion.finish_reason == "error":
+            failed.append(f"{prompt.name}: {completion.error}")
+            continue
+        messages = None
+        if prompt.messages is not None:
+            messages = [*prompt.messages, {"role": "assistant", "content": completion.text}]
+        answer = Answer(
+            index=index,
+            name=prompt.name,
+            prompt=prompt.text,
+            completion=completion.text,
+            finish_reason=completion.finish_reason,
+            tokenizer=tokenizer,
+            prompt_token_ids=prompt.token_ids,
+            completion_token_ids=completion.token_ids,
+            messages=messages,
+            tools=prompt.tools,
+        )
         journal.add(answer)
+        answers.append(answer)
     if failed:
-        name, why = prompts[int(failed[0].request_id)].name, failed[0].outputs[0].error
-        raise MtpkitError(f"{name}: {why}; the {len(journal.done)} answers so far are kept")
+        raise MtpkitError(f"{failed[0]}; the {len(journal.done)} answers so far are kept")
     return answers
 
 
@@ -287,25 +301,6 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     if limit < 1:
         raise UserError(f"limit is {limit}, must be at least 1")
     return [prompts[index * len(prompts) // limit] for index in range(limit)]
-
-
-def _answer(index: int, prompts: Sequence[Prompt], output: Any, tokenizer: str) -> Answer:
-    prompt, completion = prompts[index], output.outputs[0]
-    messages = None
-    if prompt.messages is not None:
-        messages = [*prompt.messages, {"role": "assistant", "content": completion.text}]
-    return Answer(
-        index=index,
-        name=prompt.name,
-        prompt=prompt.text,
-        completion=completion.text,
-        finish_reason=completion.finish_reason,
-        tokenizer=tokenizer,
-        prompt_token_ids=prompt.token_ids,
-        completion_token_ids=completion.token_ids,
-        messages=messages,
-        tools=prompt.tools,
-    )
 
 
 def _seed(seed: int, index: int) -> int:

@@ -18,7 +18,7 @@ from mtpkit.model.kinds import KINDS, kinds_in, layers_of
 from mtpkit.model.kinds.base import Draw, LayerKind
 from mtpkit.model.stages import first_layer, stage_patterns
 from mtpkit.model.state import StateSpec
-from mtpkit.platform import cpu_redirect, ensure_distributed
+from mtpkit.platform import CpuInsteadOfCuda, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
 """Device that draws initial weights: "portable", the CPU, so that they are the same on every machine; "device", the
@@ -68,7 +68,7 @@ def build_model(
     pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
     if base_layers:
         pattern = "|".join(patterns) + pattern
-    with cpu_redirect() if not torch.cuda.is_available() else torch.no_grad():
+    with CpuInsteadOfCuda() if not torch.cuda.is_available() else torch.no_grad():
         model = HybridModel(
             config,
             backend,

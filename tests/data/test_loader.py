@@ -52,7 +52,7 @@ def test_docstring_example() -> None:
 def test_each_epoch_holds_every_sequence_once_in_a_new_order() -> None:
     loader = PackedLoader(make_dataset(), 5, 5, seed=1)
     first, second = flat(steps(loader, 2)), flat(steps(loader, 2))
-    assert loader.epoch == 2
+    assert loader.consumed == 2 * SEQUENCES
     assert sorted(first) == sorted(second) == list(range(SEQUENCES))
     assert first != second and first != sorted(first)
     assert flat(steps(PackedLoader(make_dataset(), 5, 5, seed=2), 2)) != first
