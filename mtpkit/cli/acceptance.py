@@ -91,15 +91,13 @@ def _trained_length(model: Path) -> int:
 def _show(found: dict) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from mtpkit.training.report import COLUMNS, table_rows
 
     about = f"K = {found['num_depths']}, {found['attention']}, sequences of {found['sequence_length']} tokens"
-    table = Table(title=f"{found['model']}, {about}", box=box.SIMPLE_HEAD)
-    table.add_column("source")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
+    columns = [Column(name, justify="right") for name in COLUMNS]
+    table = Table("source", *columns, title=f"{found['model']}, {about}", box=box.SIMPLE_HEAD)
     for row in table_rows(found):
         table.add_row(*row)
     console = Console()

@@ -240,19 +240,16 @@ def _show(dataset: "PackedDataset") -> None:
     """A table of counts, and one of the sources if there are several."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     titles = ["documents", "documents left out", "tokens", "packed sequences", "fill ratio", "masked share"]
-    total = Table("", "count", title=f"packed to {dataset.sequence_length} tokens")
-    total.columns[1].justify = "right"
+    total = Table("", Column("count", justify="right"), title=f"packed to {dataset.sequence_length} tokens")
     for title, cell in zip(titles, _cells(dataset.counts, dataset.sequence_length), strict=True):
         total.add_row(title, cell)
     Console().print(total)
     if len(dataset.sources) > 1:
         short = ["documents", "left out", "tokens", "sequences", "fill", "masked"]  # to fit 80 columns
-        sources = Table("source", *short, box=SIMPLE_HEAD)
-        for column in sources.columns[1:]:
-            column.justify = "right"
+        sources = Table("source", *(Column(title, justify="right") for title in short), box=SIMPLE_HEAD)
         for name in dataset.sources:
             counts = [one for one in dataset.counts if one.name == name]
             sources.add_row(name, *_cells(counts, dataset.sequence_length))

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 app = new_app()
 
-_COLUMNS = ("text_column", "prompt_column", "response_column", "messages_column")
-
 
 def _print_settings(wanted: bool) -> None:
     if wanted:
@@ -60,6 +58,7 @@ def train(
 def describe_end(config: "TrainConfig") -> list[str]:
     """What a run says last: its directory, its best checkpoint, and commands that export and evaluate that one."""
     from mtpkit.checkpoint import latest_iteration
+    from mtpkit.data.samples import Columns
     from mtpkit.training.metrics import METRICS, read_metrics
     from mtpkit.training.run import BEST, read_best
 
@@ -81,10 +80,8 @@ def describe_end(config: "TrainConfig") -> list[str]:
     free = next(place for place in exports if not place.exists())
     lines.append(f"export it:   {_command('convert', 'export', model, free)}")
     data = config.data
-    columns = {name: getattr(data, name) for name in _COLUMNS}
-    options = [
-        f"--{name.replace('_', '-')}={value}" for name, value in columns.items() if value != getattr(type(data), name)
-    ]
+    columns = [(name, getattr(data, f"{name}_column"), default) for name, default in vars(Columns()).items()]
+    options = [f"--{name}-column={value}" for name, value, default in columns if value != default]
     measure = _command("acceptance", "--model", model, "--data", *(data.eval or data.train), *options)
     return [*lines, f"evaluate it: {measure}"]
 

@@ -1,5 +1,6 @@
 """Sizes and switches of each layer kind, and the table from letters of patterns to them."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,8 +13,6 @@ from mtpkit.errors import listed
 Number = int | float
 """A number that files keep as it was written: 1 is not written as 1.0."""
 
-_DEFAULTS: dict[type, Any] = {}
-
 
 class Part:
     """Base of checked classes whose keys lie in files beside those of `ModelConfig`; all its fields have defaults."""
@@ -22,11 +21,10 @@ class Part:
     """Fields that files have only where they differ from their defaults, as older ones lack them."""
 
     @classmethod
+    @functools.cache
     def default(cls) -> Self:
         """The part where nothing is given."""
-        if cls not in _DEFAULTS:
-            _DEFAULTS[cls] = cls()
-        return _DEFAULTS[cls]
+        return cls()
 
     def stored(self) -> dict[str, Any]:
         """The values that files have, by their keys there."""

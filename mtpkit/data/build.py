@@ -26,7 +26,7 @@ def pack_documents(name: str, documents: Iterable[Document], sequence_length: in
         total += 1
         usable = document.usable_parts(sequence_length)
         if not usable:
-            left_out.append((document.name, document.problem))
+            left_out.append(describe(document.name, document.problem))
         parts += usable
     require_usable(name, len(parts), left_out)
     warn_of_left_out(left_out, total)
@@ -44,14 +44,14 @@ def check_sequence_length(sequence_length: int) -> None:
         raise UserError(f"sequence length {sequence_length} is too short; it must be at least 2")
 
 
-def require_usable(source: str, num_parts: int, left_out: Sequence[tuple[str, str]]) -> None:
+def require_usable(source: str, num_parts: int, left_out: Sequence[str]) -> None:
     """Refuse a source without prediction targets.
 
     Raises:
         UserError: `num_parts` is 0.
     """
     if not num_parts:
-        first = f", the first is {describe(*left_out[0])}" if left_out else ""
+        first = f", the first is {left_out[0]}" if left_out else ""
         raise UserError(
             f"data: {source} has no usable documents: all {len(left_out)} have nothing to learn{first};"
             " check the columns"

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Protocol
@@ -200,19 +200,6 @@ class PackedDataset:
             document_lens=tuple(document_lens),
             hidden=None if self._read_hidden is None else partial(self._read_hidden, rows),
         )
-
-    def batches(self, size: int, source: str | None = None) -> Iterator[PackedBatch]:
-        """Yield all sequences of a source once, `size` at a time; the last batch may be smaller.
-
-        None: all sources, interleaved in proportion to their sizes, so that the first batches are like the whole.
-        """
-        if source is None:
-            shares = [(np.arange(counts.num_sequences) + 0.5) / counts.num_sequences for counts in self.counts]
-            rows = np.argsort(np.concatenate(shares), kind="stable")
-        else:
-            rows = self.source_rows(source)
-        for start in range(0, len(rows), size):
-            yield self.batch(rows[start : start + size])
 
     def _read(self, row: int) -> list[np.ndarray]:
         """Token ids, loss mask and document lengths of a sequence, checked against each other and the vocabulary."""

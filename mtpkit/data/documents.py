@@ -93,22 +93,16 @@ def tokenize(
                 yield next(texts) if sample.messages is None else _from_chat(sample, tokenizer)
 
 
-def warn_of_left_out(left_out: Sequence[tuple[str, str]], num_documents: int, more: str = "") -> None:
+def warn_of_left_out(left_out: Sequence[str], num_documents: int, more: str = "") -> None:
     """Warn of samples without prediction targets.
 
     Args:
-        left_out: name and reason of each.
+        left_out: `describe` of each.
         more: a note at the end of the warning.
     """
-    if not left_out:
-        return
-    logger.warning(
-        "data: %d of %d documents have no token to learn and are left out: %s%s",
-        len(left_out),
-        num_documents,
-        listed(describe(*entry) for entry in left_out),
-        more,
-    )
+    if left_out:
+        what = f"{len(left_out)} of {num_documents} documents have no token to learn and are left out"
+        logger.warning("data: %s: %s%s", what, listed(left_out), more)
 
 
 def describe(name: str, problem: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mtpkit.data.documents import tokenize
-from mtpkit.data.prepared import open_prepared, read_manifest
+from mtpkit.data.prepared import open_prepared
 from mtpkit.data.samples import Columns, read_samples
 from mtpkit.data.sources import Source, find_sources
 from mtpkit.data.tokenizer import Tokenizer
@@ -127,8 +127,7 @@ def _wanted_tokens(
             for document in tokenize(read_samples(source.files, columns), tokenizer, vocab_size=vocab_size):
                 yield document.token_ids[document.loss_mask]
             continue
-        length = read_manifest(source.prepared).sequence_length
-        for part in open_prepared(source.prepared, tokenizer, length):
+        for part in open_prepared(source.prepared, tokenizer):
             for rows in part.table.to_batches():
                 ids, mask = (rows.column(name).flatten() for name in ("input_ids", "loss_mask"))
                 yield ids.to_numpy()[mask.to_numpy(zero_copy_only=False)]

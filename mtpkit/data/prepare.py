@@ -69,7 +69,7 @@ def prepare(
     work = directory / ".work"
     packed: list[datasets.Dataset] = []
     counts: list[SourceCounts] = []
-    left_out: list[tuple[str, str]] = []
+    left_out: list[str] = []
     try:
         with _quiet_datasets():
             for number, source in enumerate(sources):
@@ -92,8 +92,7 @@ def prepare(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     if left_out:
-        lines = [describe(*entry) + "\n" for entry in left_out]
-        (directory / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
+        (directory / LEFT_OUT).write_text("\n".join([*left_out, ""]), encoding="utf-8")
         warn_of_left_out(left_out, sum(one.num_documents for one in counts), f"; {LEFT_OUT} lists all")
     source_files: dict[str, list[str]] = defaultdict(list)  # several sources may have one name
     for source in sources:
@@ -127,8 +126,8 @@ def _tokenize_source(
     sequence_length: int,
     columns: Columns | None,
     vocab_size: int | None,
-) -> tuple["Dataset", int, list[tuple[str, str]]]:
-    """Documents of at most `sequence_length` tokens, the number of samples, and name and reason of those left out.
+) -> tuple["Dataset", int, list[str]]:
+    """Documents of at most `sequence_length` tokens, the number of samples, and `describe` of those left out.
 
     Args:
         folder: directory for intermediate files.
@@ -162,7 +161,7 @@ def _tokenize_source(
     )
     lengths = _lengths(documents)
     missing = documents.select(np.flatnonzero(lengths == 0))
-    left_out = list(zip(missing["name"], missing["problem"], strict=True))
+    left_out = list(map(describe, missing["name"], missing["problem"]))
     require_usable(source.name, len(documents) - len(left_out), left_out)
     return documents, len(samples), left_out
 

@@ -93,10 +93,13 @@ def stored_length(directories: Sequence[Path]) -> int | None:
     return next(iter(lengths.values()), None)
 
 
-def open_prepared(directory: Path, tokenizer: Tokenizer, sequence_length: int, name: str = "") -> list[PackedSource]:
+def open_prepared(
+    directory: Path, tokenizer: Tokenizer, sequence_length: int | None = None, name: str = ""
+) -> list[PackedSource]:
     """Memory-map the sources of prepared data.
 
     Args:
+        sequence_length: the length that it must have been prepared for; None: any.
         name: a name for all of its sources, in place of their own.
 
     Raises:
@@ -109,7 +112,7 @@ def open_prepared(directory: Path, tokenizer: Tokenizer, sequence_length: int, n
             f"data: {directory} was prepared with the tokenizer in {manifest.tokenizer_name}, {manifest.tokenizer[:8]},"
             f" which is not that in {tokenizer.name_or_path}, {own[:8]}; prepare it again with --model of the latter"
         )
-    if (length := manifest.sequence_length) != sequence_length:
+    if sequence_length is not None and (length := manifest.sequence_length) != sequence_length:
         raise UserError(
             f"data: {directory} was prepared for sequences of {length} tokens, not"
             f" {sequence_length}; set data.sequence_length={length} in training, --sequence-length {length}"

@@ -38,8 +38,8 @@ def read_prompts(
     prompt_length: int | None = None,
     turns: Turns = "last",
     columns: Columns | None = None,
-) -> tuple[list[Prompt], list[tuple[str, str]]]:
-    """Read prompts from files, folders and globs, in order; also return name and reason of the rows without a prompt.
+) -> tuple[list[Prompt], list[str]]:
+    """Read prompts from files, folders and globs, in order; also `describe` the rows without one.
 
     In a row with messages, the conversation before the assistant's last message is a prompt, or, with `turns` "all",
     before each of the assistant's messages; a conversation that ends without an answer is a prompt as a whole. A row
@@ -62,9 +62,9 @@ def read_prompts(
                 texts = texts or column not in (columns.messages, columns.prompt)
                 prompts += _prompts(name, row, column, tokenizer, prompt_length, turns, columns)
             except SampleError as error:
-                refused.append((name, str(error)))
+                refused.append(describe(name, str(error)))
     if not prompts:
-        first = f", the first is {describe(*refused[0])}" if refused else ""
+        first = f", the first is {refused[0]}" if refused else ""
         raise UserError(
             f"data: no prompts: every text, prompt or conversation is empty or refused{first}; check the columns"
         )

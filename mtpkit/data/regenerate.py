@@ -195,7 +195,7 @@ def regenerate(
     tokenizer: str,
     seed: int,
     in_flight: int,
-    refused: Sequence[tuple[str, str]] = (),
+    refused: Sequence[str] = (),
 ) -> int:
     """Answer all prompts that the journal has no answer to, with continuous batching and a progress bar.
 
@@ -206,7 +206,7 @@ def regenerate(
         params: `SamplingParams` of all prompts; their seed is not used.
         tokenizer: fingerprint of the engine's tokenizer.
         in_flight: most requests that the engine holds at once.
-        refused: name and reason of the rows without a prompt, for the warning.
+        refused: `describe` of the rows without a prompt, for the warning.
 
     Returns:
         The number of answers; they are in the output then.
@@ -235,7 +235,7 @@ def regenerate(
                     engine.add_request(prompts[index].token_ids, own, str(index))
                     open_requests += 1
                 except UserError as error:
-                    left_out.append((prompts[index].name, str(error)))
+                    left_out.append(describe(prompts[index].name, str(error)))
                     progress.update()
             if not open_requests:
                 break
@@ -247,10 +247,10 @@ def regenerate(
             progress.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "", refresh=False)
     answered = len(journal.done)
     if not answered:
-        raise UserError(f"no prompt can be served; the first: {describe(*left_out[0])}")
+        raise UserError(f"no prompt can be served; the first: {left_out[0]}")
     if left_out:
-        named = listed(describe(*entry) for entry in left_out)
-        logger.warning("%d of %d prompts are left out: %s", len(left_out), len(prompts) + len(refused), named)
+        total = len(prompts) + len(refused)
+        logger.warning("%d of %d prompts are left out: %s", len(left_out), total, listed(left_out))
     journal.publish()
     return answered
 

@@ -5,7 +5,7 @@ import csv
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,7 @@ def _read_csv(file: Path) -> Numbered:
         raise UserError(f"data: {file}:{number} cannot be read as CSV: {error}") from error
 
 
-def _require_distinct(names: Iterable[str], file: Path) -> list[str]:
-    names = list(names)
+def _require_distinct(names: list[str], file: Path) -> list[str]:
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise UserError(f"data: {file} has more than one column {listed(map(repr, twice))}; rename them")
     return names

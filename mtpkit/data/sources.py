@@ -147,21 +147,16 @@ def _find(path: Path) -> tuple[list[Path], str]:
     elif _is_glob(path):
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         problem = f"{path} holds no data" if found else f"{path} matches no file"
+    elif path.is_symlink():
+        return [], f"{path} is a link that leads nowhere"
     else:
-        return [], f"{path} {_absence(path)}"
+        return [], f"{path} {'is neither a file nor a folder' if path.exists() else 'does not exist'}"
     # Beside other files an empty one is normal (an __init__.py).
     found = [p for p in found if p.stat().st_size]
     if unknown := [p for p in found if kind_problem(p)]:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         return [], kind_problem(unknown[0]) + more
     return found, "" if found else problem
-
-
-def _absence(path: Path) -> str:
-    """Why a path is neither a file nor a folder."""
-    if path.is_symlink():
-        return "is a link that leads nowhere"
-    return "is neither a file nor a folder" if path.exists() else "does not exist"
 
 
 def _is_data(path: Path) -> bool:

@@ -111,7 +111,7 @@ def test_seeds_are_each_prompts_own(tmp_path) -> None:
 def test_prompts_that_cannot_be_served_are_left_out(tmp_path, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         prompts = [replace(one, token_ids=[99]) if index == 13 else one for index, one in enumerate(PROMPTS)]
-        run(tmp_path / "a.jsonl", prompts=prompts, refused=[("p.jsonl:0", "no messages")])
+        run(tmp_path / "a.jsonl", prompts=prompts, refused=["p.jsonl:0 (no messages)"])
     assert [answer["index"] for answer in lines(tmp_path / "a.jsonl")] == [n for n in range(20) if n != 13]
     assert "2 of 21 prompts are left out: p.jsonl:0 (no messages), p.jsonl:14 (request 13: token 99)" in caplog.text
     with pytest.raises(UserError, match=r"no prompt can be served; the first: p\.jsonl:14 \(request 0: token 99\)"):
@@ -161,7 +161,7 @@ def test_prompts_of_every_kind(tmp_path, tokenizer_dir, caplog) -> None:
     assert [prompt.messages for prompt in prompts[:3]] == [turns[:1], turns, None]
     assert [prompt.token_ids for prompt in prompts[3:-1]] == pieces and prompts[-1].text == "the"
     assert all(prompt.token_ids == tokenizer(prompt.text)["input_ids"] for prompt in prompts[:3])
-    assert refused == [(f"{files[0]}:3", "no messages"), (f"{files[1]}:2", "empty text")]
+    assert refused == [f"{files[0]}:3 (no messages)", f"{files[1]}:2 (empty text)"]
     assert not caplog.text
     every, _ = read_prompts(files[:1], tokenizer, prompt_length=4, turns="all")
     assert "the prompt length has no effect" in caplog.text
@@ -184,7 +184,7 @@ def test_rows_without_the_column_say_what_they_have(tmp_path, tokenizer_dir) -> 
     (tmp_path / "a.jsonl").write_text('{"prompt": "the cat"}\n{"foo": "x"}\n{"prompt": "the"}\n')
     prompts, refused = read_prompts([tmp_path / "a.jsonl"], load_tokenizer(tokenizer_dir))
     assert [prompt.text for prompt in prompts] == ["the cat", "the"]
-    assert refused == [(f"{tmp_path / 'a.jsonl'}:2", "no column 'prompt'; it has: foo")]
+    assert refused == [f"{tmp_path / 'a.jsonl'}:2 (no column 'prompt'; it has: foo)"]
 
 
 @pytest.mark.parametrize(
