@@ -3,8 +3,8 @@
 A template may mark the assistant's parts itself (`{% generation %}`). For other templates each assistant message is
 located in the rendered text: it lies between the rendering of the conversation before it, generation prompt included,
 and the rendering of the conversation up to it. Some templates render a message differently depending on what follows
-(reasoning is dropped from older turns, tools move before the last question), so that those two are no prefixes of the
-whole. Then the message is exchanged for another text, and the part of the rendering that changes is its place.
+(reasoning is dropped from older turns, tools move before the last question), so that these two are not prefixes of the
+whole. Then the message is replaced by another text, and the part of the rendering that changes is where it was.
 """
 
 import copy
@@ -94,7 +94,7 @@ def assistant_spans(render: Callable[..., str], messages: Messages, special: lis
             span = _span_by_prefixes(render, messages, index, whole)
             if span is None:
                 try:
-                    span = _span_by_exchange(render, messages, index, whole, after)
+                    span = _span_by_replacement(render, messages, index, whole, after)
                 except SampleError:  # some templates refuse a tool's result without its call
                     span = _span_by_prefixes(render, messages, index, whole, header=False)
             if span is None or span[0] < after:
@@ -119,10 +119,10 @@ def _span_by_prefixes(
     return (len(before), len(upto)) if found else None
 
 
-def _span_by_exchange(
+def _span_by_replacement(
     render: Callable[..., str], messages: Messages, index: int, whole: str, after: int
 ) -> Span | None:
-    """The span that changes when the message is exchanged, extended to the left up to the generation prompt."""
+    """The span that changes when the message is replaced, extended to the left up to the generation prompt."""
     start, tail = len(whole), len(whole)
     # Two texts with different first and last letters: at most one of them can share such a letter with the message.
     for text in ("A-A", "B-B"):
@@ -151,7 +151,7 @@ def _generation_prompt(render: Callable[..., str], messages: Messages) -> str:
 
 
 def _close(whole: str, start: int, end: int, special: list[str]) -> Span:
-    """End a span with the token that ends the turn: drop white space after it, or add it if it comes next."""
+    """End a span with the token that ends the turn: drop white space after it, or add it if it follows the span."""
     stripped = whole[start:end].rstrip()
     if any(stripped.endswith(token) for token in special):
         return start, start + len(stripped)
@@ -178,7 +178,7 @@ def _encode(tokenizer: Tokenizer, text: str, spans: list[Span]) -> tuple[np.ndar
 
 
 def _encode_in_parts(tokenizer: Tokenizer, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Do as `_encode` for tokenizers without character offsets."""
+    """Encode the text inside and between spans separately, for tokenizers without character offsets."""
     token_ids: list[int] = []
     mask: list[bool] = []
     cuts = [0, *(cut for span in spans for cut in span), len(text)]

@@ -28,12 +28,12 @@ class StoredStates(Protocol):
         ...
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "StoredStates":
-        """`change` of every tensor, each of which has the b sequences in its first dimension."""
+        """Apply `change` to every tensor; the first dimension of each is the b sequences."""
         ...
 
 
 ReadStates = Callable[[np.ndarray], StoredStates]
-"""Reads the states of sequences by their indices [b] in a data set."""
+"""Reads the hidden states of sequences, given their indices [b] in a data set."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PackedDataset:
             )
 
     def with_hidden(self, read: ReadStates) -> "PackedDataset":
-        """The same sequences, whose batches read the base's final hidden states by `read`."""
+        """A copy whose batches read the base's final hidden states with `read`."""
         found = copy.copy(self)
         found._read_hidden = read
         return found

@@ -48,7 +48,7 @@ class Document:
     def usable_parts(self, length: int) -> list["Document"]:
         """Split into parts of at most `length` tokens, and leave out those without prediction targets.
 
-        The first token of a part is none, since no token precedes it.
+        The first token of a part is no prediction target, since no token precedes it.
         """
         starts = range(0, len(self), length)
         parts = (Document(self.token_ids[i : i + length], self.loss_mask[i : i + length], self.name) for i in starts)

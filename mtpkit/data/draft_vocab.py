@@ -49,8 +49,8 @@ def build_draft_vocab(
 ) -> DraftVocab:
     """Find the `size` most frequent tokens of files, folders, globs and prepared data, with a progress bar.
 
-    Only prediction targets are counted, not prompts. End-of-sequence and other special tokens are always included. Of
-    equally frequent tokens (even those that never occur) the smaller ids are taken.
+    Only prediction targets are counted, not prompts. End-of-sequence and other special tokens are always included.
+    Among equally frequent tokens (even those that never occur), smaller ids come first.
 
     Args:
         vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left_out.txt"
 SAMPLES_PER_PROCESS = 1000
-"""Fewest samples that are worth another process."""
+"""Start another process only for at least so many samples."""
 _TOKENS_AT_ONCE = 2**24
 """Tokens of sequences that are built at a time."""
 
@@ -207,7 +207,7 @@ def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]
 def _tokenize(
     batch: dict[str, list[str]], tokenizer: Tokenizer, own: str, sequence_length: int, vocab_size: int | None
 ) -> dict[str, list]:
-    """Parts with prediction targets, and an empty one for each sample that has none."""
+    """Parts of samples with prediction targets, and an empty part for each sample without any."""
     samples = (Sample(**json.loads(text)) for text in batch["sample"])
     rows: dict[str, list] = {"input_ids": [], "loss_mask": [], "name": [], "problem": []}
     for document in tokenize(samples, tokenizer, own, vocab_size):
@@ -241,7 +241,7 @@ def _lengths(documents: "Dataset") -> np.ndarray:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Let `datasets` show progress bars on a terminal alone, log no errors, which it raises too, and use one thread per
+    """Let `datasets` show progress bars only on a terminal, log no errors (it also raises them), and use one thread per
     process."""
     import datasets
 

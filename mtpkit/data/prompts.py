@@ -43,8 +43,8 @@ def read_prompts(
 
     In a row with messages, the conversation before the assistant's last message is a prompt, or, with `turns` "all",
     before each of the assistant's messages; a conversation that ends without an answer is a prompt as a whole. A row
-    with a prompt gives that prompt. A text is cut into pieces of `prompt_length` tokens; a shorter rest is dropped,
-    unless it is the whole text.
+    with a prompt gives that prompt. A text is cut into pieces of `prompt_length` tokens; a shorter remainder is
+    dropped, unless it is the whole text.
 
     Raises:
         UserError: a file cannot be read or has none of the columns, or a text comes without `prompt_length`.

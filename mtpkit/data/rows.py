@@ -27,7 +27,7 @@ MORE_TEXT_SUFFIXES = frozenset(
 )
 """Suffixes of text and source code that is read only if a path or a glob names it."""
 _FIRST_ROWS = 256
-"""Rows whose columns are the columns of the file."""
+"""Number of first rows whose columns are taken as the columns of the file."""
 _ROWS_AT_ONCE = 256
 """Rows of a Parquet file in memory at a time."""
 

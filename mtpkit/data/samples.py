@@ -118,7 +118,7 @@ def lacking(row: Row, column: str) -> str:
 
 
 def _choose(file: Path, row: Row, columns: Columns) -> Callable[[Row, str], Sample]:
-    """How the rows of a file that begins with `row` become samples."""
+    """Choose how the rows of a file become samples, by the columns of its first row."""
     response = columns.response
     if response == Columns.response and response not in row:
         response = "completion"
@@ -131,7 +131,7 @@ def _choose(file: Path, row: Row, columns: Columns) -> Callable[[Row, str], Samp
         if row.get(columns.messages) is not None:
             messages, tools = read_messages(row, columns.messages, name)
             return _with_tokens(Sample(messages=messages, tools=tools, name=name), row)
-        # An answer to a prompt without messages, among others.
+        # A prompt with a response may stand among conversations.
         if row.get(columns.prompt) is not None and row.get(response) is not None:
             return pair(row, name)
         return _with_tokens(Sample(name=name, problem=lacking(row, columns.messages)), row)

@@ -21,7 +21,7 @@ BESIDE = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_t
 
 
 def lacks_vocabulary(directory: Path) -> str:
-    """An error message for a tokenizer that lacks only its vocabulary; "" if there is none or a complete one."""
+    """An error message for a tokenizer without a vocabulary; "" if there is no tokenizer, or a complete one."""
     if not (directory / "tokenizer_config.json").is_file() or any((directory / n).is_file() for n in VOCABULARIES):
         return ""
     return f"{directory} has no tokenizer.json; copy it there"

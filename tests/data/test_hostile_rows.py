@@ -302,7 +302,7 @@ def test_columns_missing_in_some_rows_are_known_from_others(tmp_path, tokenizer)
     ]
     prompts, left_out = read_prompts([tmp_path / "a.jsonl"], tokenizer)
     assert [prompt.text for prompt in prompts] == ["a", "c"]
-    assert left_out == [(f"{tmp_path / 'a.jsonl'}:1", "no column 'prompt'; it has: id")]
+    assert left_out == [f"{tmp_path / 'a.jsonl'}:1 (no column 'prompt'; it has: id)"]
 
 
 def test_texts_stay_what_they_are(tmp_path) -> None:
