@@ -137,6 +137,7 @@ class Contender:
 
         Raises:
             UserError: there is no step between them.
+            MtpkitError: outputs of another length.
         """
         window = self._window()
         self._finish()
@@ -201,11 +202,7 @@ class Contender:
         return steps
 
     def _finish(self) -> None:
-        """Step until all requests have ended.
-
-        Raises:
-            MtpkitError: an output is not as long as it was asked to be.
-        """
+        """Step until all requests have ended, and refuse outputs of another length than was asked for."""
         while self.llm.engine.has_unfinished:
             self._step()
         wrong = {len(tokens) for tokens in self.outputs.values()} - {self.config.max_tokens}
@@ -213,13 +210,10 @@ class Contender:
             raise MtpkitError(f"outputs of {sorted(wrong)} tokens where {self.config.max_tokens} were asked for")
 
     def _check_last_row(self) -> None:
-        """Compare the last request of the newest run with a plain forward pass.
+        """Refuse tokens of the newest run's last request that a plain forward pass would not choose.
 
         With synthetic acceptance the base chose the last token of each step alone, and not that of a step which
         max_tokens cut.
-
-        Raises:
-            MtpkitError: the base would not choose a token.
         """
         model, name = self.llm.model, list(self.outputs)[-1]
         prompt = self.prompts[(self.runs * self.batch_size - 1) % len(self.prompts)]

@@ -74,7 +74,7 @@ def measure_kernels(
         keep: see `Result.measure`.
 
     Raises:
-        UserError: no GPU, or an op that is not known.
+        UserError: no GPU, an op that is not known, or a draft vocabulary larger than the model's.
         MtpkitError: an op is wrong.
     """
     place = torch.device(device)
@@ -93,7 +93,7 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
     On a CPU a twin is compared with itself, and the first line says so.
 
     Raises:
-        UserError: no GPU, or an op that is not known.
+        UserError: no GPU, an op that is not known, or a draft vocabulary larger than the model's.
         MtpkitError: an op is wrong.
     """
     cases = list(_cases(model, config, torch.device(device)))
@@ -105,11 +105,7 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
 
 
 def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> Iterator[Case]:
-    """The chosen ops, those of one op together.
-
-    Raises:
-        UserError: no GPU, an op that is not known, or a draft vocabulary larger than the model's.
-    """
+    """The chosen ops, those of one op together."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
     check_draft_vocab_size(config.draft_vocab_size, model)

@@ -53,6 +53,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
 
     Raises:
         UserError: the model lacks the heads, or the prompts do not fit.
+        RequestError: the logits of a prompt are NaN or infinite.
         MtpkitError: a first token is not that of a plain forward pass.
     """
     weight = next(model.parameters())
@@ -89,11 +90,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
 
 
 def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
-    """Seconds to the last first token, and the first tokens.
-
-    Raises:
-        RequestError: the logits of a prompt are NaN or infinite.
-    """
+    """Seconds to the last first token, and the first tokens."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     device = next(llm.model.parameters()).device
     synchronize(device)

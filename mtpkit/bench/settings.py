@@ -21,7 +21,6 @@ Positive = Annotated[int, Field(ge=1)]
 FromZero = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 Counts = Annotated[tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")]
-Dtype = Literal["auto", "float32", "bfloat16"]
 StateDtype = Literal["float32", "bfloat16"]
 
 BATCH_SIZES = (1, 4, 16, 32, 64, 128)
@@ -154,7 +153,7 @@ class TrainBenchConfig:
     """A block for each depth; needs per_depth."""
     attention: Literal["serving", "per_depth"] = "serving"
     """What a depth attends to."""
-    dtype: Dtype = field_of(EngineOptions, "dtype")
+    dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "dtype")
     micro_batch_size: Positive = 1
     """Sequences of one forward and backward."""
     micro_batches: Positive = 1

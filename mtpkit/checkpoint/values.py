@@ -1,8 +1,8 @@
-"""Settings of a file, read one by one; wrong values are collected and reported in one error."""
+"""Settings of a file, read one by one; wrong values are collected, to be reported in one error."""
 
 from collections.abc import Mapping
 
-from mtpkit.errors import raise_problems, shown
+from mtpkit.errors import shown
 
 _KINDS = {int: "a whole number from 0", bool: "true or false", str: "a text"}
 
@@ -43,11 +43,3 @@ class Values:
         found = self._values.get(key, value)
         if (type(found), found) != (type(value), value):
             self.problems.append(f"{key} {shown(found)} is not supported, only {value!r}")
-
-    def raise_problems(self) -> None:
-        """Raise the problems found so far, if any.
-
-        Raises:
-            UserError: names every problem.
-        """
-        raise_problems(self.where, self.problems)

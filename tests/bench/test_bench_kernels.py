@@ -263,7 +263,7 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
     monkeypatch.setattr(linears, "linear", recorder(timed))
     llm = LLM(open_model("nemotron-h-tiny", torch.device("cpu")), num_speculative_tokens=2, max_model_len=32)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    for made in linears.linears(shapes()):
+    for made in (linears.linear_case(shapes(), call) for call in linears.calls(shapes())):
         made.call(*made.make())
     assert timed == called and len(timed) == 8
 

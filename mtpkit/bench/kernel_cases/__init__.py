@@ -38,7 +38,7 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     yield from tokens.sampling_cases(shapes)
     if shapes.k:
         yield from (tokens.accept_matching(shapes), tokens.accept_rejection(shapes))
-    yield from linears.linears(shapes)
+    yield from (linears.linear_case(shapes, call) for call in linears.calls(shapes))
 
 
 def prefill_cases(shapes: Shapes) -> Iterator[Case]:

@@ -55,7 +55,8 @@ class Call:
 
 
 def calls(shapes: Shapes) -> Iterator[Call]:
-    """The calls of each layer kind that the model has; see `mtpkit.model.layers`."""
+    """The calls of each layer kind that the model has, of the heads' own and of the vocabulary; see
+    `mtpkit.model.layers`."""
     config = shapes.config
     hidden, inner = config.hidden_size, config.mamba2.inner
     sizes, width = config.attention, config.mlp.ffn_hidden_size
@@ -75,12 +76,8 @@ def calls(shapes: Shapes) -> Iterator[Call]:
     yield Call("lm_head", config.vocab_size, hidden)
 
 
-def linears(shapes: Shapes) -> Iterator[Case]:
-    """The matrix products of each layer kind, of the heads' own and of the vocabulary."""
-    return (_linear(shapes, call) for call in calls(shapes))
-
-
-def _linear(shapes: Shapes, of: Call) -> Case:
+def linear_case(shapes: Shapes, of: Call) -> Case:
+    """The matrix product of a call, with what is done around it."""
     config, count = shapes.config, shapes.count
     group_size = of.width // config.mamba2.num_groups if of.gated else None
 

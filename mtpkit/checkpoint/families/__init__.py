@@ -50,9 +50,9 @@ def find_family(config: ModelConfig, name: str | None = None, where: object = "m
         return get_family(name, where, "--family")
     if config.family:
         return get_family(config.family, where)
-    if fit := only_fit(config):
-        return FAMILIES[fit]
     fitting = _fitting(config)
+    if len(fitting) == 1:
+        return FAMILIES[fitting[0]]
     if fitting:
         raise UserError(f"{where} fits several families, {listed(fitting)}; choose one with --family")
     lacks = [f"{name} cannot express {listed(family.misfits(config), width=120)}" for name, family in FAMILIES.items()]

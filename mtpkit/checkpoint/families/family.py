@@ -8,7 +8,7 @@ from mtpkit.checkpoint.families.table import Entry, Table
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig, config_of_file
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import UserError, listed, raise_problems
 from mtpkit.model.kinds import KINDS, kinds_in
 
 Layer = Callable[[ModelConfig], Iterable[Entry]]
@@ -58,7 +58,7 @@ class Family:
         for line in self._lines(pattern + mtp_pattern):
             fields |= line.read(file)
             keys |= line.names()
-        file.raise_problems()
+        raise_problems(file.where, file.problems)
         return config_of_file(where, keys, fields)
 
     def config_to_hf(self, config: ModelConfig, original: Settings | None = None) -> dict[str, object]:

@@ -16,7 +16,7 @@ from mtpkit.checkpoint.values import Values
 from mtpkit.config import SECTIONS, ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
 from mtpkit.config.sections import Mamba2Config, MoeConfig
-from mtpkit.errors import UserError, shown
+from mtpkit.errors import UserError, raise_problems, shown
 from mtpkit.model.kinds import KINDS
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"
@@ -186,7 +186,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
         activation=_activation(file),
         tie_word_embeddings=not file.typed("untie_embeddings_and_output_weights", True),
     )
-    file.raise_problems()
+    raise_problems(file.where, file.problems)
     shown_as = {field: key or names[field][0] for field, key in keys.items()}
     shown_as |= dict(pattern="hybrid_layer_pattern", mtp_num_depths="mtp_num_layers")
     return config_of_file(where, shown_as, fields)
