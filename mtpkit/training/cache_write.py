@@ -142,11 +142,7 @@ def _plan(
 
 
 def _announce(directory: Path, manifest: Manifest, missing: Missing, size: int) -> None:
-    """Print how much will be written.
-
-    Raises:
-        UserError: there is too little space.
-    """
+    """Print how much will be written; refuse it if there is too little space."""
     splits = [split for split in manifest.splits if split.name in missing]
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -249,11 +245,7 @@ def _share(
 def _compute(
     model: HybridModel, dataset: PackedDataset, rows: np.ndarray, size: int, dtype: torch.dtype, bar: tqdm
 ) -> dict[str, Tensor]:
-    """The tensors of a shard. All micro-batches have the same size, since another size may round differently.
-
-    Raises:
-        MtpkitError: hidden states are not finite.
-    """
+    """The tensors of a shard. All micro-batches have the same size, since another size may round differently."""
     device = next(model.parameters()).device
     parts = []
     for start in range(0, len(rows), size):

@@ -118,11 +118,11 @@ class HiddenMix:
     """
 
     share: float
-    kind: MixKind = "sample"
+    kind: MixKind
     """`sample`: each position reads h_{i+k} with probability `share`, else g^k_i. `blend`: every position reads
     share * h_{i+k} + (1 - share) * g^k_i."""
     generators: Sequence[torch.Generator] = ()
-    """One generator per sequence of the b, on the device of the states; empty: torch's global one for all."""
+    """For `sample`, one generator per sequence of the b, on the device of the states."""
     part: tuple[int, int] = (0, 1)
     """Index of this sequence-parallel part, and the number of equal parts: all take their part of the same draws."""
 
@@ -131,12 +131,8 @@ class HiddenMix:
         if self.kind == "blend":
             return own.lerp(base, self.share)
         number, parts = self.part
-        length, rows = len(own) * parts, own.shape[1]
-        if self.generators:
-            assert len(self.generators) == rows, "one generator per sequence"
-            draws = torch.stack([torch.rand(length, generator=g, device=own.device) for g in self.generators], 1)
-        else:
-            draws = torch.rand(length, rows, device=own.device)
+        assert len(self.generators) == own.shape[1], "one generator per sequence"
+        draws = torch.stack([torch.rand(len(own) * parts, generator=g, device=own.device) for g in self.generators], 1)
         return torch.where(draws.chunk(parts)[number][..., None] < self.share, base, own)
 
 

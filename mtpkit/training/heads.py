@@ -97,11 +97,7 @@ def default_pattern(base: ModelConfig) -> str:
 
 
 def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None:
-    """Refuse layers that new heads cannot have.
-
-    Raises:
-        UserError: says which `heads.pattern` or `heads.init` to set instead.
-    """
+    """Refuse layers that new heads cannot have; say which `heads.pattern` or `heads.init` to set instead."""
     copies = config.heads.init == "base"
     absent = sorted(set(pattern) - set(base.pattern))
     known = [letter for letter in absent if letter in SECTIONS]

@@ -141,6 +141,7 @@ class RunDirectory:
     def __init__(self, config: TrainConfig):
         self.path = Path(config.output)
         self._config = config
+        self._settings = self.path / "config.yaml"
         refuse_broken_links(self.path)
         if self.path.resolve() == Path(config.model).resolve():
             raise UserError(f"output {self.path} is the model's own directory; set output to another one")
@@ -236,21 +237,19 @@ class RunDirectory:
         """
         if self.iteration is None:
             return 0
-        state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=self._lacks_base)
+        config = self._config
+        lacks_base = bool(config.cache) or (config.base_fp8 and config.backend == "local")  # as checkpoints have it
+        state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=lacks_base)
         progress = self._progress(state)
-        model.load_state_dict(state["model"], strict=not self._lacks_base)
+        model.load_state_dict(state["model"], strict=not lacks_base)
         optimizer.load_state_dict(state.get("optimizer", {}), progress.iteration)
         loader.load_state_dict(state["loader"])
-        if progress.best is not None and self._config.keep_best:
+        if progress.best is not None and config.keep_best:
             self.best = progress.best if (self.path / iteration_name(progress.best.iteration)).is_dir() else None
         return progress.iteration
 
     def _progress(self, state: dict[str, Any]) -> "_Progress":
-        """The progress of the run from the state of the newest checkpoint.
-
-        Raises:
-            UserError: the state is incomplete or contradicts itself.
-        """
+        """The progress of the run from the state of the newest checkpoint; refuse a state that contradicts itself."""
         where = f"{self.path / iteration_name(self.iteration)}, the state of the run"
         names = [field.name for field in dataclasses.fields(_Progress)]
         progress = from_file(_Progress, {name: state[name] for name in names if name in state}, where)
@@ -261,15 +260,6 @@ class RunDirectory:
                 f"sequences; write the number of an earlier checkpoint into {TRACKER}, or set another output"
             )
         return progress
-
-    @property
-    def _lacks_base(self) -> bool:
-        """Whether the model lacks some of the base's weights as checkpoints have them."""
-        return bool(self._config.cache) or (self._config.base_fp8 and self._config.backend == "local")
-
-    @property
-    def _settings(self) -> Path:
-        return self.path / "config.yaml"
 
     def _check_writable(self) -> None:
         check_writable(self.path)

@@ -54,11 +54,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 
 
 def _read(path: str | Path | None) -> Any:
-    """Load a YAML file with OmegaConf.
-
-    Raises:
-        UserError: the file cannot be read, is not YAML, or is a list.
-    """
+    """Load a YAML file with OmegaConf; refuse what is not YAML of settings."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -98,11 +94,7 @@ def _size(node: Any, known: dict[int, float] | None = None) -> float:
 
 
 def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]) -> dict[Any, Any]:
-    """Plain values of a file's settings with the overrides on top; malformed overrides go to `problems` by index.
-
-    Raises:
-        UserError: a value refers to another one that does not exist.
-    """
+    """Plain values of a file's settings with the overrides on top; malformed overrides go to `problems` by index."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -6,7 +6,7 @@ Bounds are far beyond the needs of any run: they refuse typing errors, and value
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from mtpkit.config import Balance, LossKind
 from mtpkit.config.checked import checked
@@ -51,15 +51,10 @@ class DataConfig:
 
     @field_validator("train", "eval")
     @classmethod
-    def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_names(cls, names: tuple[str, ...], field: ValidationInfo) -> tuple[str, ...]:
         if "" in names:
             raise ValueError(f"must be {_FILES}")
-        return names
-
-    @field_validator("train")
-    @classmethod
-    def _check_train(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if not names:
+        if field.field_name == "train" and not names:
             raise ValueError("is empty: name at least one file")
         return names
 
