@@ -1,19 +1,64 @@
-"""Tensors of a step, built from its plan."""
+"""Tensors of a step, built from its plan.
 
-import itertools
-from collections.abc import Sequence
+The host sends numbers in one copy and block tables in another; everything else is computed on the device. So a step
+whose sizes are fixed can be captured in a CUDA graph, see `mtpkit.engine.graphs`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.processors import Use
-from mtpkit.engine.request import Request
-from mtpkit.engine.step import Batch, Earlier, Plan
+from mtpkit.engine.step import Batch, Earlier, Plan, Row
 from mtpkit.model.inputs import StepInput
-from mtpkit.model.state import Committed, States
+from mtpkit.model.state import States
 from mtpkit.platform import to_device
+
+NULL_SLOT = -1
+"""Slot of null rows: for the kernels of recurrent state no slot, for `DeviceState` the last entry."""
+NULL_CONTEXT = -1
+"""Context length of null rows among the chunks, see `StepInput.context_lens`."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step, those of its plan or larger: null rows and their tokens fill up what is beyond the plan."""
+
+    decode_rows: int
+    chunk_rows: int
+    """If there are more than chunks in the plan, the last one is a null row with all tokens beyond the plan's."""
+    chunk_tokens: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "StepShape":
+        """The sizes of a plan."""
+        return cls(plan.num_decode_rows, len(plan.chunks), plan.num_chunk_tokens)
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.decode_rows + self.chunk_rows
+
+
+class _Part(NamedTuple):
+    """The decode rows of a step, or its chunks: R rows with T tokens and N logits."""
+
+    token_ids: Tensor
+    rows: Tensor
+    """[T], the row of the step that each token belongs to."""
+    positions: Tensor
+    kv_slots: Tensor
+    ends: Tensor
+    """[R], the token of the step after each row's last."""
+    context_lens: Tensor
+    logit_indices: Tensor
+    logit_rows: Tensor
 
 
 class BatchBuilder:
@@ -28,83 +73,125 @@ class BatchBuilder:
 
     def build(self, plan: Plan) -> Batch:
         """Build the tensors of `plan`, all on the device."""
-        requests = [row.request for row in plan.rows]
-        slots, tables = self.ints([request.slot for request in requests]), self.ints(block_tables(requests))
-        if plan.num_decode_rows:
-            return self.decode(plan, slots, tables, plan.processors)
-        return self._prefill(plan, slots, tables, plan.processors)
+        shape = StepShape.of(plan)
+        numbers, tables = self.ints(self.numbers(plan, shape)), self.ints(block_tables(plan, shape))
+        return self.assemble(plan, shape, numbers, tables, plan.processors)
 
-    def decode(self, plan: Plan, slots: Tensor, tables: Tensor, use: Use) -> Batch:
-        """Build decode rows at `slots` [R] with block tables [R, B]; only the device knows their tokens."""
-        rows, depths = len(slots), plan.num_speculative_tokens
-        width = 1 + depths
-        token_ids = self.state.tokens[slots, :width]
-        context_lens = self.state.num_computed[slots]
-        positions = (context_lens[:, None] + torch.arange(width, device=self.device)).flatten()
-        indices = torch.arange(rows * width, device=self.device)
-        row_of_token = indices // width
-        probs = self.state.draft_probs
+    def count(self, shape: StepShape) -> int:
+        """How many `numbers` a step of this shape has."""
+        return sum(self._counts(shape))
+
+    def _counts(self, shape: StepShape) -> list[int]:
+        """How many of these there are, in this order: slots of rows; of chunks their ends, context lengths, the known
+        tokens after them, and tokens."""
+        chunks = shape.chunk_rows
+        return [shape.rows, chunks, chunks, chunks * self._lookahead, shape.chunk_tokens]
+
+    def numbers(self, plan: Plan, shape: StepShape) -> np.ndarray:
+        """[count(shape)] int64, all that the host sends for a step but the block tables."""
+        chunks = plan.chunks
+        slots = np.full(shape.rows, NULL_SLOT, np.int64)
+        ends = np.full(shape.chunk_rows, plan.num_chunk_tokens, np.int64)
+        contexts = np.full(shape.chunk_rows, NULL_CONTEXT, np.int64)
+        lookahead = np.full((shape.chunk_rows, self._lookahead), -1, np.int64)
+        token_ids = np.zeros(shape.chunk_tokens, np.int64)
+        slots[: plan.num_decode_rows] = _slots(plan.decode_rows)
+        slots[shape.decode_rows :][: len(chunks)] = _slots(chunks)
+        ends[: len(chunks)] = np.cumsum([row.length for row in chunks])
+        ends[-1:] = shape.chunk_tokens
+        for index, row in enumerate(chunks):
+            token_ids[ends[index] - row.length : ends[index]] = row.token_ids
+            contexts[index], lookahead[index] = row.start, row.known_after(self._lookahead)
+        return np.concatenate([slots, ends, contexts, lookahead.ravel(), token_ids])
+
+    def null_numbers(self, shape: StepShape, slots: Sequence[int] = ()) -> np.ndarray:
+        """`numbers` of a step of null rows, but for decode rows at `slots`."""
+        numbers = self.numbers(Plan((), 0, 0, 0), shape)
+        numbers[: len(slots)] = slots
+        return numbers
+
+    def assemble(self, plan: Plan, shape: StepShape, numbers: Tensor, tables: Tensor, use: Use) -> Batch:
+        """Build the tensors of a step on the device, without a host-device sync.
+
+        Args:
+            plan: only its K and its number of sampling rows are read.
+            numbers: those of `numbers`, on the device.
+            tables: [R, B] int64, the blocks of each row.
+            use: names of the processors that the step computes.
+        """
+        slots, *chunks = numbers.split(self._counts(shape))
+        decoding, depths, count = shape.decode_rows, plan.num_speculative_tokens, plan.num_sampling_rows
+        parts = [
+            *([self._decode_rows(slots[:decoding], tables, 1 + depths)] if decoding else []),
+            *([self._chunks(shape, tables, decoding * (1 + depths), count, chunks)] if shape.chunk_rows else []),
+        ]
+        joined = _Part(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+        kept, probs = self.state.earlier, self.state.draft_probs
+        known = tables.new_full((decoding, self._lookahead), -1)
         inputs = StepInput(
-            positions=positions,
-            query_start=torch.arange(0, rows * width + 1, width, device=self.device),
-            context_lens=context_lens,
+            positions=joined.positions,
+            query_start=F.pad(joined.ends, (1, 0)),
+            context_lens=joined.context_lens,
             block_tables=tables,
-            kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
+            kv_slots=joined.kv_slots,
             state_slots=slots,
-            committed=self.state.committed.at(slots),
-            num_decode_rows=rows,
-            decode_width=width,
-            prefill_lens=(),
-            states=self.states,
-        )
-        return Batch(
-            plan=plan,
-            token_ids=token_ids.flatten(),
-            inputs=inputs,
-            sampling=self.state.sampling(slots, use),
-            logit_indices=indices,
-            logit_rows=row_of_token,
-            drafts=token_ids[:, 1:],
-            draft_probs=None if probs is None else probs[slots, :depths],
-            lookahead=token_ids.new_full((rows, self._lookahead), -1),
-            earlier=self._earlier(slots),
-        )
-
-    def _earlier(self, slots: Tensor) -> Earlier | None:
-        kept = self.state.earlier
-        return kept and Earlier(kept.token_ids[slots], kept.hidden[slots])
-
-    def _prefill(self, plan: Plan, slots: Tensor, tables: Tensor, use: Use) -> Batch:
-        rows, depths = plan.rows, plan.num_speculative_tokens
-        lengths = [row.length for row in rows]
-        ends = list(itertools.accumulate(lengths))
-        positions = self.ints([p for row in rows for p in range(row.start, row.start + row.length)])
-        row_of_token = self.ints([index for index, length in enumerate(lengths) for _ in range(length)])
-        count = plan.num_sampling_rows
-        inputs = StepInput(
-            positions=positions,
-            query_start=self.ints([0, *ends]),
-            context_lens=self.ints([row.start for row in rows]),
-            block_tables=tables,
-            kv_slots=kv_slots(tables, row_of_token, positions, self.block_size),
-            state_slots=slots,
-            committed=Committed.none(self.state.committed.counts, len(rows), self.device),
-            num_decode_rows=0,
+            committed=self.state.committed.at(slots).restarted(decoding),
+            num_decode_rows=decoding,
             decode_width=1 + depths,
-            prefill_lens=tuple(lengths),
             states=self.states,
         )
         return Batch(
             plan=plan,
-            token_ids=self.ints([token for row in rows for token in row.token_ids]),
+            token_ids=joined.token_ids,
+            rows=joined.rows,
             inputs=inputs,
             sampling=self.state.sampling(slots[:count], use),
-            logit_indices=self.ints([end - 1 for end in ends[:count]]),
-            logit_rows=torch.arange(count, device=self.device),
-            drafts=slots.new_zeros(0, depths),
-            draft_probs=None,
-            lookahead=self.ints([row.known_after(self._lookahead) for row in rows]),
-            earlier=self._earlier(slots),
+            logit_indices=joined.logit_indices,
+            logit_rows=joined.logit_rows,
+            drafts=joined.token_ids[: decoding * (1 + depths)].view(decoding, 1 + depths)[:, 1:],
+            draft_probs=None if probs is None else probs[slots[:decoding], :depths],
+            lookahead=torch.cat([known, chunks[2].view(-1, self._lookahead)]) if shape.chunk_rows else known,
+            earlier=kept and Earlier(kept.token_ids[slots], kept.hidden[slots]),
+        )
+
+    def _decode_rows(self, slots: Tensor, tables: Tensor, width: int) -> _Part:
+        """Decode rows at `slots` [D] with `width` tokens each, which only the device knows."""
+        tokens = len(slots) * width
+        indices, context_lens = torch.arange(tokens, device=self.device), self.state.num_computed[slots]
+        rows = indices // width
+        positions = (context_lens[:, None] + indices[:width]).flatten()
+        return _Part(
+            token_ids=self.state.tokens[slots, :width].flatten(),
+            rows=rows,
+            positions=positions,
+            kv_slots=kv_slots(tables, rows, positions, self.block_size),
+            ends=torch.arange(width, tokens + 1, width, device=self.device),
+            context_lens=context_lens,
+            logit_indices=indices,
+            logit_rows=rows,
+        )
+
+    def _chunks(self, shape: StepShape, tables: Tensor, first: int, count: int, numbers: Iterable[Tensor]) -> _Part:
+        """Chunks from token `first` of the step on.
+
+        Args:
+            count: rows of the step that sample.
+            numbers: those of the chunks, see `numbers`.
+        """
+        ends, context_lens, _, token_ids = numbers
+        rows, index = token_rows(ends, shape.chunk_tokens)
+        null = context_lens[rows] < 0
+        positions = torch.where(null, 0, context_lens[rows] + index)
+        rows = rows + shape.decode_rows
+        return _Part(
+            token_ids=token_ids,
+            rows=rows,
+            positions=positions,
+            kv_slots=torch.where(null, -1, kv_slots(tables, rows, positions, self.block_size)),
+            ends=first + ends,
+            context_lens=context_lens,
+            logit_indices=(first + ends[: count - shape.decode_rows] - 1).clamp_min(0),
+            logit_rows=torch.arange(shape.decode_rows, count, device=self.device),
         )
 
     def ints(self, values: list | np.ndarray) -> Tensor:
@@ -112,12 +199,29 @@ class BatchBuilder:
         return to_device(values, torch.int64, self.device)
 
 
-def block_tables(requests: Sequence[Request], fill: int = 0) -> np.ndarray:
-    """[R, B] int64, the blocks of each request, padded with `fill` to the longest row."""
-    tables = np.full((len(requests), max(len(request.block_table) for request in requests)), fill, dtype=np.int64)
-    for row, request in zip(tables, requests, strict=True):
-        row[: len(request.block_table)] = request.block_table
+def _slots(rows: Sequence[Row]) -> np.ndarray:
+    return np.array([row.request.slot for row in rows], np.int64)
+
+
+def block_tables(plan: Plan, shape: StepShape, fill: int = 0) -> np.ndarray:
+    """[R, B] int64, the blocks of each row of the shape, padded with `fill` to the longest row of the plan."""
+    width = max(len(row.request.block_table) for row in plan.rows)
+    tables = np.full((shape.rows, width), fill, dtype=np.int64)
+
+    def put(places: np.ndarray, rows: Iterable[Row]) -> None:
+        for place, row in zip(places, rows, strict=False):
+            place[: len(row.request.block_table)] = row.request.block_table
+
+    put(tables, plan.decode_rows)
+    put(tables[shape.decode_rows :], plan.chunks)
     return tables
+
+
+def token_rows(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """[tokens] the row of each token and its index within the row, for rows that end before tokens `ends` [R]."""
+    index = torch.arange(tokens, device=ends.device)
+    rows = torch.searchsorted(ends, index, right=True)
+    return rows, index - F.pad(ends, (1, 0))[rows]
 
 
 def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

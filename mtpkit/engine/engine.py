@@ -13,13 +13,14 @@ from torch import Tensor
 
 from mtpkit.config.checked import is_whole
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
-from mtpkit.engine.batch import BatchBuilder
+from mtpkit.engine.batch import BatchBuilder, StepShape
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
-from mtpkit.engine.graphs import DecodeGraphs
+from mtpkit.engine.graphs import StepGraphs
 from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.pacing import Pacing
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.processors import GREEDY, processors_of
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
@@ -63,10 +64,11 @@ class _Launched:
 
     def __init__(self, plan: Plan, values: Tensor) -> None:
         self.plan = plan
-        self._values, self._arrived = values, torch.cuda.Event() if values.is_cuda else None
+        self.began = time.perf_counter()
+        self._arrived = torch.cuda.Event() if values.is_cuda else None
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
         if self._arrived is not None:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
             self._arrived.record()
 
     def wait(self) -> StepResult:
@@ -117,11 +119,16 @@ class Engine:
         )
         self.builder = BatchBuilder(config.block_size, self.states, self.state, device)
         blocks, slots = IdPool(num_blocks), IdPool(config.max_num_seqs)
-        self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes)
         self.graphs = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
-            self.graphs = DecodeGraphs(self.builder, config.max_num_seqs, width, num_blocks)
+            self.graphs = StepGraphs(self.builder, config, width, num_blocks)
+        self.pacing = None
+        if config.graphs or config.max_inter_token_latency is not None:
+            self.pacing = Pacing(config.max_inter_token_latency, self.graphs.chunk_sizes if self.graphs else ())
+        self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing)
+        self._arrived = 0.0
+        """When the newest results arrived."""
         self._seeds = random.Random(config.seed)
         self._num_requests = self._next_number = 0
         self._seconds = 0.0
@@ -238,6 +245,16 @@ class Engine:
         wanted = (request for request in once.values() if request.finished or not finished_only)
         return [RequestOutput.of(request) for request in wanted]
 
+    @torch.inference_mode()
+    def warm_up(self, depths: Sequence[int]) -> None:
+        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each K in `depths`.
+
+        No request may wait or run.
+        """
+        assert not self.has_unfinished
+        if self.graphs:
+            self.graphs.capture_all(self._execute, depths)
+
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
         """Time steps of these batch sizes at every K, and choose K from these times. No request may wait or run."""
         assert not self.has_unfinished
@@ -253,10 +270,11 @@ class Engine:
             if self.graphs:
                 self.graphs.replay_free_slots(self._execute, rows, depths)
             else:
-                slots = torch.arange(rows, device=self.builder.device)
+                shape, plan = StepShape(rows, 0, 0), Plan((), rows, rows, depths)
                 self.state.restart()
-                tables = slots.new_zeros(rows, self.config.decode_width + self.config.lookahead)
-                self._execute(self.builder.decode(Plan((), rows, rows, depths), slots, tables, GREEDY))
+                numbers = self.builder.ints(self.builder.null_numbers(shape, range(rows)))
+                tables = numbers.new_zeros(rows, self.config.decode_width + self.config.lookahead)
+                self._execute(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
             if self.builder.device.type == "cuda":
                 torch.cuda.synchronize()
 
@@ -269,9 +287,8 @@ class Engine:
         return statistics.median(seconds)
 
     def _launch(self, plan: Plan) -> _Launched:
-        if not plan.num_decode_rows:
-            self.state.admit(plan.sampling_requests)
-        elif self.graphs:
+        self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
+        if self.graphs:
             return _Launched(plan, self.graphs.run(self._execute, plan))
         return _Launched(plan, self._execute(self.builder.build(plan)))
 
@@ -287,8 +304,12 @@ class Engine:
         """Commit the results of all but the latest `keep` steps, the oldest first."""
         changed = []
         while len(self._under_way) > keep:
-            for launched in self._under_way.popleft():
-                plan, result = launched.plan, launched.wait()
+            step = self._under_way.popleft()
+            results = [launched.wait() for launched in step]
+            began, self._arrived = max(self._arrived, step[0].began), time.perf_counter()
+            if self.pacing:
+                self.pacing.observe([launched.plan for launched in step], self._arrived - began)
+            for plan, result in zip((launched.plan for launched in step), results, strict=True):
                 if plan.num_decode_rows:
                     self._observe(plan, result)
                 changed += self.scheduler.commit(plan, result)
@@ -299,7 +320,7 @@ class Engine:
         counted = [
             (accepted, row.fresh_drafts)
             for row, accepted, count in zip(
-                plan.rows, result.accepted.tolist(), result.num_tokens.tolist(), strict=True
+                plan.decode_rows, result.accepted.tolist(), result.num_tokens.tolist(), strict=False
             )
             if count == 1 + accepted and row.request.error is None
         ]

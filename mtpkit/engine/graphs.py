@@ -1,94 +1,179 @@
-"""Decode steps as CUDA graphs, with one replay per step.
+"""Steps as CUDA graphs, with one replay per step.
 
-One graph is captured for each bucket of batch sizes, K and set of processors, when it is first needed. It reads the
-slots and blocks of its rows from two fixed tensors, and everything else from `DeviceState`. Rows of the bucket without
-a request are null rows: they have no recurrent state, and use a block of keys and an entry of `DeviceState` that no
-request has.
+One graph is captured for each `StepShape`, K and set of processors, when it is first needed. It reads what the host
+sends from fixed tensors, and everything else from `DeviceState`. Null rows fill a step up to the shape: they have no
+recurrent state, and use a block of keys and an entry of `DeviceState` that no request has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from mtpkit.engine.batch import BatchBuilder, block_tables
-from mtpkit.engine.processors import GREEDY, Use, for_graph
+from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape, block_tables
+from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.processors import GREEDY, TEMPERATURE, Use, for_graph
 from mtpkit.engine.step import Batch, Plan
 
-_WARM_UPS = 2
+_WARM_UPS = 1
 """Runs before a capture, in which kernels are compiled and libraries choose their algorithms."""
+_SMALLEST = 16
+"""Fewest tokens of chunks that a graph is captured for."""
+_COARSE = 128
+"""Up to this many tokens a step takes about as long as reading the weights: captured sizes are far apart."""
+_TOKENS_PER_CHUNK = 8
+"""A graph has a row for every so many tokens of its chunks: kernels look at all rows, so that more would cost time."""
 
-NULL_SLOT = -1
-"""Slot of null rows: for the kernels of recurrent state no slot, for `DeviceState` the last entry."""
-
-Key = tuple[int, int, Use]
+Key = tuple[StepShape, int, Use]
 Execute = Callable[[Batch], Tensor]
 
 
+def _rounded(value: int, *steps: tuple[int, int]) -> int:
+    """`value` rounded up to a multiple of the step beside the first limit that it is within, or of the last step."""
+    step = next((step for limit, step in steps if value <= limit), steps[-1][1])
+    return -(-value // step) * step
+
+
 def bucket_size(rows: int) -> int:
-    """The captured batch size for `rows`: a multiple of 1 up to 4, of 4 up to 16, of 8 up to 64, of 16 above."""
-    step = next((step for limit, step in ((4, 1), (16, 4), (64, 8)) if rows <= limit), 16)
-    return -(-rows // step) * step
+    """The captured number of decode rows for `rows` of them."""
+    return _rounded(rows, (4, 1), (16, 4), (64, 8), (65, 16))
 
 
-class DecodeGraphs:
-    """Captures decode steps and replays them.
+def chunk_bucket(tokens: int) -> int:
+    """The captured number of tokens for chunks of `tokens`: a power of two up to 128, above it four to each octave."""
+    power = 1 << max(0, tokens - 1).bit_length()
+    return max(_SMALLEST, _rounded(tokens, (_COARSE, power), (power, power // 8)))
+
+
+def mixed_bucket(rows: int, tokens: int) -> tuple[int, int]:
+    """The captured numbers of decode rows and of tokens of chunks beside them: coarser ones, since they multiply."""
+    return _rounded(rows, (16, 8), (64, 16), (65, 32)), _rounded(tokens, (32, 32), (33, 64))
+
+
+def _tokens_for(chunks: int) -> int:
+    """The fewest tokens whose graph has rows for so many chunks."""
+    return (chunks - 1) * _TOKENS_PER_CHUNK + 1
+
+
+def _sizes(bucket: Callable[[int], int], most: int) -> list[int]:
+    """All values of `bucket` for 1 .. most."""
+    sizes = [bucket(1)]
+    while sizes[-1] < most:
+        sizes.append(bucket(sizes[-1] + 1))
+    return sizes
+
+
+def _key(shape: StepShape, depths: int, use: Iterable[str]) -> Key:
+    """The key of a graph. Those with chunks always compute temperature and filters, so that there are fewer of them."""
+    chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
+    return shape, depths, for_graph(chosen)
+
+
+def _size(key: Key) -> int:
+    """Tokens of a captured step."""
+    shape, depths, _ = key
+    return shape.chunk_tokens + shape.decode_rows * (1 + depths)
+
+
+class StepGraphs:
+    """Captures steps and replays them.
 
     Each call gets the captured function as `execute`, the same one each time. It runs a batch without a host-device
     sync and returns the tensor that goes to the host, [R, ...]. It is not stored, since it refers to the engine, which
     would then keep itself alive.
 
     Args:
+        config: its limits are those of the largest steps.
         table_width: blocks of the longest request.
         null_block: the block of null rows, to which all of them write.
     """
 
-    def __init__(self, builder: BatchBuilder, max_num_seqs: int, table_width: int, null_block: int) -> None:
-        self.builder = builder
+    def __init__(self, builder: BatchBuilder, config: EngineConfig, table_width: int, null_block: int) -> None:
+        self.builder, self.config = builder, config
         self.null_block = null_block
-        rows, device = bucket_size(max_num_seqs), builder.device
-        self._slots = torch.full((rows,), NULL_SLOT, dtype=torch.int64, device=device)
-        self._tables = torch.full((rows, table_width), null_block, dtype=torch.int64, device=device)
-        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.chunk_sizes = _sizes(chunk_bucket, max(config.max_num_batched_tokens, _tokens_for(config.max_num_seqs)))
+        """The captured numbers of tokens of chunks, ascending."""
+        rows, tokens = mixed_bucket(config.max_num_seqs, self.chunk_sizes[-1])
+        largest, device = StepShape(rows, config.max_num_seqs + 1, tokens), builder.device
+        self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
+        self._tables = torch.full((largest.rows, table_width), null_block, dtype=torch.int64, device=device)
+        self._graphs: dict[Key, tuple[Any, Tensor]] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def run(self, execute: Execute, plan: Plan) -> Tensor:
-        """Replay the decode rows of `plan`; returns [R, ...], the result of `execute`, valid until the next run."""
-        requests = [row.request for row in plan.rows]
-        rows = bucket_size(len(requests))
-        key = (rows, plan.num_speculative_tokens, for_graph(plan.processors))
-        graph, result = self.captured(execute, key)
-        self._fill([request.slot for request in requests], block_tables(requests, fill=self.null_block), rows)
+        """Replay the rows of `plan`.
+
+        Returns:
+            [S, ...], the results of `execute` for the rows that sample, valid until the next run.
+        """
+        shape = self.shape_for(plan)
+        graph, result = self.captured(execute, _key(shape, plan.num_speculative_tokens, plan.processors))
+        self._fill(shape, self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block))
         graph.replay()
-        return result[: len(requests)]
+        decoded, chunks = plan.num_decode_rows, plan.num_sampling_rows - plan.num_decode_rows
+        first = result[shape.decode_rows :][:chunks]
+        return torch.cat([result[:decoded], first]) if decoded and chunks else result[:decoded] if decoded else first
+
+    def shape_for(self, plan: Plan) -> StepShape:
+        """The shape of the graph for a plan."""
+        if not plan.chunks:
+            return StepShape(bucket_size(plan.num_decode_rows), 0, 0)
+        return self._with_chunks(plan.num_decode_rows, max(plan.num_chunk_tokens, _tokens_for(len(plan.chunks))))
+
+    def _with_chunks(self, rows: int, tokens: int) -> StepShape:
+        rows, tokens = mixed_bucket(rows, tokens) if rows else (0, chunk_bucket(tokens))
+        return StepShape(rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens)
+
+    def capture_all(self, execute: Execute, depths: Sequence[int]) -> None:
+        """Capture what requests without penalties may need, with progress. The largest come first, so that the others
+        share their memory.
+
+        Args:
+            depths: every K of steps without chunks; those with chunks are captured for the largest, and together with
+                decode rows only if it is the only one.
+        """
+        decode = [StepShape(rows, 0, 0) for rows in _sizes(bucket_size, self.config.max_num_seqs)]
+        chunks = [self._with_chunks(0, tokens) for tokens in self.chunk_sizes]
+        if self.config.max_mixed_tokens and len(depths) == 1:
+            most = min(self.config.max_mixed_tokens, self.config.max_num_batched_tokens)
+            mixed = _sizes(lambda tokens: mixed_bucket(1, tokens)[1], most)
+            chunks += [self._with_chunks(shape.decode_rows, tokens) for shape in decode for tokens in mixed]
+        keys = {_key(shape, k, use) for shape in decode for k in depths for use in (GREEDY, {TEMPERATURE.name})}
+        keys |= {_key(shape, max(depths), GREEDY) for shape in chunks}
+        for key in tqdm(sorted(keys, key=_size, reverse=True), desc="CUDA graphs", disable=None):
+            self.captured(execute, key)
 
     def replay_free_slots(self, execute: Execute, rows: int, depths: int) -> None:
         """Replay a greedy step on the slots 0 .. rows - 1, for timing; no request may hold them."""
-        graph, _ = self.captured(execute, (bucket_size(rows), depths, GREEDY))
+        shape = StepShape(bucket_size(rows), 0, 0)
+        graph, _ = self.captured(execute, _key(shape, depths, GREEDY))
         self.builder.state.restart()
-        self._fill(range(rows), np.full((rows, self._tables.shape[1]), self.null_block), bucket_size(rows))
+        self._fill(shape, self.builder.null_numbers(shape, range(rows)), self._null_tables(shape))
         graph.replay()
 
-    def captured(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def captured(self, execute: Execute, key: Key) -> tuple[Any, Tensor]:
         """The graph of a key and the tensor that holds its result after a replay."""
         if key not in self._graphs:
+            self._fill(key[0], self.builder.null_numbers(key[0]), self._null_tables(key[0]))
             self._graphs[key] = self._capture(execute, key)
         return self._graphs[key]
 
-    def _fill(self, slots: Sequence[int | None], tables: np.ndarray, rows: int) -> None:
-        """Set the first `rows` rows; those beyond the given ones become null rows."""
-        given, width = tables.shape
-        self._slots[:rows].copy_(self.builder.ints([*slots, *[NULL_SLOT] * (rows - given)]))
-        self._tables[:given, :width].copy_(self.builder.ints(tables))
-        self._tables[given:rows, :width] = self.null_block
+    def _fill(self, shape: StepShape, numbers: np.ndarray, tables: np.ndarray) -> None:
+        """Set what a step of this shape reads. Blocks of a row beyond those given are what an earlier step left."""
+        self._numbers[: len(numbers)].copy_(self.builder.ints(numbers))
+        self._tables[: shape.rows, : tables.shape[1]].copy_(self.builder.ints(tables))
 
-    def _capture(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        self._slots.fill_(NULL_SLOT)
-        self._tables.fill_(self.null_block)
+    def _null_tables(self, shape: StepShape) -> np.ndarray:
+        return np.full((shape.rows, self._tables.shape[1]), self.null_block)
+
+    def _capture(self, execute: Execute, key: Key) -> tuple[Any, Tensor]:
         torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
+        # One stream for all graphs: libraries keep a workspace for each.
+        stream = self._stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 self._step(execute, key)
@@ -100,8 +185,9 @@ class DecodeGraphs:
         return graph, result
 
     def _step(self, execute: Execute, key: Key) -> Tensor:
-        rows, depths, use = key
-        slots, tables = self._slots[:rows], self._tables[:rows]
+        shape, depths, use = key
+        numbers, tables = self._numbers[: self.builder.count(shape)], self._tables[: shape.rows]
         # Null rows advance in each step like all others, and are reset here.
         self.builder.state.restart(NULL_SLOT)
-        return execute(self.builder.decode(Plan((), rows, rows, depths), slots, tables, use))
+        plan = Plan((), shape.decode_rows, shape.rows, depths)
+        return execute(self.builder.assemble(plan, shape, numbers, tables, use))

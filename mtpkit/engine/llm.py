@@ -62,6 +62,8 @@ class LLM:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens
             or max(DEFAULT_BUDGET, options.max_num_seqs * (1 + depths)),
+            max_mixed_tokens=options.max_mixed_tokens,
+            max_inter_token_latency=options.max_inter_token_latency,
             state_rollback=options.state_rollback,
             draft_sampling=options.draft_sampling,
             async_scheduling=ahead,
@@ -106,6 +108,8 @@ class LLM:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
+        if options.warm_up:
+            self.engine.warm_up(range(depths + 1) if adaptive else [depths])
         if adaptive and depths:
             most = config.max_num_seqs
             self.engine.adapt(sorted({min(2**power, most) for power in range(most.bit_length() + 1)}))

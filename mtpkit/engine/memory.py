@@ -7,6 +7,7 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine.device_state import DeviceState
+from mtpkit.engine.graphs import chunk_bucket
 from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.model.kinds import kinds_in
@@ -27,9 +28,9 @@ class MemoryPlan:
     in_use: int
     """Weights, and all else that was on the device before the engine."""
     activations: int
-    """Activations of the largest step outside CUDA graphs, at `max_num_batched_tokens`."""
+    """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs."""
     graphs: int
-    """Private memory of the CUDA graphs: the activations of the largest decode step."""
+    """Private memory of the CUDA graphs: the activations of the largest captured step."""
     slot_bytes: int
     """Recurrent state, convolution windows and rings of one request, and its share of `DeviceState`."""
     ring_bytes: int
@@ -96,11 +97,11 @@ def plan_memory(
     Raises:
         UserError: `num_blocks`, or one request of full length, does not fit; with the numbers and what to change.
     """
-    decode_tokens = config.max_num_seqs * config.decode_width
-    logit_rows = config.max_num_seqs if config.graphs else decode_tokens
-    again, dtype = config.max_num_seqs * earlier[0], layout.sizes.dtype
-    activations = _activation_bytes(model, dtype, config.max_num_batched_tokens + again, logit_rows)
-    graphs = _activation_bytes(model, dtype, decode_tokens + again, decode_tokens) if config.graphs else 0
+    again = config.max_num_seqs * (earlier[0] and earlier[0] + config.decode_width)  # see `DistinctDrafter`
+    logit_rows = config.max_num_seqs * (1 + config.decode_width)
+    tokens = chunk_bucket(config.max_num_batched_tokens) if config.graphs else config.max_num_batched_tokens
+    activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logit_rows)
+    graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total = in_use = 0
     available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
     if device.type == "cuda":

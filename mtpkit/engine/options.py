@@ -23,6 +23,9 @@ Rollback = Literal["replay", "snapshot"]
 DEFAULT_BUDGET = 2048
 """Default limit of the tokens in a step, unless decoding needs more."""
 
+DEFAULT_MIXED = 512
+"""Default of the most prompt tokens that run together with decoding requests."""
+
 
 def _check_width(budget: int | None, info: ValidationInfo) -> int | None:
     """Refuse a token limit below what one decoding request needs in a step."""
@@ -55,6 +58,12 @@ class EngineOptions:
     """Most requests that run at once; each holds a slot of recurrent state."""
     max_num_batched_tokens: Count | None = None
     """Most tokens of a step; longer prompts are split. By default 2048, or what decoding needs."""
+    max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = DEFAULT_MIXED
+    """Most prompt tokens that run in one forward pass with decoding requests; more of them get a pass of their own. 0:
+    never together."""
+    max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that a decoding request may wait for its next tokens while prompts arrive, as far as shorter chunks of
+    the prompts can keep to it. By default, on a GPU, 2.5 times what it waits while none arrive."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights and caches may take."""
     num_blocks: Count | None = None
@@ -74,7 +83,10 @@ class EngineOptions:
     async_scheduling: bool | None = None
     """Launch a step before the results of the last one are read; by default on a GPU."""
     enforce_eager: bool = False
-    """Decode without CUDA graphs."""
+    """Run all steps without CUDA graphs."""
+    warm_up: bool = True
+    """Compile kernels and capture CUDA graphs for steps of all sizes before the first request, not when a step first
+    needs them."""
     synthetic_acceptance: Sequence[float] | None = Field(default=None, title="a list of rates, one per draft, or None")
     """Rates at which drafts of each depth are accepted by chance; for benchmarks with random weights."""
     device: Any = None
@@ -126,12 +138,16 @@ class EngineConfig:
     max_num_seqs: Count = EngineOptions.max_num_seqs
     max_num_batched_tokens: Count = DEFAULT_BUDGET
     """Most tokens of a step; longer prompts are split over steps."""
+    max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = EngineOptions.max_mixed_tokens
+    """Most tokens of chunks that run together with decode rows."""
+    max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
+    """Seconds from step to step that chunks should keep to; None: with `graphs`, a multiple of what decoding takes."""
     state_rollback: Rollback = EngineOptions.state_rollback
     draft_sampling: bool = EngineOptions.draft_sampling
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""
     graphs: bool = False
-    """Replay decode steps as CUDA graphs."""
+    """Replay steps as CUDA graphs."""
     seed: Seed | None = EngineOptions.seed
 
     _check_budget = field_validator("max_num_batched_tokens")(_check_width)

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.pacing import Pacing
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
 from mtpkit.engine.step import Plan, Row, StepResult
 from mtpkit.errors import MtpkitError, UserError
@@ -29,8 +30,11 @@ class Scheduler:
         slots: IdPool,
         eos_token_ids: Sequence[int] = (),
         block_bytes: int = 0,
+        pacing: Pacing | None = None,
     ) -> None:
         self.config = config
+        self.pacing = pacing
+        """Bounds the prompt tokens of a step; None: they are bounded by the token budget alone."""
         self.blocks = blocks
         self.slots = slots
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -100,7 +104,10 @@ class Scheduler:
         self._live_ids.discard(request_id)
 
     def plan(self) -> list[Plan]:
-        """Choose the rows that run next and reserve their blocks: decode rows, then prefill chunks.
+        """Choose the rows that run next and reserve their blocks: decode rows, then chunks of prompts.
+
+        A few tokens of chunks run together with the decode rows, which saves reading the weights once more. More of
+        them run after the decode rows.
 
         At least one request must be unfinished. The list is empty if blocks must first be freed by committing the
         results of launched steps.
@@ -111,6 +118,8 @@ class Scheduler:
         if decode is None:
             return []
         budget -= sum(row.length for row in decode)
+        if self.pacing:
+            budget = self.pacing.most_tokens(budget, len(decode))
         chunks = []
         for request in self.running:
             if budget and not request.decoding:
@@ -120,18 +129,24 @@ class Scheduler:
             chunks.append(self._chunk(admitted, budget))
             budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
-        depths = self.num_speculative_tokens
-        plans = [
-            Plan(tuple(decode), len(decode), len(decode), depths),
-            Plan(tuple(chunks), 0, sum(row.samples for row in chunks), depths),
-        ]
-        for row in (*decode, *chunks):
-            row.request.in_flight += row.samples and row.emits
-            if row.samples:
-                row.request.num_drafted = depths
+        if sum(row.length for row in chunks) <= self.config.max_mixed_tokens:
+            plans = [self._together(decode, chunks)]
+        else:
+            plans = [self._together(decode, []), self._together([], chunks)]
+        for plan in plans:
+            for row in plan.rows:
+                row.request.in_flight += row.samples and row.emits
+                if row.samples:
+                    row.request.num_drafted = plan.num_speculative_tokens
         for row in chunks:  # the length of a chunk is known before it runs
             row.request.num_computed += row.length
         return [plan for plan in plans if plan.rows]
+
+    def _together(self, decode: list[Row], chunks: list[Row]) -> Plan:
+        rows = (*decode, *chunks)
+        # Chunks alone draft for the largest K, whatever decode rows would verify now.
+        depths = self.num_speculative_tokens if decode else self.config.num_speculative_tokens
+        return Plan(rows, len(decode), sum(row.samples for row in rows), depths)
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
         """Rows of all requests that decode, the oldest first; None if one must wait for results of earlier steps."""
@@ -226,13 +241,13 @@ class Scheduler:
         changed = []
         arrays = (result.accepted, result.token_ids, result.num_tokens, result.bad_draft)
         rows = zip(plan.rows, *(array.tolist() for array in arrays), strict=False)
-        for row, accepted, token_ids, num_tokens, bad_draft in rows:
+        for index, (row, accepted, token_ids, num_tokens, bad_draft) in enumerate(rows):
             request, valid = row.request, num_tokens == 1 + accepted
             if request.slot is None or not (row.emits or bad_draft):
                 continue
             request.in_flight -= row.emits
             count = self._emit(request, token_ids[:num_tokens]) if row.emits else 0
-            if plan.num_decode_rows:
+            if index < plan.num_decode_rows:
                 request.num_computed += accepted + 1
                 if valid:
                     request.stats.record(accepted, count, row.fresh_drafts)

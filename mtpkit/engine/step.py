@@ -53,13 +53,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows that run together: either decode rows, or prefill chunks with the sampling ones first."""
+    """Rows that run together: decode rows, then chunks of prompts, those that sample first. Either may be missing."""
 
     rows: tuple[Row, ...]
     num_decode_rows: int
     num_sampling_rows: int
     num_speculative_tokens: int
     """K: drafts that each decode row verifies, and that each row that samples gets."""
+
+    @property
+    def decode_rows(self) -> tuple[Row, ...]:
+        """The rows that decode."""
+        return self.rows[: self.num_decode_rows]
+
+    @property
+    def chunks(self) -> tuple[Row, ...]:
+        """The rows that are chunks of prompts."""
+        return self.rows[self.num_decode_rows :]
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(row.length for row in self.chunks)
 
     @property
     def sampling_requests(self) -> list[Request]:
@@ -84,11 +99,14 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Batch:
-    """A plan as tensors. A captured step has null rows, which belong to no request, and no rows in its plan."""
+    """A plan as tensors. The plan of a captured step names no rows; the step has null rows, which belong to no request,
+    and all of its rows sample, whether their results are used or not."""
 
     plan: Plan
     token_ids: Tensor
     """[T] int64."""
+    rows: Tensor
+    """[T] int64, the row of each token."""
     inputs: StepInput
     sampling: Sampling
     """Sampling parameters of the S sampling rows."""
@@ -106,13 +124,24 @@ class Batch:
     """The positions before the step, for drafters that read them."""
 
     def last_index(self, accepted: Tensor) -> Tensor:
-        """[R] index of each row's newest accepted token within the row, for [R] `accepted`."""
-        return accepted if self.plan.num_decode_rows else self.inputs.query_start.diff() - 1
+        """[R] index of each row's newest accepted token within the row, for [R] `accepted`; -1 for an empty row."""
+        decoding = self.inputs.num_decode_rows
+        if not self.inputs.num_chunk_rows:
+            return accepted
+        return torch.cat([accepted[:decoding], self.inputs.query_start[decoding:].diff() - 1])
 
     def newest(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """[S] flat index and [S] position of each sampling row's newest accepted token, for [R] `accepted`."""
-        flat = (self.inputs.query_start[:-1] + self.last_index(accepted))[: self.plan.num_sampling_rows]
-        return flat, self.inputs.positions[flat]
+        flat, count = self.inputs.query_start[:-1] + self.last_index(accepted), self.plan.num_sampling_rows
+        if self.inputs.num_chunk_rows:  # the last token is of a null row, if there is one
+            flat = torch.where(self.inputs.context_lens < 0, len(self.rows) - 1, flat)
+        return flat[:count], self.newest_positions(accepted)[:count]
+
+    def newest_positions(self, accepted: Tensor) -> Tensor:
+        """[R] position of each row's newest accepted token; 0 for null rows among the chunks."""
+        contexts = self.inputs.context_lens
+        newest = contexts + self.last_index(accepted)
+        return torch.where(contexts < 0, 0, newest) if self.inputs.num_chunk_rows else newest
 
     def token_ids_at(self, rows: Tensor, index: Tensor) -> Tensor:
         """[...] tokens of `rows` at `index` within the row, both [...].
@@ -152,9 +181,9 @@ class Verdict:
     accepted: Tensor
     """[R] int64, accepted drafts; 0 for prefill rows."""
     token_ids: Tensor
-    """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. The first column of a chunk that does not
-    sample is the known token after the chunk, so that column `accepted` is the next token of every row. `NO_TOKEN` in
-    one of the first 1 + `accepted` columns means that the base's logits there are invalid."""
+    """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. The first column of a chunk is the known token
+    after it, if there is one, so that column `accepted` is the next token of every row. `NO_TOKEN` in one of the first
+    1 + `accepted` columns means that the base's logits there are invalid."""
 
 
 @dataclass(frozen=True)

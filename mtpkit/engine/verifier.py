@@ -1,6 +1,6 @@
 """Verification: which drafts are accepted, and the token after them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,12 @@ from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.acceptance import accept_matching, accept_rejection
 from mtpkit.kernels.sampling import uniform
 
+VerifyDrafts = Callable[[Tensor, Batch], Verdict]
+"""Verifies the drafts of decode rows, given their processed logits [D * (1 + K), V]."""
+
 
 def verify(logits: Tensor, batch: Batch) -> Verdict:
-    """Verify the drafts of decode rows, or choose the first token of the chunks that end a prompt.
+    """Verify the drafts of decode rows, and choose the first token after the chunks that end a prompt.
 
     The output has the base's own distribution. If drafts are the heads' best tokens (`draft_probs` is None), the output
     for a given seed is also the same for every K. A row whose logits are invalid stops there with `NO_TOKEN`; logits
@@ -23,41 +26,57 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
     Args:
         logits: [N, V], see `Batch.logit_indices`.
     """
-    if batch.draft_probs is not None:
-        return _verify_drawn(logits, batch, batch.draft_probs)
-    own = own_tokens(logits, batch)
-    rows = len(batch.drafts)
-    return Verdict(*accept_matching(batch.drafts, own.view(rows, -1))) if rows else _first_tokens(batch, own)
+    return _verdict(logits, batch, _verify_chosen if batch.draft_probs is None else _verify_drawn)
 
 
-def own_tokens(logits: Tensor, batch: Batch) -> Tensor:
-    """[N] int64, the base's own choice at each of the logits [N, V]: its best token, a draw, or `NO_TOKEN`."""
+def _verdict(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts) -> Verdict:
     logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts)
-    return sampler.sample(logits, batch.sampling, batch.logit_rows, _logit_positions(batch))
+    count = batch.inputs.num_decode_tokens
+    parts = [verify_drafts(logits[:count], batch)] if count else []
+    if batch.inputs.num_chunk_rows:
+        parts.append(_first_tokens(batch, own_tokens(logits, batch, slice(count, None))))
+    accepted, token_ids = ([getattr(part, name) for part in parts] for name in ("accepted", "token_ids"))
+    return parts[0] if len(parts) == 1 else Verdict(torch.cat(accepted), torch.cat(token_ids))
 
 
-def _logit_positions(batch: Batch) -> Tensor:
-    """[N] int64, the position of the token chosen from each logit."""
-    return batch.inputs.positions[batch.logit_indices] + 1
+def own_tokens(logits: Tensor, batch: Batch, part: slice) -> Tensor:
+    """[n] int64, the base's choice at `part` of the processed logits [N, V]: its best token, a draw, or `NO_TOKEN`."""
+    return sampler.sample(logits[part], batch.sampling, batch.logit_rows[part], _positions(batch, part))
 
 
-def _verify_drawn(logits: Tensor, batch: Batch, draft_probs: Tensor) -> Verdict:
-    """Verify drafts that were drawn from `draft_probs` [D, K, V]."""
-    logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts)
-    positions = _logit_positions(batch)
+def _positions(batch: Batch, part: slice) -> Tensor:
+    """[n] int64, the positions of the tokens chosen from a part of the logits."""
+    return batch.inputs.positions[batch.logit_indices[part]] + 1
+
+
+def _own_tokens_of_drafts(logits: Tensor, batch: Batch) -> Tensor:
+    """[D, 1 + K] int64, the base's own choice at each token of the decode rows."""
     rows, depths = batch.drafts.shape
+    return own_tokens(logits, batch, slice(rows * (1 + depths))).view(rows, 1 + depths)
+
+
+def _verify_chosen(logits: Tensor, batch: Batch) -> Verdict:
+    """Verify drafts that are the heads' best tokens."""
+    return Verdict(*accept_matching(batch.drafts, _own_tokens_of_drafts(logits, batch)))
+
+
+def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
+    """Verify drafts that were drawn from `draft_probs` [D, K, V]."""
+    rows, depths = batch.drafts.shape
+    part = slice(rows * (1 + depths))
+    row_of_logit, positions = batch.logit_rows[part], _positions(batch, part)
     token_uniforms, accept_uniforms = (
-        sampler.uniforms(batch.sampling, batch.logit_rows, positions, stream).view(rows, 1 + depths)
+        sampler.uniforms(batch.sampling, row_of_logit, positions, stream).view(rows, 1 + depths)
         for stream in (sampler.TOKEN_STREAM, sampler.ACCEPT_STREAM)
     )
-    probs = sampler.probabilities(logits, batch.sampling, batch.logit_rows).view(rows, 1 + depths, -1)
-    accept_uniforms = accept_uniforms[:, :-1]
-    return Verdict(*accept_rejection(batch.drafts, draft_probs, probs, accept_uniforms, token_uniforms))
+    probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(rows, 1 + depths, -1)
+    assert batch.draft_probs is not None
+    return Verdict(*accept_rejection(batch.drafts, batch.draft_probs, probs, accept_uniforms[:, :-1], token_uniforms))
 
 
 def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
-    """Verdict for R chunks: the known token after each, or else the one in `chosen` [S]."""
-    known = batch.lookahead[:, 0]
+    """Verdict for C chunks: the known token after each, or else the one in `chosen` [chunks that sample]."""
+    known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
     token_ids = known.new_zeros(len(known), 1 + batch.plan.num_speculative_tokens)
     token_ids[:, 0] = known
     token_ids[: len(chosen), 0] = torch.where(known[: len(chosen)] < 0, chosen, known[: len(chosen)])
@@ -82,17 +101,20 @@ class SyntheticAcceptance:
         self.rates = torch.tensor(list(conditional_rates), dtype=torch.float64, device=device)
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
-        rows, depths = batch.drafts.shape
-        if not rows or not depths:
+        if not batch.plan.num_speculative_tokens:
             return verify(logits, batch)
-        own = own_tokens(logits, batch).view(rows, 1 + depths)
+        return _verdict(logits, batch, self._verify_drafts)
+
+    def _verify_drafts(self, logits: Tensor, batch: Batch) -> Verdict:
+        rows, depths = batch.drafts.shape
+        own = _own_tokens_of_drafts(logits, batch)
         # These results are not used: only their time counts.
         if batch.draft_probs is None:
             accept_matching(batch.drafts, own)
         else:
-            _verify_drawn(logits, batch, batch.draft_probs)
-        positions = batch.inputs.positions.view(rows, 1 + depths)[:, 1:]
-        seeds = batch.sampling.seeds[:, None].expand(-1, depths)
+            _verify_drawn(logits, batch)
+        positions = batch.inputs.positions[: rows * (1 + depths)].view(rows, 1 + depths)[:, 1:]
+        seeds = batch.sampling.seeds[:rows, None].expand(-1, depths)
         numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM).view(rows, depths)
         accepted = (numbers < self.rates[:depths]).long().cumprod(-1).sum(-1)
         place, last = torch.arange(1 + depths, device=own.device), accepted[:, None]

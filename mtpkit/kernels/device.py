@@ -1,19 +1,15 @@
-"""What the kernels share: sizes of the GPU that they are tuned for, tensor layouts, tiles, chunks of sequences.
+"""What the kernels share: sizes of the GPU that they are tuned for, tensor layouts, tiles.
 
 In functions that kernels call, parameters in capitals are compile-time constants.
 """
 
-import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtpkit import kernels
-from mtpkit.platform import to_device
 
 MULTIPROCESSORS = 132
 """Streaming multiprocessors of an H200."""
@@ -80,34 +76,28 @@ def load(ptrs, mask, WHOLE):
         return tl.load(ptrs, mask=mask, other=0.0)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """C chunks of R sequences; each chunk lies within one sequence. All tensors are int64 on the device."""
+@triton.jit
+def row_of_tile(starts_ptr, rows, tile, ITEMS, SIZE, SPARE):
+    """Find the row of a tile, where each token has ITEMS items and a tile has up to SIZE items of one row.
 
-    start: Tensor
-    """[C + 1], first token of each chunk, then the total number of tokens."""
-    row: Tensor
-    """[C], sequence of each chunk."""
-    last: Tensor
-    """[R], last chunk of each sequence."""
-    row_start: Tensor
-    """[R + 1], first token of each sequence, then the total number of tokens."""
+    The tiles of row r are numbered from starts[r] * ITEMS // SIZE + r * SPARE on. With SPARE 1 that leaves a number for
+    each row's partial tile, and at least one for every row; with SPARE 2, for a partial tile at either end. Of T tokens
+    in R rows, all tiles are numbered below T * ITEMS // SIZE + R * SPARE, whatever the rows' lengths; some numbers
+    belong to no tile.
 
+    Args:
+        starts_ptr: [rows + 1], first token of each row and the end of the last one; tokens count from starts[0].
 
-@functools.lru_cache(maxsize=8)
-def chunks(lens: tuple[int, ...], size: int, device: torch.device) -> Chunks:
-    """Cut sequences of `lens` tokens into chunks of up to `size`. The cache lets all layers of a step share the result.
-
-    Example: lens (5, 2), size 4: start [0, 4, 5, 7], row [0, 0, 1], last [1, 2], row_start [0, 5, 7].
+    Returns:
+        The row, its first token, its number of tokens, and the first item of the tile within the row, which lies beyond
+        the row's last one if the number belongs to no tile.
     """
-    start, row_start = [0], [0]
-    row: list[int] = []
-    last: list[int] = []
-    for index, length in enumerate(lens):
-        row_start.append(row_start[-1] + length)
-        start += [*range(start[-1] + size, row_start[-1], size), row_start[-1]]
-        row += [index] * (len(start) - 1 - len(row))
-        last.append(len(row) - 1)
-    parts = (start, row, last, row_start)
-    numbers = to_device([number for part in parts for number in part], torch.int64, device)
-    return Chunks(*numbers.split([len(part) for part in parts]))
+    zero = tl.load(starts_ptr)
+    row = -1
+    for start in range(0, rows, 128):
+        index = start + tl.arange(0, 128)
+        begin = tl.load(starts_ptr + index, mask=index < rows, other=0) - zero
+        row += tl.sum(((index < rows) & (begin * ITEMS // SIZE + index * SPARE <= tile)).to(tl.int32), 0)
+    begin = tl.load(starts_ptr + row) - zero
+    tokens = (tl.load(starts_ptr + row + 1) - zero - begin).to(tl.int32)
+    return row, begin, tokens, ((tile - row * SPARE - begin * ITEMS // SIZE) * SIZE).to(tl.int32)

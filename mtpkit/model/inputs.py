@@ -6,8 +6,8 @@ Shape legend: T tokens of a step, R rows (requests) of a step, s sequence, b bat
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.model.state import Committed, States
+from mtpkit.platform import to_device
 
 
 class LayerInput:
@@ -43,12 +44,15 @@ class SequenceInput(LayerInput):
     positions: Tensor | None = None
     document_lens: tuple[int, ...] | None = None
 
-    def lens(self, batch: int, length: int) -> tuple[int, ...]:
-        """Lengths of the documents of `batch` rows of `length` tokens, row after row.
+    def starts(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """First token of each document of `batch` rows of `length` tokens, row after row, then the number of tokens.
 
         Waits for the device, once, where only the device knows.
+
+        Returns:
+            [documents + 1] int64.
         """
-        return (length,) * batch if self.documents is None else self.document_lens or self._lens
+        return _starts((length,) * batch if self.documents is None else self.document_lens or self._lens, device)
 
     @cached_property
     def _lens(self) -> tuple[int, ...]:
@@ -57,6 +61,11 @@ class SequenceInput(LayerInput):
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
         places = [*first.nonzero()[:, 0].tolist(), first.numel()]
         return tuple(end - start for start, end in pairwise(places))
+
+
+@lru_cache(maxsize=8)  # all layers of a forward pass share the result
+def _starts(lens: tuple[int, ...], device: torch.device) -> Tensor:
+    return to_device([*accumulate(lens, initial=0)], torch.int64, device)
 
 
 @dataclass(frozen=True)
@@ -86,15 +95,18 @@ class DepthInput(SequenceInput):
 
 @dataclass(frozen=True)
 class StepInput(LayerInput):
-    """One step of the engine over a flat batch of T tokens in R rows.
+    """One step of the engine over a flat batch of T tokens in R rows, whose sizes only the device knows.
 
-    Rows 0 .. num_decode_rows - 1 carry `decode_width` tokens each and come first; the remaining rows are prefill
-    chunks of `prefill_lens` tokens. Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row may
-    continue a chunk of the same request, so layers compute chunks first.
+    Rows 0 .. num_decode_rows - 1 carry `decode_width` tokens each and come first; the remaining rows are chunks of
+    prompts. Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row may continue a chunk of the
+    same request, so layers compute chunks first.
+
+    A chunk may be empty; at context 0 it then makes the states of its request zero. A null row, at state slot -1, has
+    no request: it fills a captured step up. Its tokens touch no state, and layers give zeros for them.
 
     Example, K = 2, one decode row with 10 cached tokens and one first prefill chunk of 4 tokens:
         query_start [0, 3, 7], context_lens [10, 0], positions [10, 11, 12, 0, 1, 2, 3], num_decode_rows 1,
-        decode_width 3, prefill_lens (4,)
+        decode_width 3
     """
 
     positions: Tensor
@@ -102,21 +114,23 @@ class StepInput(LayerInput):
     query_start: Tensor
     """[R + 1] int64."""
     context_lens: Tensor
-    """[R] int64, tokens of the request that are committed in the states before this step; 0: a zero state."""
+    """[R] int64, tokens of the request that are committed in the states before this step; 0: a zero state. -1: a null
+    row among the chunks."""
     block_tables: Tensor
     """[R, B] int64, blocks of each row in order; entries past a row's last block may name any block and are never
     read."""
     kv_slots: Tensor
     """[T] int64, block * block_size + offset where each token's key and value go; -1: nowhere."""
     state_slots: Tensor
-    """[R] int64, the row's slot in the states that have one for each request."""
+    """[R] int64, the row's slot in the states that have one for each request; -1: a null row."""
     committed: Committed
     """The committed part of the states, for each of the R rows."""
     num_decode_rows: int
     decode_width: int
-    prefill_lens: tuple[int, ...]
     states: States
     """Those of each layer by its `layer_name`."""
+    keep: Tensor | None = None
+    """[N] int64, the tokens whose results are wanted of a layer, see `LayerKind.narrows`; None: all."""
     parents: Tensor | None = None
     """[T] int64, index in its row of the token that each token follows, -1 for the last committed one. None: every row
     is a chain, in which each token follows the one before it."""
@@ -125,6 +139,11 @@ class StepInput(LayerInput):
     def num_decode_tokens(self) -> int:
         """Tokens of the decode rows, which come first."""
         return self.num_decode_rows * self.decode_width
+
+    @property
+    def num_chunk_rows(self) -> int:
+        """Rows that are chunks, which come last; any of them may be empty."""
+        return len(self.state_slots) - self.num_decode_rows
 
     def committed_after(self, new: Tensor) -> Committed:
         """What is committed after this step, of its first rows.
@@ -136,10 +155,7 @@ class StepInput(LayerInput):
             return Committed.none(self.committed.counts, len(new), new.device)
         rows = slice(len(new))
         committed = self.committed.at(rows).after(self.context_lens[rows], self.decode_width, new)
-        if self.prefill_lens:
-            for counter, held in committed.counts.items():
-                held[self.num_decode_rows :] = counter.start
-        return committed
+        return committed.restarted(self.num_decode_rows)
 
     def continued(self, accepted: Tensor) -> "StepInput":
         """The first rows as rows of one token each, which follows the newest one that they accepted.
@@ -159,7 +175,6 @@ class StepInput(LayerInput):
             committed=self.committed_after(accepted + 1),
             num_decode_rows=count,
             decode_width=1,
-            prefill_lens=(),
             parents=None,
             states=self.states.fork_heads(self.state_slots[:count]),
         )

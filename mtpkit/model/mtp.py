@@ -4,6 +4,7 @@ Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from mtpkit.kernels.draft_head import argmax, linear_argmax
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import mtp_input
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
-from mtpkit.model.kinds import caching_length
+from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.layers.base import keeping_inputs, linear_of
 
 DepthAttention = Literal["serving", "per_depth"]
@@ -167,14 +168,19 @@ def mtp_forward(
 
 def _kept(model: HybridModel, layers: Any, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
     """x [T, 1, h] after a head's layers at tokens `keep` [N]; the others go as far as the last layer with a cache."""
-    caching = caching_length(model.mtpkit_config.mtp.pattern)
+    assert isinstance(inputs, StepInput)
+    pattern = model.mtpkit_config.mtp.pattern
+    last = caching_length(pattern) - 1
+    x = x if last >= 0 else x[keep]
     for index, layer in enumerate(layers):
-        if index == caching:
-            x = x[keep]
+        narrows = index == last and KINDS[pattern[index]].narrows
         if len(x):
-            out = layer(hidden_states=x, attention_mask=None, inference_context=inputs)
+            step = replace(inputs, keep=keep) if narrows else inputs
+            out = layer(hidden_states=x, attention_mask=None, inference_context=step)
             x = out[0] if isinstance(out, tuple) else out
-    return x[keep] if caching == len(layers) else x
+        if index == last and not narrows:
+            x = x[keep]
+    return x
 
 
 def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs give the tokens of plain decoding, whatever fills the batch."""
+"""Steps as CUDA graphs give the tokens of plain decoding, whatever fills the batch."""
 
 import itertools
 import math
@@ -12,6 +12,7 @@ from mtpkit.engine.processors import GREEDY, for_graph
 from mtpkit.engine.step import Drafts
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
+from tests.engine.replayed import replay_on_cpu
 from tests.engine.tiny import (
     PROMPT_LENGTHS,
     VOCAB_SIZE,
@@ -47,13 +48,21 @@ def test_buckets_hold_their_rows():
     assert [bucket_size(n) for n in (1, 3, 5, 17, 64, 65, 128)] == [1, 3, 8, 24, 64, 80, 128]
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """The device of a model; on a CPU steps are run again where a GPU replays them."""
+    if request.param == "cpu":
+        replay_on_cpu(monkeypatch)
+    return request.param
+
+
 class TruthOnDevice:
     """Makes some of the heads' drafts right, by slot and position, in tensor code alone: it can be captured."""
 
-    def __init__(self, inner, truth: list[list[int]]) -> None:
+    def __init__(self, inner, truth: list[list[int]], device: str) -> None:
         self.inner = inner
         # The null rows' entry, the last, is never right.
-        self.truth = torch.full((len(truth) + 9, max(map(len, truth)) + 1), -1, dtype=torch.int64, device="cuda")
+        self.truth = torch.full((len(truth) + 9, max(map(len, truth)) + 1), -1, dtype=torch.int64, device=device)
         for slot, tokens in enumerate(truth):
             self.truth[slot, : len(tokens)] = torch.tensor(tokens)
 
@@ -61,11 +70,15 @@ class TruthOnDevice:
         drafts = self.inner.draft(hidden, batch, verdict)
         count, depths = batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
         slots, (_, newest) = batch.inputs.state_slots[:count], batch.newest(verdict.accepted)
-        places = newest[:, None] + 2 + torch.arange(depths, device="cuda")
+        places = newest[:, None] + 2 + torch.arange(depths, device=slots.device)
         right = self.truth[slots[:, None], places.clamp(max=self.truth.shape[1] - 1)]
         count_right = ((newest * 2654435761 + slots) >> 7) % (depths + 1)  # a hash: any number may follow any other
-        use = (torch.arange(depths, device="cuda") < count_right[:, None]) & (right >= 0)
+        use = (torch.arange(depths, device=slots.device) < count_right[:, None]) & (right >= 0)
         return Drafts(torch.where(use, right, drafts.token_ids), drafts.probs)
+
+
+def device_of(model) -> torch.device:
+    return next(model.parameters()).device
 
 
 def graphed(model, k, prompts, **settings):
@@ -74,17 +87,16 @@ def graphed(model, k, prompts, **settings):
     if k:
         width = max(map(len, prompts)) + MAX_TOKENS + 4 * k
         truth = [prompt + decode(model, prompt, width - len(prompt)) for prompt in prompts]
-        llm.engine.drafter = TruthOnDevice(llm.engine.drafter, truth)
+        llm.engine.drafter = TruthOnDevice(llm.engine.drafter, truth, device_of(model))
     return llm
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
-def test_graphs_change_no_token(heads, mtp_pattern, k, rollback, ahead):
-    model = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda")
+def test_graphs_change_no_token(device, heads, mtp_pattern, k, rollback, ahead):
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device=device)
     if k > most_drafts(model):
         pytest.skip(f"these heads draft {most_drafts(model)} tokens")
     prompts = make_prompts()
@@ -95,10 +107,9 @@ def test_graphs_change_no_token(heads, mtp_pattern, k, rollback, ahead):
         assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("pattern, mtp_pattern", [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E")])
-def test_layers_of_every_kind(pattern, mtp_pattern):
-    model = tiny_model("repeated", pattern, mtp_pattern, "cuda")
+def test_layers_of_every_kind(device, pattern, mtp_pattern):
+    model = tiny_model("repeated", pattern, mtp_pattern, device)
     prompts = make_prompts()
     assert generate(graphed(model, 3, prompts), prompts, greedy(MAX_TOKENS)) == [
         decode(model, p, MAX_TOKENS) for p in prompts
@@ -115,10 +126,9 @@ def test_plain_twins_run_without_graphs(pattern, monkeypatch):
     assert generate(llm, prompts, greedy(8)) == [decode(model, p, 8) for p in prompts]
 
 
-@pytest.mark.gpu
-def test_many_batch_sizes_arrivals_and_null_rows():
+def test_many_batch_sizes_arrivals_and_null_rows(device):
     """Requests that end at different times: batch sizes from 11 down to 1, null rows beside them, chunks between."""
-    model = tiny_model(device="cuda")
+    model = tiny_model(device=device)
     prompts = make_prompts((*PROMPT_LENGTHS, 2, 3, 5, 7, 13, 17))
     llm = graphed(model, 3, prompts, max_num_batched_tokens=48)
     params = [greedy(3 + 2 * index) for index in range(len(prompts))]
@@ -136,19 +146,19 @@ def test_many_batch_sizes_arrivals_and_null_rows():
 
 def poison_null(engine) -> None:
     """The block that null rows own is NaN, and so is all state that no request holds."""
-    torch.cuda.synchronize()
+    if engine.builder.device.type == "cuda":
+        torch.cuda.synchronize()
     free = list(engine.scheduler.slots.free_ids)
     for state in engine.states.all():
         for tensor in state.tensors.values():
             tensor[[-1] if state.unit == "block" else free] = math.nan
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")])
 @pytest.mark.parametrize("params", [greedy(8), penalised(8), penalised(8, temperature=0.9, seed=3, top_k=20)])
-def test_null_rows_leave_all_state_as_it_is(heads, mtp_pattern, params):
+def test_null_rows_leave_all_state_as_it_is(device, heads, mtp_pattern, params):
     """Five requests in a bucket of eight, then nine in one of twelve: the slots that are free stay as they are."""
-    model = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda")
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device=device)
     for count in (5, 9):
         llm = graphed(model, 3, make_prompts(range(2, 2 + count)), max_num_seqs=16)
         engine, rows = llm.engine, slice(count, 16)
@@ -161,9 +171,8 @@ def test_null_rows_leave_all_state_as_it_is(heads, mtp_pattern, params):
         assert int(engine.state.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
 
 
-@pytest.mark.gpu
-def test_sampling_in_a_graph_equals_sampling_outside():
-    model = tiny_model(device="cuda")
+def test_sampling_in_a_graph_equals_sampling_outside(device):
+    model = tiny_model(device=device)
     prompts = make_prompts()
     params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=16, ignore_eos=True)
     eager = make_llm(model, 3, enforce_eager=True, async_scheduling=False)
@@ -172,9 +181,8 @@ def test_sampling_in_a_graph_equals_sampling_outside():
     assert generate(graphed(model, 0, prompts), prompts, params, poison=False) == want
 
 
-@pytest.mark.gpu
-def test_preemption_under_graphs():
-    model = tiny_model(device="cuda")
+def test_preemption_under_graphs(device):
+    model = tiny_model(device=device)
     prompts = make_prompts()
     llm = make_llm(model, 3, block_size=2, num_blocks=30)
     assert generate(llm, prompts) == [decode(model, p, 20) for p in prompts]
@@ -194,10 +202,9 @@ def test_bf16_models_decode_with_state_in_either_dtype(state_dtype):
     assert all(len(t) == 4 for t in tokens) and sum(same) >= len(prompts) - 1
 
 
-@pytest.mark.gpu
-def test_each_k_and_kind_of_sampling_has_its_graph():
+def test_each_k_and_kind_of_sampling_has_its_graph(device):
     """One engine: K changes from step to step, and greedy batches, drawn ones and greedy ones again follow another."""
-    model, prompts = tiny_model(device="cuda"), make_prompts()
+    model, prompts = tiny_model(device=device), make_prompts()
     drawn = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
     want = generate(make_llm(model, 0, enforce_eager=True), prompts, drawn, poison=False)
     llm = make_llm(model, 3, num_blocks=400)
@@ -219,12 +226,11 @@ def without_graphs(model, prompts, params) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 24}, {"block_size": 2, "num_blocks": 40}])
 @pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 3), ("distinct", 3)])
-def test_penalties_in_graphs(heads, k, settings):
+def test_penalties_in_graphs(device, heads, k, settings):
     """Requests with penalties, greedy and drawn, beside requests without; then all in slots that others had."""
-    model, prompts = tiny_model(heads, device="cuda"), make_prompts()
+    model, prompts = tiny_model(heads, device=device), make_prompts()
     drawn = SamplingParams(temperature=0.8, seed=4, max_tokens=15, ignore_eos=True)
     turns = itertools.cycle([penalised(20), greedy(18), penalised(20, temperature=0.9, seed=3, top_p=0.9), drawn])
     params = [next(turns) for _ in prompts]
@@ -233,7 +239,7 @@ def test_penalties_in_graphs(heads, k, settings):
     llm = graphed(model, k, prompts, **settings)
     if k:  # some drafts are right: slots are given to prompts in their order
         truth = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
-        llm.engine.drafter = TruthOnDevice(llm.engine.drafter.inner, truth)
+        llm.engine.drafter = TruthOnDevice(llm.engine.drafter.inner, truth, device)
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == want
@@ -243,10 +249,9 @@ def test_penalties_in_graphs(heads, k, settings):
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
 
 
-@pytest.mark.gpu
-def test_penalties_get_graphs_of_their_own():
+def test_penalties_get_graphs_of_their_own(device):
     """Greedy and drawn rows, with and without: four kinds of graphs, each captured when it is needed first."""
-    model, prompts = tiny_model(device="cuda"), make_prompts((4, 9))
+    model, prompts = tiny_model(device=device), make_prompts((4, 9))
     llm = make_llm(model, 2)
     shaped = for_graph(frozenset({"temperature"}))
     seen: set[frozenset[str]] = set()
@@ -258,14 +263,13 @@ def test_penalties_get_graphs_of_their_own():
     ):
         llm.generate(prompts, params)
         seen.add(use)
-        assert {use for _, _, use in llm.engine.graphs._graphs} == seen
+        assert {use for shape, _, use in llm.engine.graphs._graphs if not shape.chunk_rows} == seen
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
-def test_drafts_in_graphs_are_those_outside(heads, mtp_pattern):
+def test_drafts_in_graphs_are_those_outside(device, heads, mtp_pattern):
     """Acceptance is that of eager decoding: a stale tail or state would cost drafts without changing a token."""
-    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda"), make_prompts((1, 2, 4, 9, 21))
+    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts((1, 2, 4, 9, 21))
     k = min(3, most_drafts(model))
     accepted = []
     for settings in ({"enforce_eager": True, "async_scheduling": False}, {}):
@@ -276,11 +280,10 @@ def test_drafts_in_graphs_are_those_outside(heads, mtp_pattern):
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
-def test_auto_under_graphs(heads, mtp_pattern):
+def test_auto_under_graphs(device, heads, mtp_pattern):
     """Step times are measured, and steps of any K leave the caches of all depths true for the next."""
-    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda"), make_prompts()
+    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts()
     llm = make_llm(model, "auto", num_blocks=400)
     assert llm.engine.graphs is not None and llm.engine.speculation.step_times
     turns = itertools.cycle(min(k, llm.engine.config.num_speculative_tokens) for k in (3, 0, 1, 3, 2, 0, 0))
@@ -288,11 +291,10 @@ def test_auto_under_graphs(heads, mtp_pattern):
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_request_of_the_full_length_beside_short_ones(k):
+def test_a_request_of_the_full_length_beside_short_ones(device, k):
     """The widest block table that there may be, and stale columns of it under shorter tables afterwards."""
-    model, prompts = tiny_model(device="cuda"), [make_prompts((104,))[0], *make_prompts((3, 30))]
+    model, prompts = tiny_model(device=device), [make_prompts((104,))[0], *make_prompts((3, 30))]
     llm = graphed(model, k, prompts)
     want = [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert len(prompts[0]) + MAX_TOKENS == llm.engine.config.max_model_len
@@ -301,11 +303,10 @@ def test_a_request_of_the_full_length_beside_short_ones(k):
         assert generate(llm, prompts[1:2], greedy(MAX_TOKENS), poison=False) == want[1:2]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize("k, temperature", [(0, 0.0), (3, 0.0), (3, 0.9)])
-def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(k, temperature, rollback, eager):
+def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(device, k, temperature, rollback, eager):
     """One token's embedding is NaN. Others in the same steps, and those that get its slot and blocks, do not notice."""
     prompts = make_prompts()
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -313,11 +314,11 @@ def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(k, temperature, 
     for bad in range(20, VOCAB_SIZE):
         if k:  # attention multiplies what a query does not see by zero: a fed draft of NaN would break its own request
             settings["draft_vocab"] = [token for token in range(VOCAB_SIZE) if token != bad]
-        plain = make_llm(tiny_model(device="cuda"), k, **settings)
+        plain = make_llm(tiny_model(device=device), k, **settings)
         want = generate(plain, prompts, params, poison=False)
         if all(bad not in tokens for tokens in (*want, *prompts)):
             break
-    model = build_model(tiny_model().mtpkit_config, device="cuda", seed=1)
+    model = build_model(tiny_model().mtpkit_config, device=device, seed=1)
     with torch.no_grad():
         model.embedding.word_embeddings.weight[bad] = math.nan
     llm = make_llm(model, k, **settings)
@@ -328,3 +329,28 @@ def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(k, temperature, 
     assert [output.outputs[0].token_ids for output in outputs[1::2]] == want[:3]
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == want
     llm.engine.scheduler.check_integrity()
+
+
+def test_everything_is_captured_before_the_first_request(device):
+    """Prompts, mixed steps and decode steps of all sizes, greedy and drawn: nothing is left to capture."""
+    model, prompts = tiny_model(device=device), make_prompts()
+    llm = make_llm(model, 3, warm_up=True, max_num_batched_tokens=40, max_num_seqs=6)
+    captured = set(llm.engine.graphs._graphs)
+    drawn = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
+    params = [drawn, greedy(7), drawn, greedy(9), greedy(MAX_TOKENS)]
+    outputs = llm.generate([*prompts, *prompts], [*params, *params])
+    for output, one in zip(outputs, params, strict=False):
+        if one is not drawn:
+            prompt = list(output.prompt_token_ids)
+            assert output.outputs[0].token_ids == decode(model, prompt, one.max_tokens)
+    assert set(llm.engine.graphs._graphs) == captured
+
+
+def test_auto_captures_each_k(device):
+    llm = make_llm(tiny_model(device=device), "auto", warm_up=True, max_num_seqs=2, max_num_batched_tokens=16)
+    captured = set(llm.engine.graphs._graphs)
+    assert {depths for _, depths, _ in captured} == set(range(llm.engine.config.num_speculative_tokens + 1))
+    turns = itertools.cycle((2, 0, 1))
+    llm.engine.speculation.choose = lambda rows: next(turns)
+    llm.generate(make_prompts((3,)), greedy(12))
+    assert set(llm.engine.graphs._graphs) == captured

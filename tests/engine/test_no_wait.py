@@ -55,8 +55,6 @@ def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings
 
     def execute_watched(batch):
         nonlocal steps
-        if not batch.plan.num_decode_rows:
-            return execute(batch)
         steps += 1
         with watch:
             return execute(batch)

@@ -1,17 +1,19 @@
 """Broken on purpose, the engine fails the comparisons of the other tests."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mtpkit.engine import engine as engine_module
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.drafting import distinct, repeated
-from mtpkit.engine.drafting.distinct import _Window
+from mtpkit.engine.drafting import repeated
+from mtpkit.engine.drafting.distinct import _Rows, _Window
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.processors import Penalties
 from mtpkit.engine.step import Earlier, Verdict
-from mtpkit.model.state import Committed, States
+from mtpkit.model.state import Committed
 from tests.engine.tiny import (
     decode,
     generate,
@@ -66,15 +68,28 @@ def test_recurrent_states_of_distinct_heads_that_are_taken_back_wrongly(monkeypa
 
 @ROLLBACKS
 @pytest.mark.parametrize("off", [0, -1])
-def test_recurrent_states_of_distinct_heads_that_a_chunk_leaves_too_late(monkeypatch, rollback, off):
-    chunks = distinct._chunks
-    monkeypatch.setattr(distinct, "_chunks", lambda batch, before: chunks(batch, before + off))
+def test_recurrent_states_of_distinct_heads_that_a_chunk_leaves_too_early(monkeypatch, rollback, off):
+    chunks = _Rows._with_chunks
+
+    def early(self, batch, starts, ends):
+        return chunks(self, batch, starts, starts.maximum(ends + off))
+
+    monkeypatch.setattr(_Rows, "_with_chunks", early)
     assert drafts_survive("distinct", "M*", state_rollback=rollback) == (off == 0)
 
 
 @ROLLBACKS
 def test_recurrent_states_of_distinct_heads_that_are_not_zero_at_position_0(monkeypatch, rollback):
-    monkeypatch.setattr(States, "clear_heads", lambda *_: None)
+    chunks = _Rows._with_chunks
+
+    def without_empty_ones(self, batch, starts, ends):
+        rows = chunks(self, batch, starts, ends)
+        lens = rows.inputs.query_start.diff()
+        return rows._replace(
+            inputs=replace(rows.inputs, state_slots=torch.where(lens > 0, rows.inputs.state_slots, -1))
+        )
+
+    monkeypatch.setattr(_Rows, "_with_chunks", without_empty_ones)
     assert not drafts_survive("distinct", "M*", state_rollback=rollback)
 
 
@@ -148,8 +163,14 @@ def test_draft_entries_at_the_wrong_cache_position(monkeypatch):
 
 
 def test_hidden_states_of_another_slot(monkeypatch):
-    gather = BatchBuilder._earlier
-    monkeypatch.setattr(BatchBuilder, "_earlier", lambda self, slots: gather(self, slots.roll(1)))
+    assemble = BatchBuilder.assemble
+
+    def of_another(self, plan, *args):
+        batch = assemble(self, plan, *args)
+        kept = batch.earlier
+        return replace(batch, earlier=Earlier(kept.token_ids.roll(1, 0), kept.hidden.roll(1, 0)))
+
+    monkeypatch.setattr(BatchBuilder, "assemble", of_another)
     assert not drafts_survive("distinct")
 
 

@@ -195,17 +195,20 @@ def test_a_step_has_at_most_the_tokens_of_the_budget(k, budget):
     assert max(sizes) == budget
 
 
-def test_chunks_follow_the_budget_and_decode_rows_come_first():
-    engine = fake_engine(MODEL, num_speculative_tokens=2, max_num_batched_tokens=7)
+@pytest.mark.parametrize("mixed", [0, 1, 3, 4, 7])
+def test_chunks_follow_the_budget_and_decode_rows_come_first(mixed):
+    engine = fake_engine(MODEL, num_speculative_tokens=2, max_num_batched_tokens=7, max_mixed_tokens=mixed)
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=30))
     engine.step()
     engine.add_request(list(range(1, 10)), GREEDY)
     shapes = []
     for _ in range(3):
         plans = engine.scheduler.plan()
-        decode, chunks = plans
-        assert decode.num_decode_rows == 1 and decode.rows[0].length == 3 and not chunks.num_decode_rows
-        shapes.append([(row.start, row.length, row.samples) for row in chunks.rows])
+        decode, chunks = plans[0], plans[-1]
+        assert decode.num_decode_rows == 1 and decode.rows[0].length == 3
+        assert (decode is chunks) == (chunks.num_chunk_tokens <= mixed)
+        assert decode is chunks or not chunks.num_decode_rows
+        shapes.append([(row.start, row.length, row.samples) for row in chunks.chunks])
         for plan in plans:
             engine.scheduler.commit(plan, engine._launch(plan).wait())
     assert shapes == [[(0, 4, False)], [(4, 4, False)], [(8, 1, True)]]

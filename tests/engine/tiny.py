@@ -82,7 +82,7 @@ def penalised(max_tokens: int = 20, **settings) -> SamplingParams:
 
 
 def make_llm(model, k: int, **settings) -> LLM:
-    return LLM(model, k, **{"num_blocks": 200, "block_size": 8, "max_num_seqs": 8, **settings})
+    return LLM(model, k, **{"num_blocks": 200, "block_size": 8, "max_num_seqs": 8, "warm_up": False, **settings})
 
 
 def generate(llm: LLM, prompts, params=None, poison: bool = True) -> list[list[int]]:

@@ -103,7 +103,7 @@ def prefill(twin, q, caches, tables, contexts, lens, first=0, **options):
     """q [T, heads, d] through the op of a twin; the result on the CPU."""
     start = torch.tensor([0, *lens]).cumsum(0) + first
     tensors = (t.to(twin.device) for t in (q, *caches, tables, torch.tensor(contexts), start))
-    return twin("attention").prefill_attention(*tensors, tuple(lens), **options).cpu()
+    return twin("attention").prefill_attention(*tensors, **options).cpu()
 
 
 def error(out, q, histories) -> float:
@@ -268,6 +268,30 @@ def test_prefill(twin, contexts, lens, heads, kv_heads):
     held = [row for row, count in enumerate(lens) if count]
     chunks = [(out.split(lens)[row], q.split(lens)[row], histories[row]) for row in held]
     assert error(*zip(*chunks, strict=True)) < TOLERANCE
+
+
+NULLS = {
+    "at the end": ([3, 20, -1], [7, 1, 40]),
+    "in the middle": ([3, -1, 5, -1], [7, 33, 18, 0]),
+    "alone": ([-1], [20]),
+    "alone and short": ([-1], [1]),
+}
+
+
+@pytest.mark.parametrize(("contexts", "lens"), NULLS.values(), ids=NULLS)
+def test_null_rows_of_a_prefill_are_zero_and_read_nothing(twin, contexts, lens):
+    live = [row for row, context in enumerate(contexts) if context >= 0]
+    real = [(contexts[row], lens[row]) if row in live else (0, 0) for row in range(len(lens))]
+    caches, tables, histories = make_paged(*map(list, zip(*real, strict=True)), 4)
+    for row in set(range(len(lens))) - set(live):
+        tables[row] = 1 << 40  # no block
+    q = torch.randn(sum(lens), 4, WIDTH)
+    out, q = (t.split(lens) for t in (prefill(twin, q, caches, tables, contexts, lens), q))
+    for row in range(len(lens)):
+        if row not in live:
+            assert (out[row] == 0).all()
+    if live:
+        assert error(*([rows[row] for row in live] for rows in (out, q, histories))) < TOLERANCE
 
 
 @pytest.mark.parametrize("m", [16, 32])

@@ -1,10 +1,14 @@
 """The causal convolution against a plain loop over taps, and its update over random accept histories."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
+from triton.runtime import interpreter
 
 from mtpkit.kernels.causal_conv1d import causal_conv1d
+from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
 
 CHANNELS = 5
@@ -152,19 +156,101 @@ def test_padding_rows_touch_nothing(twin):
     assert (y[0] == 0).all() and torch.equal(state[[0, 2]], before[[0, 2]])
 
 
+class Rows:
+    """Rows of tokens, each after its window; null where `contexts` is None. Windows are a view of more columns, their
+    slots are in any order, and those that no row may read are NaN."""
+
+    def __init__(self, lens, contexts, width, device, bias=True):
+        self.lens, self.contexts = lens, contexts
+        self.weight, self.bias = parameters(width, bias)
+        self.x = torch.randn(sum(lens), CHANNELS)
+        self.columns = torch.randn(len(lens) + 2, width + 2, CHANNELS)
+        self.columns[:, 0], self.columns[:, width:] = torch.nan, torch.nan
+        slots = torch.randperm(len(lens) + 2)[: len(lens)].tolist()
+        self.slots = [-1 if context is None else slot for slot, context in zip(slots, contexts, strict=True)]
+        self.columns[[slot for slot, context in zip(slots, contexts, strict=True) if not context]] = torch.nan
+        self.before, self.columns = self.columns.clone(), self.columns.to(device)
+
+    def run(self, twin, kernel_width: int, keep: bool = True) -> torch.Tensor:
+        """The op of a twin on the rows; the result on the CPU."""
+        starts = torch.tensor([0, *self.lens]).cumsum(0) + 9
+        places = torch.tensor(self.slots), torch.tensor([context or 0 for context in self.contexts])
+        windows = (self.columns[:, 1:kernel_width], *placed(twin, *places)) if keep else ()
+        arguments = placed(twin, self.weight, self.bias, starts)
+        return twin("causal_conv1d").causal_conv1d_varlen(strided(self.x, twin.device), *arguments, *windows).cpu()
+
+    def check(self, y, kernel_width: int) -> None:
+        """y and the windows are right, and nothing else has changed by a bit."""
+        want = self.before.clone()
+        for part, out, slot, context in zip(
+            self.x.split(self.lens), y.split(self.lens), self.slots, self.contexts, strict=True
+        ):
+            if slot < 0:
+                assert (out == 0).all()
+                continue
+            window = self.before[slot, 1:kernel_width]
+            window = window if context else torch.zeros_like(window)
+            if len(part):
+                right = slow(part[None], self.weight, self.bias, initial=window.t()[None])[0]
+                assert relative(out, right) < TOLERANCE
+            want[slot, 1:kernel_width] = torch.cat([window, part])[len(part) :]
+        assert torch.equal(self.columns.cpu().view(torch.uint8), want.view(torch.uint8))
+
+
+VARLEN = {
+    "one token": ([1], [0]),
+    "short": ([1, 2, 3, 1, 2, 3], [0, 0, 0, 1, 4, 2]),
+    "tiles": ([16, 15, 17, 33, 48], [0, 5, 9, 2, 0]),
+    "empty": ([0, 4, 0, 0, 20, 0], [0, 3, 7, 0, 1, 2]),
+    "null at the end": ([18, 2, 0, 37], [3, 0, 4, None]),
+    "null in the middle": ([2, 19, 17, 0, 1], [0, None, 4, None, 7]),
+    "only null": ([21, 0], [None, None]),
+    "no tokens": ([0, 0, 0], [0, 3, None]),
+    "many rows": ([row % 3 for row in range(140)], [(None, 0, 3)[row // 3 % 3] for row in range(140)]),
+}
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("lens", [(1,), (2, 1, 3), (16, 17, 1, 40)], ids=str)
-def test_rows_of_different_lengths(twin, lens, width, bias):
-    """Windows of short rows reach back into the initial ones."""
-    weight, bias = parameters(width, bias)
-    x, initial = torch.randn(sum(lens), CHANNELS), torch.randn(len(lens), width - 1, CHANNELS)
-    arguments = placed(twin, weight, bias, initial)
-    y, windows = twin("causal_conv1d").causal_conv1d_varlen(strided(x, twin.device), *arguments, lens)
-    for row, part in enumerate(x.split(lens)):
-        want = slow(part[None], weight, bias, initial=initial[row : row + 1].transpose(1, 2))[0]
-        assert relative(y.split(lens)[row].cpu(), want) < TOLERANCE
-        assert torch.equal(windows[row].cpu(), torch.cat([initial[row], part])[1 - width :])
+@pytest.mark.parametrize(("lens", "contexts"), VARLEN.values(), ids=VARLEN)
+def test_rows_of_different_lengths(twin, lens, contexts, width, bias):
+    rows = Rows(lens, contexts, width, twin.device, bias)
+    rows.check(rows.run(twin, width), width)
+
+
+@pytest.mark.parametrize(("lens", "contexts"), [([40], [5]), ([17, 2, 50], [3, 1, 0])], ids=str)
+def test_programs_run_in_any_order(lens, contexts, monkeypatch):
+    """The interpreter runs the programs of a row from its first tile to its last; here, from the last to the first."""
+    builder = interpreter.interpreter_builder
+    forwards = builder.set_grid_idx
+
+    def backwards(x: int, y: int, z: int) -> None:
+        forwards(*(size - 1 - place for size, place in zip(builder.grid_dim, (x, y, z), strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", backwards)
+    rows = Rows(lens, contexts, 4, "cpu")
+    rows.check(rows.run(Twin("interpreter", "cpu"), 4), 4)
+
+
+def test_rows_without_windows_start_from_zeros(twin):
+    rows = Rows([5, 0, 20, 1], [0, 0, 0, 0], 4, twin.device)
+    y = rows.run(twin, 4, keep=False)
+    assert torch.equal(rows.columns.cpu().view(torch.uint8), rows.before.view(torch.uint8))
+    for part, out in zip(rows.x.split(rows.lens), y.split(rows.lens), strict=True):
+        assert len(part) == 0 or relative(out, slow(part[None], rows.weight, rows.bias)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("cuts", [(1, 2, 3), (2, 18), (16, 32)], ids=str)
+def test_a_row_in_parts_is_the_row(twin, cuts):
+    whole = Rows([40], [0], 4, twin.device)
+    want = whole.run(twin, 4)
+    parts = Rows([40], [0], 4, twin.device)
+    parts.weight, parts.bias, outputs = whole.weight, whole.bias, []
+    for begin, end in pairwise([0, *cuts, 40]):
+        parts.x, parts.lens, parts.contexts = whole.x[begin:end], [end - begin], [begin]
+        outputs.append(parts.run(twin, 4))
+    assert relative(torch.cat(outputs), want.double()) < 1e-6
+    assert torch.equal(parts.columns[parts.slots, 1:4], whole.columns[whole.slots, 1:4])
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -175,12 +261,11 @@ def test_bf16(twin, channels, width, with_bias):
     torch.manual_seed(1)
     weight, bias = torch.randn(channels, 1, width).bfloat16(), torch.randn(channels).bfloat16()
     bias = bias if with_bias else None
-    lens, taps = (3, 2), width - 1
+    taps = width - 1
     x, initial = torch.randn(5, channels).bfloat16(), torch.randn(2, taps, channels).bfloat16()
-    on_device = placed(twin, weight, bias)
-    y, windows = twin("causal_conv1d").causal_conv1d_varlen(
-        strided(x, twin.device), *on_device, initial.to(twin.device), lens
-    )
+    on_device, windows = placed(twin, weight, bias), initial.clone().to(twin.device)
+    rows = placed(twin, torch.tensor([0, 3, 5]), windows, torch.tensor([0, 1]), torch.tensor([9, 9]))
+    y = twin("causal_conv1d").causal_conv1d_varlen(strided(x, twin.device), *on_device, *rows)
     state = torch.full((3, taps + 2, channels), torch.nan, dtype=torch.bfloat16, device=twin.device)
     state[2, :taps] = initial[0].to(state)
     slots = torch.tensor([2, -1], device=twin.device)
@@ -192,4 +277,5 @@ def test_bf16(twin, channels, width, with_bias):
     bound = 2 * relative(F.silu(F.conv1d(padded, weight, bias, groups=channels))[0].t(), want)
     assert y.dtype == updated.dtype == windows.dtype == torch.bfloat16
     assert relative(y[:3].cpu(), want) <= bound and relative(updated[0].cpu(), want) <= bound
+    assert torch.equal(windows[0].cpu(), x[3 - taps : 3])
     assert torch.equal(state[2, : taps + 2].cpu(), torch.cat([initial[0], x[:3]])[1:])

@@ -1,6 +1,9 @@
+import pytest
 import torch
+import triton
+import triton.language as tl
 
-from mtpkit.kernels.device import as_rows, with_rows
+from mtpkit.kernels.device import as_rows, row_of_tile, with_rows
 
 
 def test_only_what_has_no_rows_is_copied():
@@ -12,3 +15,39 @@ def test_only_what_has_no_rows_is_copied():
         have = rows(view)
         assert have.stride(-1) == 1 and torch.equal(have.view_as(view), view)
     assert as_rows(wide).shape == (12, 10)
+
+
+@triton.jit
+def number_tiles(starts_ptr, found_ptr, rows, ITEMS: tl.constexpr, SIZE: tl.constexpr, SPARE: tl.constexpr):
+    tile = tl.program_id(0)
+    row, begin, tokens, first = row_of_tile(starts_ptr, rows, tile, ITEMS, SIZE, SPARE)
+    tl.store(found_ptr + 4 * tile, row)
+    tl.store(found_ptr + 4 * tile + 1, begin)
+    tl.store(found_ptr + 4 * tile + 2, tokens)
+    tl.store(found_ptr + 4 * tile + 3, first)
+
+
+def tiles_of(lens: list[int], items: int, size: int, spare: int, zero: int) -> list[list[int]]:
+    """Row, first token, number of tokens and first item of each number."""
+    starts = torch.tensor([0, *lens]).cumsum(0) + zero
+    found = torch.full((sum(lens) * items // size + len(lens) * spare, 4), -1)
+    number_tiles[(len(found),)](starts, found, len(lens), ITEMS=items, SIZE=size, SPARE=spare)
+    return found.tolist()
+
+
+@pytest.mark.parametrize("lens", [[0], [1], [0, 7, 0, 0, 8, 9, 0], [16, 33, 1], [5] * 140], ids=str)
+@pytest.mark.parametrize("items", [1, 3])
+@pytest.mark.parametrize("zero", [0, 11])
+def test_every_tile_of_every_row_has_one_number(lens, items, zero):
+    size, begins = 8, torch.tensor([0, *lens]).cumsum(0)
+    for spare in (1, 2):
+        found = tiles_of(lens, items, size, spare, zero)
+        assert all([begin, tokens] == [begins[row], lens[row]] for row, begin, tokens, _ in found)
+        for row, length in enumerate(lens):
+            firsts = [first for found_row, _, _, first in found if found_row == row]
+            assert firsts == list(range(0, size * len(firsts), size))
+            # An empty row has a number too; a spare number is for a tile that begins before the row.
+            whole = -(-length * items // size)
+            assert len(firsts) >= (max(1, whole) if spare == 1 else 1 + whole)
+            # Tiles that begin up to size - 1 items before the row.
+            assert spare == 1 or size * len(firsts) >= length * items + size - 1

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from mtpkit.kernels.device import chunks
 from mtpkit.kernels.ssd import ssd_chunk_scan
-from tests.kernels.conftest import Twin
-from tests.kernels.recurrence import relative, scan, step
+from tests.kernels.recurrence import relative, scan
 
 HEADS, WIDTH, STATE = 4, 3, 5
 TOLERANCE = 1e-5
@@ -124,83 +121,3 @@ def test_a_wrong_argument_would_be_seen(name):
     inputs = make(20)
     wrong = inputs | {name: inputs[name].roll(1, 0 if name in "AD" else 1)}
     assert relative(ssd_chunk_scan(**wrong, chunk_size=16)[0], scan(**inputs)[0]) > 1e-2
-
-
-def make_rows(lens: tuple[int, ...], device: str, dtype=torch.float32, sizes=(HEADS, WIDTH, 2, STATE)) -> dict:
-    """Concatenated rows of tokens, as slices of wider tensors."""
-    heads, width, groups, state = sizes
-    generator = torch.Generator().manual_seed(len(lens))
-
-    def normal(*shape, dtype=dtype):
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    xbc, dt = normal(sum(lens), heads * width + 2 * groups * state), normal(sum(lens), heads + 3) - 1
-    x, B, C = xbc.split([heads * width, groups * state, groups * state], -1)
-    return dict(
-        x=x.unflatten(-1, (heads, width)),
-        dt=dt[:, 3:],
-        A_log=torch.rand(heads, generator=generator).to(device),
-        B=B.unflatten(-1, (groups, state)),
-        C=C.unflatten(-1, (groups, state)),
-        D=normal(heads, dtype=torch.float32),
-        dt_bias=normal(heads),
-        dt_limit=(0.01, float("inf")),
-        initial_states=normal(len(lens), heads, width, state, dtype=torch.float32),
-        lens=lens,
-    )
-
-
-def scan_rows(inputs: dict, dtype=torch.float64) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """y and final state of each row, one token after another in `dtype`."""
-    steps = F.softplus(inputs["dt"].to(dtype) + inputs["dt_bias"].to(dtype)).clamp(*inputs["dt_limit"])
-    A, D = -torch.exp(inputs["A_log"].to(dtype)), inputs["D"].to(dtype)
-    x, B, C = (inputs[name].to(dtype) for name in "xBC")
-    results = []
-    for row, tokens in enumerate(torch.arange(len(x)).split(inputs["lens"])):
-        state, outputs = inputs["initial_states"][row].to(dtype), []
-        for t in tokens:
-            y, state = step(state, x[t], steps[t], A, B[t], C[t], D)
-            outputs.append(y)
-        results.append((torch.stack(outputs), state))
-    return results
-
-
-@pytest.mark.parametrize("lens", [(1,), (5, 1, 17), (64, 63, 3)], ids=str)
-def test_rows_of_different_lengths(twin, lens):
-    inputs = make_rows(lens, twin.device)
-    y, states = twin("ssd").ssd_varlen(**inputs, chunk_size=16)
-    for part, state, (want_y, want_state) in zip(y.split(lens), states, scan_rows(inputs), strict=True):
-        assert relative(part, want_y) < TOLERANCE and relative(state, want_state) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_rows_in_bf16(name, state_dtype):
-    """At most twice the error of the recurrence in bf16, with states that were kept in either dtype."""
-    twin = Twin(name, "cuda" if name == "cuda" else "cpu")
-    inputs = make_rows((1, 70, 300, 5), twin.device, torch.bfloat16, (4, 64, 2, 128))
-    inputs["initial_states"] = inputs["initial_states"].to(state_dtype)
-    y, states = twin("ssd").ssd_varlen(**inputs, chunk_size=64)
-    assert (y.dtype, states.dtype) == (torch.bfloat16, torch.float32)
-    rows = zip(y.split(inputs["lens"]), states, scan_rows(inputs), scan_rows(inputs, torch.bfloat16), strict=True)
-    for part, state, (want_y, want_state), (low_y, low_state) in rows:
-        assert relative(part, want_y) <= 2 * relative(low_y, want_y)
-        assert relative(state, want_state) <= 2 * relative(low_state, want_state)
-
-
-@pytest.mark.parametrize("name", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_no_initial_states_are_zeros(name):
-    twin = Twin(name, "cuda" if name == "cuda" else "cpu")
-    inputs = make_rows((1, 70, 300, 5), twin.device, torch.bfloat16, (4, 64, 2, 128))
-    found = []
-    for initial in (torch.zeros_like(inputs["initial_states"]), None):
-        found.append(twin("ssd").ssd_varlen(**{**inputs, "initial_states": initial}, chunk_size=64))
-    for have, want in zip(*found, strict=True):
-        assert relative(have, want.double()) < 1e-3
-
-
-def test_chunks_stay_inside_their_rows():
-    parts = chunks((5, 2), 4, torch.device("cpu"))
-    assert [part.tolist() for part in vars(parts).values()] == [[0, 4, 5, 7], [0, 0, 1], [1, 2], [0, 5, 7]]
-    parts = chunks((4, 1, 9), 4, torch.device("cpu"))
-    assert parts.start.tolist() == [0, 4, 5, 9, 13, 14] and parts.row.tolist() == [0, 1, 2, 2, 2]

@@ -45,10 +45,12 @@ def test_a_document_in_a_pack_is_as_if_alone(as_prefill):
     assert relative(base_forward(model, tokens, SequenceInput())[5:], alone.double()) > 1e-2
 
 
-def test_lengths_of_documents():
-    assert SequenceInput().lens(2, 5) == (5, 5)
+def test_starts_of_documents():
+    cpu = torch.device("cpu")
+    assert SequenceInput().starts(2, 5, cpu).tolist() == [0, 5, 10]
     documents = torch.tensor([[4, 4, 5, 7, 7], [7, 7, 7, 7, 7], [0, 1, 2, 3, 4]])
-    assert SequenceInput(documents).lens(3, 5) == (2, 1, 2, 5, 1, 1, 1, 1, 1)
+    assert SequenceInput(documents).starts(3, 5, cpu).tolist() == [0, 2, 3, 5, 10, 11, 12, 13, 14, 15]
+    assert SequenceInput(documents, document_lens=(7, 8)).starts(3, 5, cpu).tolist() == [0, 7, 15]
 
 
 def test_who_takes_it(monkeypatch):

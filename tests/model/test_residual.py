@@ -34,7 +34,6 @@ def first_step(model) -> StepInput:
         committed=Committed.none((), ROWS, torch.device("cpu")),
         num_decode_rows=0,
         decode_width=0,
-        prefill_lens=(WIDTH,) * ROWS,
         states=nan_states(make_layout(model, "snapshot")),
     )
 

@@ -113,7 +113,6 @@ def run_step(model, cells: Cells, rows: list[Row], feeds: list[list[int]], accep
         committed=cells.committed.at(slots),
         num_decode_rows=len(accepted),
         decode_width=1 + K,
-        prefill_lens=tuple(counts[len(accepted) :]),
         states=cells.states,
     )
     flat = torch.tensor([list(chain(*feeds))])
@@ -268,7 +267,6 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
             committed=Committed.none(layout.counters, 1, CPU),
             num_decode_rows=0,
             decode_width=1 + K,
-            prefill_lens=(5,),
             states=held,
         )
         hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in layers]
@@ -283,6 +281,34 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
             assert torch.equal(tensor.nan_to_num(7), second.tensors[name].nan_to_num(7))
     caching = caching_length(mtp_pattern)
     assert widths == [5 * len(mtp_pattern), 5 * caching + len(keep) * (len(mtp_pattern) - caching)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("letter, product", [("*", "linear_proj"), ("M", "out_proj")])
+@pytest.mark.parametrize("keep", [[], [2], [1, 3, 4]])
+def test_the_last_layer_with_a_cache_multiplies_kept_tokens_alone(letter, product, keep):
+    model = toy_model(mtp_pattern=letter)
+    layout = make_layout(model, "replay")
+    zeros, seen = torch.zeros(1, dtype=torch.int64), []
+    step = StepInput(
+        positions=torch.arange(5),
+        query_start=torch.tensor([0, 5]),
+        context_lens=zeros,
+        block_tables=torch.tensor([[3, 7]]),
+        kv_slots=torch.tensor([12, 13, 14, 15, 28]),
+        state_slots=zeros + 1,
+        committed=Committed.none(layout.counters, 1, CPU),
+        num_decode_rows=0,
+        decode_width=1 + K,
+        states=nan_states(layout),
+    )
+    for name, module in model.mtp.named_modules():
+        if name.endswith(product):
+            forward = module._forward
+            module._forward = lambda x, *args, forward=forward: seen.append(len(x)) or forward(x, *args)
+    hidden = torch.randn(5, 1, model.mtpkit_config.hidden_size, generator=torch.Generator().manual_seed(4))
+    mtp_forward(model, 1, hidden, torch.tensor([[5, 6, 7, 8, 9]]), step, keep=torch.tensor(keep, dtype=torch.int64))
+    assert seen == ([len(keep)] if keep else [])
 
 
 @torch.no_grad()

@@ -48,6 +48,11 @@ def paged_attention(shapes: Shapes) -> Case:
     )
 
 
+def _starts(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
+    """[R + 1], first token of each prompt and the end of the last one."""
+    return torch.tensor([0, *lens], device=shapes.device).cumsum(0)
+
+
 def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """Attention of prompts of one length."""
     sizes, length, rows = shapes.config.attention, lens[0], len(lens)
@@ -55,9 +60,7 @@ def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
     def make() -> Args:
         cache = _cache(shapes, rows, length)
-        query_start = torch.arange(0, rows * length + 1, length, device=shapes.device)
-        q = shapes.normal(rows * length, heads, width)
-        return q, *cache, shapes.full(0, rows), query_start, lens
+        return shapes.normal(rows * length, heads, width), *cache, shapes.full(0, rows), _starts(shapes, lens)
 
     return Case(
         attention.prefill_attention,
@@ -181,28 +184,35 @@ def conv_update(shapes: Shapes) -> Case:
 
 
 def conv_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
-    """The convolution of prompts."""
-    width, channels = shapes.config.mamba2.conv_kernel, _conv_dim(shapes.config)
+    """The convolution of prompts, each after a window."""
+    width, channels, rows = shapes.config.mamba2.conv_kernel, _conv_dim(shapes.config), len(lens)
 
     def make() -> Args:
         x = shapes.normal(sum(lens), channels + 64)[:, 32 : 32 + channels]
         weights = (shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels))
-        return x, *weights, shapes.normal(len(lens), width - 1, channels), lens
+        windows = shapes.normal(rows, width - 1, channels)
+        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows))
+        return x, *weights, _starts(shapes, lens), windows, *places
 
-    shape = f"{len(lens)} x {lens[0]}"
-    return Case(causal_conv1d.causal_conv1d_varlen, shape, make, lambda args: size(args[0], args[0]))
+    return Case(
+        causal_conv1d.causal_conv1d_varlen,
+        f"{rows} x {lens[0]}",
+        make,
+        lambda args: size(args[0], args[0], args[4], args[4]),
+    )
 
 
 def ssd_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
-    """The scan over prompts."""
-    config = shapes.config
+    """The scan over prompts, each after a state."""
+    config, rows = shapes.config, len(lens)
 
     def make() -> Args:
-        return *_inputs(shapes, sum(lens)), _state(shapes, len(lens)), lens, config.mamba2.chunk_size
+        places = _state(shapes, rows), shapes.permutation(rows), shapes.full(shapes.context_len, rows)
+        return *_inputs(shapes, sum(lens)), _starts(shapes, lens), config.mamba2.chunk_size, *places
 
     def count(args: Args) -> float:
-        final = 4 * args[8].numel()  # in fp32, whatever the state is kept in
-        return size(args[0], args[0], args[1], args[3], args[4], args[8]) + final
+        x, dt, _, B, C, *_ = args
+        return size(x, x, dt, B, C, args[10], args[10])
 
     flops = 4.0 * sum(lens) * math.prod(_state_shape(config))
-    return Case(ssd.ssd_varlen, f"{len(lens)} x {lens[0]}", make, count, flops=flops)
+    return Case(ssd.ssd_varlen, f"{rows} x {lens[0]}", make, count, flops=flops)

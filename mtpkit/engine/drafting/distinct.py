@@ -4,21 +4,18 @@ Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V voca
 newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.batch import kv_slots
+from mtpkit.engine.batch import kv_slots, token_rows
 from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.model import mtp_forward
 from mtpkit.model.inputs import StepInput
-from mtpkit.platform import to_device
 
 
 class DistinctDrafter(MtpDrafter):
@@ -62,24 +59,24 @@ class DistinctDrafter(MtpDrafter):
 class _Window:
     """Flat layout of a step's positions and up to K - 1 positions before each row, W tokens in all.
 
-    All decode rows have K - 1 + `decode_width` tokens, so that shapes do not depend on values that only the device
-    knows. If fewer than K - 1 positions precede the step, the row extends beyond it, within the lookahead that the
-    scheduler reserves; the next window replaces those entries. The K - 1 newest positions of a chunk are also a decode
-    row, which continues from the states that the positions before them, a chunk of their own, leave.
+    Every row of the step is a decode row of K - 1 + `decode_width` tokens here, so that shapes do not depend on values
+    that only the device knows. Those of a decode row begin K - 1 positions before it. Those of a chunk begin at its
+    K - 1 newest positions and continue from the states that the positions before these leave, which are a chunk of
+    their own. A row that reaches beyond the step stays within the lookahead that the scheduler reserves; the next
+    window replaces those entries.
 
-    Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8, 9 and the chunk 2 .. 7.
+    Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8 .. 13 and the chunk 2 .. 7.
     """
 
     def __init__(self, batch: Batch, verdict: Verdict, hidden: Tensor, depths: int, block_size: int) -> None:
         self.depths, begin = depths, batch.inputs.context_lens
-        rows = (_decode_rows if batch.inputs.num_decode_rows else _chunks)(batch, depths - 1)
-        offsets = rows.inputs.context_lens - rows.inputs.query_start[:-1]
-        self.positions = offsets[rows.of_token] + torch.arange(len(rows.of_token), device=begin.device)
+        rows = _Rows.of(batch, depths - 1)
+        self.owner, self.positions = rows.owner, rows.positions
         slots = kv_slots(rows.inputs.block_tables, rows.of_token, self.positions, block_size)
+        slots = slots if rows.padding is None else torch.where(rows.padding, -1, slots)
         self.inputs = replace(rows.inputs, positions=self.positions, kv_slots=slots)
-        self.owner = rows.owner[rows.of_token]
-        """[W] the row of the step that each token belongs to."""
         index = self.positions - begin[self.owner]
+        index = index if rows.padding is None else torch.where(rows.padding, 0, index)
         ahead = index + torch.arange(1 + depths, device=begin.device)[:, None]
         ahead = ahead.minimum(batch.inputs.query_start.diff()[self.owner] - 1)
         self.known = batch.token_ids_at(self.owner.expand_as(ahead), ahead)
@@ -87,8 +84,9 @@ class _Window:
         self.hidden = batch.hidden_at(self.owner, ahead[0], hidden)[:, None]
         """[W, 1, h], the base's hidden states."""
 
-        self.newest = begin + batch.last_index(verdict.accepted)
-        self.flat_newest = self.newest - offsets[: len(begin)]
+        self.newest = batch.newest_positions(verdict.accepted)
+        in_row = self.newest - rows.inputs.context_lens[: len(begin)]
+        self.flat_newest = (rows.inputs.query_start[: len(begin)] + in_row).clamp_min(0)
         known = batch.lookahead.clamp_min(0)
         self.future = torch.cat([known, known[:, :1]], dim=1)
         """[R, 1 + K] tokens after p: the chosen token, then each draft once it is made, or a prompt's known tokens."""
@@ -102,54 +100,64 @@ class _Window:
 
 
 class _Rows(NamedTuple):
-    """Rows of a window: first one decode row for each row of the step, then chunks."""
+    """Rows of a window: first one decode row for each row of the step, then one chunk for each of its chunks, then a
+    null row with the tokens that no chunk needs."""
 
     inputs: StepInput
     """Step input of these rows; its positions and KV slots are still those of the step."""
-    owner: Tensor
-    """The row of the step that each row belongs to."""
     of_token: Tensor
     """[W] the row of each token."""
+    owner: Tensor
+    """[W] the row of the step that each token belongs to."""
+    positions: Tensor
+    """[W] int64."""
+    padding: Tensor | None
+    """[W] the tokens of the null row, at position 0 and of any owner; None: there are no chunks."""
 
+    @classmethod
+    def of(cls, batch: Batch, before: int) -> "_Rows":
+        """Extend each row by up to `before` positions before it."""
+        inputs, decoding = batch.inputs, batch.inputs.num_decode_rows
+        count, width = len(inputs.state_slots), before + inputs.decode_width
+        indices = torch.arange(count * width, device=batch.token_ids.device)
+        lens = inputs.query_start[decoding:].diff() * (inputs.state_slots[decoding:] >= 0)
+        contexts = inputs.context_lens.clamp_min(0)
+        starts = (contexts - before).clamp_min(0)
+        ends = (contexts[decoding:] + lens - before).clamp_min(0)
+        begins = torch.cat([starts[:decoding], ends])
+        rows = indices // width
+        longer = replace(
+            inputs,
+            query_start=torch.arange(0, count * width + 1, width, device=indices.device),
+            context_lens=begins,
+            num_decode_rows=count,
+            decode_width=width,
+        )
+        decoded = cls(longer, rows, rows, begins[rows] + indices % width, None)
+        return decoded._with_chunks(batch, starts[decoding:], ends) if inputs.num_chunk_rows else decoded
 
-def _decode_rows(batch: Batch, before: int) -> _Rows:
-    """Decode rows, each extended by up to `before` positions before it."""
-    inputs, device = batch.inputs, batch.token_ids.device
-    count, width = len(inputs.state_slots), before + inputs.decode_width
-    longer = replace(
-        inputs,
-        query_start=torch.arange(0, count * width + 1, width, device=device),
-        context_lens=(inputs.context_lens - before).clamp_min(0),
-        decode_width=width,
-    )
-    owner = torch.arange(count, device=device)
-    return _Rows(longer, owner, torch.arange(count * width, device=device) // width)
-
-
-def _chunks(batch: Batch, before: int) -> _Rows:
-    """Chunks, each extended by up to `before` positions before it; their newest `before` positions are decode rows."""
-    inputs, rows, device = batch.inputs, batch.plan.rows, batch.token_ids.device
-
-    def ints(values: Sequence | np.ndarray) -> Tensor:
-        return to_device(values, torch.int64, device)
-
-    starts = [max(0, row.start - before) for row in rows]
-    ends = [max(0, row.start + row.length - before) for row in rows]
-    chunks = [index for index, end in enumerate(ends) if end]
-    if len(chunks) < len(rows):  # no chunk writes the states from which these decode rows continue
-        inputs.states.clear_heads(inputs.state_slots[ints([index for index, end in enumerate(ends) if not end])])
-    lens = tuple(ends[index] - starts[index] for index in chunks)
-    counts = [before] * len(rows) + [*lens]
-    owner = ints([*range(len(rows)), *chunks])
-    split = replace(
-        inputs,
-        query_start=ints([*accumulate(counts, initial=0)]),
-        context_lens=ints([*ends, *(starts[index] for index in chunks)]),
-        block_tables=inputs.block_tables[owner],
-        state_slots=inputs.state_slots[owner],
-        committed=inputs.committed.at(owner),
-        num_decode_rows=len(rows),
-        decode_width=before,
-        prefill_lens=lens,
-    )
-    return _Rows(split, owner, ints(np.repeat(np.arange(len(counts)), counts)))
+    def _with_chunks(self, batch: Batch, starts: Tensor, ends: Tensor) -> "_Rows":
+        """These decode rows and chunks from `starts` to `ends` [C]."""
+        inputs, first, chunks = batch.inputs, batch.inputs.num_decode_rows, len(starts)
+        tokens, null = len(batch.token_ids) - inputs.num_decode_tokens, starts.new_full((1,), -1)
+        lasts = torch.cat([(ends - starts).cumsum(0), starts.new_full((1,), tokens)])
+        rows, index = token_rows(lasts, tokens)
+        padding = rows == chunks
+        owner = torch.where(padding, first, first + rows)
+        positions = torch.where(padding, 0, F.pad(starts, (0, 1))[rows] + index)
+        none = inputs.state_slots[first:] < 0
+        longer = replace(
+            self.inputs,
+            query_start=torch.cat([self.inputs.query_start, self.inputs.query_start[-1] + lasts]),
+            context_lens=torch.cat([self.inputs.context_lens, torch.where(none, null, starts), null]),
+            block_tables=torch.cat([inputs.block_tables, inputs.block_tables[first:], inputs.block_tables[:1]]),
+            state_slots=torch.cat([inputs.state_slots, inputs.state_slots[first:], null]),
+            committed=self.inputs.committed.followed_by(chunks + 1),
+        )
+        return _Rows(
+            longer,
+            torch.cat([self.of_token, self.inputs.num_decode_rows + rows]),
+            torch.cat([self.owner, owner]),
+            torch.cat([self.positions, positions]),
+            torch.cat([torch.zeros_like(self.of_token, dtype=torch.bool), padding]),
+        )

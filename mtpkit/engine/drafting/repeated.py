@@ -6,6 +6,7 @@ newest accepted position: h_p is known and t_{p+1} was just chosen.
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from mtpkit.engine.batch import kv_slots
@@ -54,8 +55,11 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     Example, K = 2: a decode row [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before the known
     token R gives [Q, R].
     """
-    if batch.plan.num_decode_rows:
-        return embeddable(verdict.token_ids).flatten()
-    shifted = batch.token_ids.roll(-1)
-    shifted[batch.inputs.query_start[1:] - 1] = embeddable(verdict.token_ids[:, 0])
-    return shifted
+    inputs, known = batch.inputs, embeddable(verdict.token_ids)
+    decoding, count = inputs.num_decode_rows, inputs.num_decode_tokens
+    decoded = known[:decoding].flatten()
+    if not inputs.num_chunk_rows:
+        return decoded
+    rows = batch.rows[count:]
+    last = torch.arange(count + 1, len(batch.rows) + 1, device=rows.device) == inputs.query_start[rows + 1]
+    return torch.cat([decoded, torch.where(last, known[rows, 0], batch.token_ids[count:].roll(-1))])

@@ -1,6 +1,7 @@
 """Attention: over whole sequences, over a paged cache, and over the depths of a multi-token-prediction head."""
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -107,25 +108,30 @@ def prefill_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     query_start: Tensor,
-    lens: tuple[int, ...],
 ) -> Tensor:
-    """`paged_attention` of R rows with `lens` new tokens each, concatenated in q. The Triton twin may split contexts as
-    it does there.
+    """`paged_attention` of R rows of any number of new tokens each, concatenated in q.
 
-    Example, lens (2, 3), query_start [4, 6, 9]: q has 5 tokens; the first 2 belong to row 0.
+    No size depends on what `query_start` holds, so that a CUDA graph can be captured. The Triton twin may split the
+    context of a single short row as it does there.
+
+    Example, query_start [4, 6, 9]: q has 5 tokens; the first 2 belong to row 0, the others to row 1.
 
     Args:
         q: [T, heads, d] or [T, kv_heads, heads / kv_heads, d].
-        key_cache, value_cache, block_tables, context_lens: as for `paged_attention`.
+        key_cache, value_cache, block_tables: as for `paged_attention`.
+        context_lens: [R] int64, number of tokens before the new ones. The tokens of a row with -1 are padding: they
+            read no block, and their outputs are zero.
         query_start: [R + 1] int64, first token of each row and the end of the last one; q begins at token
-            query_start[0].
-        lens: the differences of `query_start`, as host integers.
+            query_start[0]. Rows may be empty.
 
     Returns:
         [T, heads, d].
     """
-    outputs = [
-        paged_attention(chunk[None], key_cache, value_cache, block_tables[row, None], context_lens[row, None])[0]
-        for row, chunk in enumerate(q.split(lens))
-    ]
-    return torch.cat(outputs)
+    bounds = (query_start - query_start[0]).tolist()
+    assert bounds[-1] == len(q), f"rows end at token {bounds[-1]} of {len(q)}"
+    out = torch.zeros_like(q.flatten(1, -2))
+    for row, (begin, end) in enumerate(pairwise(bounds)):
+        if begin < end and context_lens[row] >= 0:
+            own = block_tables[row, None], context_lens[row, None]
+            out[begin:end] = paged_attention(q[None, begin:end], key_cache, value_cache, *own)[0]
+    return out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpkit.kernels.attention.flash import depth_attention, sequence_attention
 from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
-from mtpkit.kernels.device import PROGRAMS, padded, strided
+from mtpkit.kernels.device import PROGRAMS, padded, row_of_tile, strided
 
 __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]
 
@@ -85,6 +85,21 @@ def _load_queries(q_ptr, m, count, q_token, q_head, REP, WIDTH, D):
 
 
 @triton.jit
+def _line(group, m, GROUPS, REP):
+    """Place of query m [M] of a group among the heads of all tokens of its row."""
+    return m // REP * (GROUPS * REP) + group * REP + m % REP
+
+
+@triton.jit
+def _store(out_ptr, values, token, group, m, count, GROUPS, REP, WIDTH):
+    """Store values [M, D] of the queries m [M] below `count` of the row that begins at a token of out [.., WIDTH]."""
+    channel = tl.arange(0, values.shape[1])[None, :]
+    place = (token * (GROUPS * REP) + _line(group, m, GROUPS, REP)) * WIDTH
+    mask = (m < count)[:, None] & (channel < WIDTH)
+    tl.store(out_ptr + place[:, None] + channel, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _load_blocks(table_ptr, place, last, BLOCK_SIZE):
     """Load the int64 block numbers of the positions `place` [N] below `last`. Unsigned division is cheaper."""
     return tl.load(table_ptr + place.to(tl.uint32) // BLOCK_SIZE, mask=place < last, other=0)
@@ -137,10 +152,11 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
 
 @triton.jit
 def _row_range(lens_ptr, row, plan, N):
-    """Context length of a row, its number of positions with the new tokens, and positions per split."""
+    """Context length of a row, its number of positions with the new tokens, and positions per split; no positions if
+    the context is -1."""
     tokens, span, fill, longest = plan
     context = tl.load(lens_ptr + row).to(tl.int32)
-    end = tl.minimum(context + tokens, span)
+    end = tl.where(context < 0, 0, tl.minimum(context + tokens, span))
     length = ((end + fill - 1) // fill + N - 1) // N * N
     return context, end, tl.minimum(tl.maximum(length, N), longest)
 
@@ -171,18 +187,22 @@ def _decode_kernel(
 ):
     """Compute one split of a row for M queries of one kv group per program.
 
-    A row that needs only one split gets its output here. For other rows, split s stores its part of the output in part
-    [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R, splits, tokens * heads].
+    A row that needs only one split gets its output here, and a row with context -1 gets zeros. For other rows, split s
+    stores its part of the output in part [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R,
+    splits, tokens * heads].
     """
     q_ptr, q_row, q_token, q_group, q_head = q_rows
     row, split = tl.program_id(1), tl.program_id(2)
     group = tl.program_id(0) % GROUPS
     context, end, length = _row_range(lens_ptr, row, (tokens, span, fill, longest), N)
     first = split * length
-    if first >= end:
-        return
     m = tl.program_id(0) // GROUPS * M + tl.arange(0, M)
     count = tokens * REP
+    token = row.to(tl.int64) * tokens
+    if first >= end:
+        if first == 0:
+            _store(out_ptr, tl.zeros([M, D], tl.float32), token, group, m, count, GROUPS, REP, WIDTH)
+        return
     q_base = q_ptr + row.to(tl.int64) * q_row + group * q_group
     q = _load_queries(q_base, m, count, q_token, q_head, REP, WIDTH, D)
     last = tl.minimum(first + length, end)
@@ -194,16 +214,12 @@ def _decode_kernel(
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    heads = GROUPS * REP
-    line = m // REP * heads + group * REP + m % REP
-    channel = tl.arange(0, D)[None, :]
-    mask = (m < count)[:, None] & (channel < WIDTH)
     if length >= end:
-        place = (row.to(tl.int64) * tokens * heads + line) * WIDTH
-        tl.store(out_ptr + place[:, None] + channel, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        _store(out_ptr, acc, token, group, m, count, GROUPS, REP, WIDTH)
     else:
-        place = (row.to(tl.int64) * tl.num_programs(2) + split) * tokens * heads + line
-        tl.store(part_ptr + place[:, None] * WIDTH + channel, acc, mask=mask)
+        token = (row.to(tl.int64) * tl.num_programs(2) + split) * tokens
+        _store(part_ptr, acc, token, group, m, count, GROUPS, REP, WIDTH)
+        place = token * (GROUPS * REP) + _line(group, m, GROUPS, REP)
         tl.store(lse_ptr + place, best + tl.log2(total), mask=m < count)
 
 
@@ -337,26 +353,19 @@ def _prefill_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Compute M queries of one row and kv group per program.
-
-    The tiles of row r are numbered from start[r] * REP // M + r on, which leaves a number for each row's partial tile;
-    programs whose number belongs to no tile return at once. A row's tiles with the longest context run first.
-    """
+    """Compute M queries of one row and kv group per program, see `row_of_tile`. A row's tiles with the longest context
+    run first."""
     q_ptr, q_token, q_group, q_head = q_rows
     tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    zero = tl.load(start_ptr)
-    row = -1
-    for start in range(0, rows, 128):
-        index = start + tl.arange(0, 128)
-        begin = tl.load(start_ptr + index, mask=index < rows, other=0) - zero
-        row += tl.sum(((index < rows) & (begin * REP // M + index <= tile)).to(tl.int32), 0)
-    begin = tl.load(start_ptr + row) - zero
-    count = ((tl.load(start_ptr + row + 1) - zero - begin) * REP).to(tl.int32)
-    first = ((tile - row - begin * REP // M) * M).to(tl.int32)
+    row, begin, tokens, first = row_of_tile(start_ptr, rows, tile, REP, M, 1)
+    count = tokens * REP
     if first >= count:
         return
-    context = tl.load(lens_ptr + row).to(tl.int32)
     m = first + tl.arange(0, M)
+    context = tl.load(lens_ptr + row).to(tl.int32)
+    if context < 0:
+        _store(out_ptr, tl.zeros([M, D], tl.float32), begin, group, m, count, GROUPS, REP, WIDTH)
+        return
     q = _load_queries(q_ptr + begin * q_token + group * q_group, m, count, q_token, q_head, REP, WIDTH, D)
     newest = context + m // REP
     cache = key_ptr + group * WIDTH, value_ptr + group * WIDTH, table_ptr + row.to(tl.int64) * width
@@ -366,10 +375,7 @@ def _prefill_kernel(
     state = empty_state(M, D)
     state = _attend(q, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False)
     acc, _, total = _attend(q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True)
-    channel = tl.arange(0, D)[None, :]
-    place = ((begin + m // REP) * (GROUPS * REP) + group * REP + m % REP) * WIDTH
-    mask = (m < count)[:, None] & (channel < WIDTH)
-    tl.store(out_ptr + place[:, None] + channel, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    _store(out_ptr, acc / total[:, None], begin, group, m, count, GROUPS, REP, WIDTH)
 
 
 def prefill_attention(
@@ -379,18 +385,19 @@ def prefill_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     query_start: Tensor,
-    lens: tuple[int, ...],
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """See the reference. A few short chunks of equal length run as decode rows, whose contexts are split."""
+    """See the reference. A single short row runs as a decode row, whose context is split."""
     q = _grouped(q, 4, key_cache, value_cache)
-    count, groups, rep, width = q.shape
-    chosen = tiles or prefill_tiles(max(lens) * rep, width, q.dtype)
-    blocks = count * rep // chosen.m + len(lens)
-    if tiles is None and len(set(lens)) == 1 and 2 * blocks * groups <= PROGRAMS:
-        rows = q.unflatten(0, (len(lens), lens[0]))
-        return paged_attention(rows, key_cache, value_cache, block_tables, context_lens).flatten(0, 1)
+    (count, groups, rep, width), rows = q.shape, len(context_lens)
+    if count == 0:
+        return q.new_empty(0, groups * rep, width)
+    # Rows' lengths are not known here; with tiles for the mean length, long rows have more tiles.
+    chosen = tiles or prefill_tiles(triton.cdiv(count, rows) * rep, width, q.dtype)
+    blocks = count * rep // chosen.m + rows
+    if tiles is None and rows == 1 and 2 * blocks * groups <= PROGRAMS:
+        return paged_attention(q[None], key_cache, value_cache, block_tables, context_lens)[0]
     out = q.new_empty(count, groups * rep, width)
     _prefill_kernel[(blocks, groups)](
         strided(q),
@@ -401,7 +408,7 @@ def prefill_attention(
         query_start,
         out,
         score_scale(width),
-        len(lens),
+        rows,
         block_tables.stride(0),
         **_sizes(q, key_cache, chosen),
     )

@@ -1,5 +1,7 @@
 """Depthwise causal convolution with silu, as Mamba2 uses it before its scan."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,25 +51,58 @@ def _restart(
 
 
 def causal_conv1d_varlen(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor, lens: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """Convolve R concatenated sequences, each preceded by a window of earlier inputs.
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    windows: Tensor | None = None,
+    slots: Tensor | None = None,
+    context_lens: Tensor | None = None,
+) -> Tensor:
+    """Convolve R concatenated rows, each after the window of inputs before it, and leave the next window in its place.
+
+    With w the kernel width, a row continues windows[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros,
+    and its slot may hold anything before. The slot then holds the last w - 1 inputs of the row, which for a short row
+    include some from before it. No size depends on what `starts` holds, so that a CUDA graph can be captured.
 
     Args:
         x: [T, c]; may be a view of a larger tensor.
         weight: [c, 1, w]; bias: [c] or None.
-        initial: [R, w - 1, c], the inputs before each sequence.
-        lens: the R sequence lengths, T in total.
+        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at token starts[0]. Rows
+            may be empty: such a row leaves its window as it is, or makes it zero if it has no context.
+        windows: [slots, w - 1, c], may be a view, updated in place at `slots`. None: every row starts from zeros, and
+            no window is kept.
+        slots, context_lens: [R] int64, needed with `windows`. The tokens of a row at slot -1 are padding: they touch no
+            window, and their outputs are zero.
 
     Returns:
-        silu of the convolution [T, c], and the last w - 1 inputs of each sequence [R, w - 1, c], which for a short
-        sequence include some of `initial`. Both are in the dtype of x.
+        silu of the convolution [T, c], in the dtype of x.
+
+    Example, w = 4, starts [7, 9, 12], context_lens [5, 0]: row 0 has the inputs d e after the window a b c, and row 1
+    the inputs x y z after zeros. The windows become c d e and x y z.
     """
-    outputs, windows = [], []
-    for row, part in enumerate(x.split(list(lens))):
-        outputs.append(causal_conv1d(part[None], weight, bias, initial=initial[row, None].transpose(1, 2))[0])
-        windows.append(torch.cat([initial[row].to(x), part])[-initial.shape[1] :])
-    return torch.cat(outputs), torch.stack(windows)
+    bounds = (starts - starts[0]).tolist()
+    assert bounds[-1] == len(x), f"rows end at token {bounds[-1]} of {len(x)}"
+    outputs, taps = [], weight.shape[-1] - 1
+    for row, (begin, end) in enumerate(pairwise(bounds)):
+        part = x[begin:end]
+        if windows is None:
+            outputs.append(_convolve_row(part, weight, bias, x.new_zeros(taps, x.shape[1])))
+            continue
+        assert slots is not None and context_lens is not None
+        if slots[row] < 0:
+            outputs.append(torch.zeros_like(part))
+            continue
+        own, continued = windows[slots[row]], bool(context_lens[row] > 0)
+        window = own.clone() if continued else torch.zeros_like(own)
+        outputs.append(_convolve_row(part, weight, bias, window))
+        own.copy_(torch.cat([window, part.to(window)])[len(part) :])
+    return torch.cat(outputs)
+
+
+def _convolve_row(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor) -> Tensor:
+    """silu of the convolution of x [s, c] after the inputs `window` [w - 1, c]; s may be 0."""
+    return causal_conv1d(x[None], weight, bias, initial=window.t()[None])[0] if len(x) else x
 
 
 def causal_conv1d_update(

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, chunks, strided
+from mtpkit.kernels.device import PROGRAMS, row_of_tile, strided
 
-_CHUNK, _BLOCK = 16, 512
+_TILE, _BLOCK = 16, 512
 """Tokens and channels per program of `causal_conv1d_varlen`."""
 
 
@@ -125,83 +125,120 @@ def causal_conv1d_update(
 
 
 @triton.jit
-def _load_input(x_ptrs, initial_ptrs, at, i, row_start, inside, x_token, CHANNELS, WIDTH):
-    """Load input i of the WIDTH - 1 inputs before token `at` of a row, from the row or from its initial window."""
-    place = at + (i - WIDTH + 1)
-    old_ptrs = initial_ptrs + (place - row_start + (WIDTH - 1)) * CHANNELS
-    new = tl.load(x_ptrs + place * x_token, mask=inside & (place >= row_start), other=0.0)
-    return new + tl.load(old_ptrs, mask=inside & (place < row_start), other=0.0).to(new.dtype)
+def _load_input(x_ptrs, window, place, inside, continued, x_token, WIDTH):
+    """Load the input at `place` of a row, in the window's dtype if there is one. Places -1, -2, .. are the window's,
+    which is zero if not `continued`.
+
+    Args:
+        x_ptrs: pointers to the row's first token.
+        window: pointers to the window's first input, and its stride; or None.
+    """
+    value = tl.load(x_ptrs + place * x_token, mask=inside & (place >= 0), other=0.0)
+    if window is not None:
+        old_ptrs = window[0] + (place + (WIDTH - 1)) * window[1]
+        old = tl.load(old_ptrs, mask=inside & continued & (place < 0), other=0.0)
+        value = tl.where(place >= 0, value.to(old.dtype), old)
+    return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts_ptr", "slots_ptr", "contexts_ptr"])
 def _varlen_kernel(
     x_ptr,
-    initial_ptr,
     weight_ptr,
     bias_ptr,
     starts_ptr,
-    rows_ptr,
-    row_starts_ptr,
+    windows,
+    slots_ptr,
+    contexts_ptr,
     y_ptr,
-    windows_ptr,
     x_token,
+    rows,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute BLOCK channels of one chunk of up to BLOCK_T tokens per program. A row's last chunk stores its window."""
-    chunk = tl.program_id(1)
+    """Compute BLOCK channels of one tile of up to TILE tokens per program, see `row_of_tile`.
+
+    The programs of a row run in any order, so that only that of its first tile reads and writes the window.
+    """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
-    start, end = tl.load(starts_ptr + chunk), tl.load(starts_ptr + chunk + 1)
-    row = tl.load(rows_ptr + chunk)
-    row_start, row_end = tl.load(row_starts_ptr + row), tl.load(row_starts_ptr + row + 1)
-    x_ptrs, initial_ptrs = x_ptr + channel, initial_ptr + row * ((WIDTH - 1) * CHANNELS) + channel
-    inputs = ()  # the inputs before the first token, then the chunk's tokens
+    row, begin, count, first = row_of_tile(starts_ptr, rows, tl.program_id(1), 1, TILE, 1)
+    if first >= tl.maximum(count, 1):
+        return
+    x_ptrs = x_ptr + begin * x_token + channel
+    y_ptrs = y_ptr + (begin + first) * CHANNELS + channel
+    window, continued = None, False
+    if windows is not None:
+        slot = tl.load(slots_ptr + row)
+        if slot < 0:
+            for t in range(tl.minimum(TILE, count - first)):
+                tl.store(y_ptrs + t * CHANNELS, tl.zeros([BLOCK], y_ptr.dtype.element_ty), mask=inside)
+            return
+        continued = tl.load(contexts_ptr + row) > 0
+        window = windows[0] + slot * windows[1] + channel, windows[2]
+    inputs = ()  # those before the first token, then the tile's tokens
     for i in tl.static_range(WIDTH - 1):
-        inputs = inputs + (_load_input(x_ptrs, initial_ptrs, start, i, row_start, inside, x_token, CHANNELS, WIDTH),)  # noqa: RUF005
-    for t in tl.static_range(BLOCK_T):
-        inputs = inputs + (tl.load(x_ptrs + (start + t) * x_token, mask=inside & (start + t < end), other=0.0),)  # noqa: RUF005
+        before = _load_input(x_ptrs, window, first + (i - WIDTH + 1), inside, continued, x_token, WIDTH)
+        inputs = inputs + (before,)  # noqa: RUF005
+    for t in tl.static_range(TILE):
+        value = tl.load(x_ptrs + (first + t) * x_token, mask=inside & (first + t < count), other=0.0)
+        inputs = inputs + (value,)  # noqa: RUF005
     taps, bias = _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED)
-    y_ptrs = y_ptr + start * CHANNELS + channel
-    for t in tl.static_range(BLOCK_T):
+    for t in tl.static_range(TILE):
         y = _convolve(inputs, taps, bias, t, WIDTH)
-        tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside & (start + t < end))
-    if end == row_end:
-        for i in tl.static_range(WIDTH - 1):
-            value = _load_input(x_ptrs, initial_ptrs, end, i, row_start, inside, x_token, CHANNELS, WIDTH)
-            tl.store(windows_ptr + (row * (WIDTH - 1) + i) * CHANNELS + channel, value, mask=inside)
+        tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside & (first + t < count))
+    if windows is not None and first == 0:
+        _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH)
+
+
+@triton.jit
+def _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH):
+    """Make the window the last inputs of a row of `count` tokens."""
+    inputs = ()
+    for i in tl.static_range(WIDTH - 1):
+        value = _load_input(x_ptrs, window, count + (i - WIDTH + 1), inside, continued, x_token, WIDTH)
+        inputs = inputs + (value,)  # noqa: RUF005
+    tl.debug_barrier()  # a thread may write columns that another thread still reads
+    window_ptrs, stride = window
+    keep = inside & ((count > 0) | (not continued))
+    for i in tl.static_range(WIDTH - 1):
+        tl.store(window_ptrs + i * stride, inputs[i].to(window_ptrs.dtype.element_ty), mask=keep)
 
 
 def causal_conv1d_varlen(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor, lens: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    windows: Tensor | None = None,
+    slots: Tensor | None = None,
+    context_lens: Tensor | None = None,
+) -> Tensor:
     """See the reference."""
-    tokens, channels = x.shape
-    width = weight.shape[-1]
+    (tokens, channels), width, rows = x.shape, weight.shape[-1], len(starts) - 1
     assert x.stride(1) == 1 and weight.is_contiguous()
-    parts = chunks(lens, _CHUNK, x.device)
+    tile = max(_TILE, triton.next_power_of_2(width - 1))  # so that only a row's first tile needs the window
     taps, packed = _taps(weight)
     y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-    windows = torch.empty(len(lens), width - 1, channels, dtype=x.dtype, device=x.device)
-    _varlen_kernel[(triton.cdiv(channels, _BLOCK), len(parts.row))](
+    _varlen_kernel[(triton.cdiv(channels, _BLOCK), tokens // tile + rows)](
         x,
-        initial.contiguous(),
         taps,
         bias,
-        parts.start,
-        parts.row,
-        parts.row_start,
+        starts,
+        None if windows is None else strided(windows),
+        slots,
+        context_lens,
         y,
-        windows,
         x.stride(0),
+        rows,
         CHANNELS=channels,
         WIDTH=width,
         PACKED=packed,
-        BLOCK_T=_CHUNK,
+        TILE=tile,
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return y, windows
+    return y

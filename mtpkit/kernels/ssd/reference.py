@@ -1,5 +1,8 @@
 """State space duality: the chunked scan of Mamba2 (Dao and Gu 2024, arXiv:2405.21060, section 6)."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -101,6 +104,17 @@ def _pass_states(state: Tensor, keep: Tensor, added: Tensor) -> tuple[Tensor, Te
     return torch.stack(starts, 1), state
 
 
+class KeptStates(NamedTuple):
+    """Where to put states at regular positions of R rows."""
+
+    every: int
+    """Positions between two states; a multiple of the scan's chunk size."""
+    first: Tensor
+    """[R] int64, place of each row's first state; its others follow. -1: nothing of the row is kept."""
+    states: Tensor
+    """[places, h, p, n] of any float dtype; may be a view."""
+
+
 def ssd_varlen(
     x: Tensor,
     dt: Tensor,
@@ -110,32 +124,87 @@ def ssd_varlen(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
-    initial_states: Tensor | None,
-    lens: tuple[int, ...],
+    starts: Tensor,
     chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    """Scan R concatenated sequences, each from an initial state.
+    states: Tensor | None = None,
+    slots: Tensor | None = None,
+    context_lens: Tensor | None = None,
+    kept: KeptStates | None = None,
+) -> Tensor:
+    """Scan R concatenated rows, each from the state before it, and leave the state after it in its place.
+
+    A row continues states[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros, and its slot may hold
+    anything before. Chunks end at positions (context_lens[r] plus the index in the row) that are multiples of the chunk
+    size: with fp32 states, a prompt that is cut there has the same bits in fp32 however it is cut. No size depends on
+    what `starts` holds, so that a CUDA graph can be captured.
 
     Args:
         x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of larger tensors.
         A_log, D, dt_bias: [h], with A = -exp(A_log); `dt_limit` clamps the softplus.
-        initial_states: [R, h, p, n]; None: zeros.
-        lens: lengths of the R sequences, T in total.
-        chunk_size: as in `ssd_chunk_scan`.
+        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at token starts[0]. Rows
+            may be empty: such a row leaves its state as it is, or makes it zero if it has no context.
+        chunk_size: tokens per chunk; changes rounding only.
+        states: [slots, h, p, n] of any float dtype, may be a view, updated in place at `slots`. None: every row starts
+            from zeros, and no state is kept.
+        slots, context_lens: [R] int64, needed with `states`. The tokens of a row at slot -1 are padding: they touch no
+            state, and their y is zero.
+        kept: takes the state after each position of row r that is a multiple of `kept.every` and lies in
+            context_lens[r] + 1 .. context_lens[r] + length of the row, at kept.first[r], kept.first[r] + 1, ...
+            Positions count tokens: the state after position 64 has seen 64 tokens. Needs `states`.
 
     Returns:
-        y [T, h, p] in the dtype of x, and the fp32 states after the last token of each sequence [R, h, p, n].
+        y [T, h, p] in the dtype of x.
+
+    Example, chunk size 64, starts [0, 100, 100], context_lens [50, 0]: row 0 is scanned as the tokens at 50 .. 63, 64
+    .. 127 and 128 .. 149. With `kept.every` 64, the states after 64 and after 128 tokens are kept. Row 1 is empty: its
+    state becomes zero.
     """
+    bounds = (starts - starts[0]).tolist()
+    assert bounds[-1] == len(x), f"rows end at token {bounds[-1]} of {len(x)}"
+    assert states is not None or kept is None, "states are kept at positions, which only rows with a context have"
+    assert kept is None or kept.every % chunk_size == 0, f"{kept} at other positions than ends of chunks"
+    A, y = -torch.exp(A_log.float()), x.new_zeros(x.shape)
+    for row, (begin, end) in enumerate(pairwise(bounds)):
+        context, state = 0, x.new_zeros(*x.shape[1:], B.shape[-1], dtype=torch.float32)
+        if states is not None:
+            assert slots is not None and context_lens is not None
+            slot, context = int(slots[row]), int(context_lens[row])
+            if slot < 0 or (context > 0 and begin == end):
+                continue
+            if context > 0:
+                state = states[slot].float()
+        first = -1 if kept is None else int(kept.first[row])
+        while begin < end:
+            stop = min(end, begin + chunk_size - context % chunk_size)
+            span = slice(begin, stop)
+            tokens = x[span], dt[span], B[span], C[span]
+            y[span], state = _scan_chunk(*tokens, A, D, dt_bias, dt_limit, state)
+            context, begin = context + stop - begin, stop
+            if kept is not None and first >= 0 and context % kept.every == 0:
+                kept.states[first] = state.to(kept.states)
+                first += 1
+        if states is not None:
+            states[slot] = state.to(states)
+    return y
+
+
+def _scan_chunk(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """y of one chunk after `state` [h, p, n], and the next state; all of it from the chunk's own tokens, since the last
+    bit of an elementwise op may depend on an element's place in a tensor."""
     steps = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
-    A = -torch.exp(A_log.float())
-    outputs, states = [], []
-    for row, parts in enumerate(zip(*(t.split(list(lens)) for t in (x, steps, B, C)), strict=True)):
-        x_r, dt_r, B_r, C_r = (part[None] for part in parts)
-        initial = None if initial_states is None else initial_states[row, None]
-        y, state = ssd_chunk_scan(x_r, dt_r, A, B_r, C_r, D, initial_state=initial, chunk_size=chunk_size)
-        outputs.append(y[0])
-        states.append(state[0])
-    return torch.cat(outputs), torch.stack(states)
+    x, steps, B, C = (t[None] for t in (x, steps, B, C))
+    y, states = ssd_chunk_scan(x, steps, A, B, C, D, initial_state=state[None], chunk_size=x.shape[1])
+    return y[0], states[0]
 
 
 def _within_documents(documents: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,6 +27,7 @@ class Attention(LayerKind):
     """Grouped-query attention."""
 
     name, section, slot, mixer = "attention", AttentionConfig, "*", "self_attention"
+    narrows = True
     writes_residual = ("linear_proj",)
     divided = ("num_attention_heads",)
     divided_or_shared = ("num_query_groups",)

@@ -97,6 +97,9 @@ class LayerKind(ABC):
     mixer: ClassVar[str] = ""
     """Module of a layer that keeps a state, or keys and values: it looks them up by its `layer_name`, which is set when
     a model is built. Empty: layers keep nothing of earlier tokens."""
+    narrows: ClassVar[bool] = False
+    """Whether a layer computes results only for `StepInput.keep`, while its state takes up all tokens. Layers of other
+    kinds compute all results, of which a part may then be dropped."""
     fp8_products: ClassVar[bool] = True
     """Whether Transformer Engine can multiply in fp8: each product then needs a multiple of 8 tokens."""
     writes_residual: ClassVar[tuple[str, ...]] = ()

@@ -29,6 +29,7 @@ class Mamba2(LayerKind):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
 
     name, section, slot, mixer = "mamba2", Mamba2Config, "M", "mixer"
+    narrows = True
     writes_residual = ("out_proj",)
     divided = ("num_heads", "num_groups")
 

@@ -65,16 +65,23 @@ class SelfAttention(MegatronSelfAttention):
             residual: [s, b, h], to which the output is added; may be overwritten by the sum.
 
         Returns:
-            ([s, b, h], bias or None).
+            ([s, b, h], or [N, 1, h] of the tokens `StepInput.keep`; bias or None).
         """
         inputs = SequenceInput() if inference_context is None else inference_context
         if isinstance(inputs, StepInput):
             q, k, v = self._project(hidden_states)
-            q, k = self._rotate(q, k, inputs)
+            positions, keep = inputs.positions, inputs.keep
+            k = self._rotate(k, positions[None])
+            if keep is not None:
+                q, positions, residual = q[keep], positions[keep], None if residual is None else residual[keep]
+            q = self._rotate(q, positions[None])
             out = self._step(q, k[:, 0], v[:, 0], inputs)[:, None]
+            if not len(out) and residual is not None:
+                return residual, None
         else:
             q, k, v = self.get_query_key_value_tensors(hidden_states)
-            q, k = self._rotate(q, k, inputs)
+            positions = self._positions(q, inputs)
+            q, k = self._rotate(q, positions), self._rotate(k, positions)
             if torch.is_grad_enabled() and self.k_layernorm is None:
                 # Or the backward would keep the whole projection for its keys and values; norms keep it anyhow.
                 q, k, v = (t.contiguous() for t in (q, k, v))
@@ -105,20 +112,18 @@ class SelfAttention(MegatronSelfAttention):
             k = self.k_layernorm(k)
         return q, k, v
 
-    def _rotate(self, q: Tensor, k: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
+    def _positions(self, q: Tensor, inputs: SequenceInput) -> Tensor:
+        """[b, s] rotary positions of whole sequences."""
+        positions = inputs.positions
+        if positions is None:
+            positions = torch.arange(q.shape[0], device=q.device).expand(q.shape[1], -1)
+        return positions + inputs.depth - 1 if isinstance(inputs, DepthInput) else positions
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         settings = self.config.mtpkit.attention
         if settings.position_embedding_type == "none":
-            return q, k
-        if isinstance(inputs, StepInput):
-            positions = inputs.positions[None]
-        else:
-            positions = inputs.positions
-            if positions is None:
-                positions = torch.arange(q.shape[0], device=q.device).expand(q.shape[1], -1)
-            if isinstance(inputs, DepthInput):
-                positions = positions + inputs.depth - 1
-        base, percent = settings.rotary_base, settings.rotary_percent
-        return apply_rotary(q, positions, base, percent), apply_rotary(k, positions, base, percent)
+            return x
+        return apply_rotary(x, positions, settings.rotary_base, settings.rotary_percent)
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
@@ -130,20 +135,22 @@ class SelfAttention(MegatronSelfAttention):
         """Store the step's keys and values [T, groups, d], then attend through the cache.
 
         Returns:
-            [T, heads, d], given q [T, groups, heads / groups, d].
+            [N, heads, d], given q [N, groups, heads / groups, d] of the tokens to keep, or of all.
         """
         (cache,) = step.states[self.layer_name]
         assert isinstance(cache, PagedKV)
         store_kv(k, v, cache.key, cache.value, step.kv_slots)
+        if step.keep is not None:
+            kept = torch.searchsorted(step.query_start[1:], step.keep, right=True)
+            newest = step.block_tables[kept], step.positions[step.keep]
+            return paged_attention(q[:, None], cache.key, cache.value, *newest)[:, 0] if len(q) else q.flatten(1, 2)
         rows, start = step.num_decode_rows, step.num_decode_tokens
         outputs = []
         if rows:
             tables, lengths = step.block_tables[:rows], step.context_lens[:rows]
             decode_q = q[:start].unflatten(0, (rows, step.decode_width))
             outputs.append(paged_attention(decode_q, cache.key, cache.value, tables, lengths).flatten(0, 1))
-        if step.prefill_lens:
+        if step.num_chunk_rows:
             tables, lengths, starts = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
-            outputs.append(
-                prefill_attention(q[start:], cache.key, cache.value, tables, lengths, starts, step.prefill_lens)
-            )
+            outputs.append(prefill_attention(q[start:], cache.key, cache.value, tables, lengths, starts))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

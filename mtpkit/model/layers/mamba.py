@@ -94,14 +94,18 @@ class MambaMixer(SplitOverRanks, MegatronModule):
             residual: [s, b, h], to which the output is added; may be overwritten by the sum.
 
         Returns:
-            ([s, b, h], bias or None).
+            ([s, b, h], or [N, 1, h] of the tokens `StepInput.keep`; bias or None).
         """
         inputs = SequenceInput() if inference_context is None else inference_context
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, ...]
         z, conv_in, dt = projected.split([self.inner, self.conv_dim, self.num_heads], -1)
         if isinstance(inputs, StepInput):
-            y = self._step(conv_in[0], dt[0], inputs).flatten(-2)[:, None]
-            return self.out_proj.gated(y, z.transpose(0, 1), self.norm, residual)
+            y, z = self._step(conv_in[0], dt[0], inputs).flatten(-2)[:, None], z.transpose(0, 1)
+            if (keep := inputs.keep) is not None:
+                y, z, residual = y[keep], z[keep], None if residual is None else residual[keep]
+                if not len(y) and residual is not None:
+                    return residual, None
+            return self.out_proj.gated(y, z, self.norm, residual)
         if isinstance(inputs, DepthInput):
             y = self._depth(conv_in, self._step_size(dt), inputs)
         elif self._as_prefill(conv_in):
@@ -140,32 +144,30 @@ class MambaMixer(SplitOverRanks, MegatronModule):
     def _documents(self, conv_in: Tensor, dt: Tensor, inputs: SequenceInput) -> Tensor:
         """Whole sequences, one document behind the other: conv_in [b, s, c], raw dt [b, s, h] to y [b, s, h, p]."""
         shape = conv_in.shape[:2]
-        lens = inputs.lens(*shape)
-        windows = conv_in.new_zeros(len(lens), self.conv_kernel - 1, self.conv_dim)
-        y, _, _ = self._rows(conv_in.flatten(0, 1), dt.flatten(0, 1), windows, None, lens)
-        return y.unflatten(0, shape)
+        starts = inputs.starts(shape[0], shape[1], conv_in.device)
+        return self._rows(conv_in.flatten(0, 1), dt.flatten(0, 1), starts).unflatten(0, shape)
 
     def _rows(
-        self, conv_in: Tensor, dt: Tensor, windows: Tensor, states: Tensor | None, lens: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of `lens` tokens, conv_in [T, c] and raw dt [T, h], after a window and a state of each (None: zero).
+        self, conv_in: Tensor, dt: Tensor, starts: Tensor, states: tuple[Tensor, Tensor] | None = None, *rows: Tensor
+    ) -> Tensor:
+        """Rows that begin at `starts` [R + 1]: conv_in [T, c] and raw dt [T, h] to y [T, h, p].
 
-        Returns:
-            y [T, h, p], and each row's last window and state.
+        Args:
+            states: windows and states of all slots, which the rows continue and leave; None: they begin at zero.
+            rows: state slots and context lengths of the rows, given with `states`.
         """
-        conv_out, windows = causal_conv1d_varlen(conv_in, self.conv1d_weight, self.conv1d_bias, windows, lens)
-        x, dt, B, C = self._scan_inputs(conv_out, dt)
-        rows: Any = (states, lens, self.chunk_size)
-        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit, *rows)
-        y, final = ssd_varlen(*inputs)
-        return y, windows, final
+        window, state = (None, None) if states is None else states
+        conv: Any = (conv_in, self.conv1d_weight, self.conv1d_bias, starts, window, *rows)
+        x, dt, B, C = self._scan_inputs(causal_conv1d_varlen(*conv), dt)
+        scan: Any = (self.dt_limit, starts, self.chunk_size, state, *rows)
+        return ssd_varlen(x, dt, self.A_log, B, C, self.D, self.dt_bias, *scan)
 
     def _step(self, conv_in: Tensor, dt: Tensor, step: StepInput) -> Tensor:
         """Decode rows, then prefill chunks: conv_in [T, c], raw dt [T, h] to y [T, h, p]."""
         window, recurrent = step.states[self.layer_name]
         assert isinstance(window, ConvWindow) and isinstance(recurrent, Snapshot | Replay)
         split = step.num_decode_tokens
-        if not step.prefill_lens:
+        if not step.num_chunk_rows:
             return self._decode(conv_in, dt, step, window, recurrent)
         y = self._prefill(conv_in[split:], dt[split:], step, window, recurrent)
         return torch.cat([self._decode(conv_in[:split], dt[:split], step, window, recurrent), y]) if split else y
@@ -195,16 +197,9 @@ class MambaMixer(SplitOverRanks, MegatronModule):
 
         A chunk never follows a decode step of the same request: what it continues is what a chunk left.
         """
-        slots = step.state_slots[step.num_decode_rows :]
-        continues = step.context_lens[step.num_decode_rows :, None, None] > 0
-        # A slot may hold what another request left, or nothing that is a number.
-        windows = torch.where(continues, window.folded[slots], 0)
-        state = recurrent.folded
-        initial = torch.where(continues[..., None], state[slots], 0)
-        y, windows, final = self._rows(conv_in, dt, windows, initial, step.prefill_lens)
-        window.folded[slots] = windows
-        state[slots] = final.to(state.dtype)
-        return y
+        first = step.num_decode_rows
+        rows = step.state_slots[first:], step.context_lens[first:]
+        return self._rows(conv_in, dt, step.query_start[first:], (window.folded, recurrent.folded), *rows)
 
     def _depth(self, conv_in: Tensor, dt: Tensor, inputs: DepthInput) -> Tensor:
         """MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`.

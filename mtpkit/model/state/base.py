@@ -113,6 +113,19 @@ class Committed:
         """The rows at `slots`."""
         return replace(self, counts={counter: held[slots] for counter, held in self.counts.items()})
 
+    def restarted(self, first: int) -> Self:
+        """These rows, those from `first` on as after a prefill chunk."""
+        parts = ((one, held[:first], held[first:]) for one, held in self.counts.items())
+        counts = {
+            one: torch.cat([kept, torch.full_like(rest, one.start)]) if len(rest) else kept for one, kept, rest in parts
+        }
+        return replace(self, counts=counts)
+
+    def followed_by(self, rows: int) -> Self:
+        """These rows and `rows` more as after a prefill chunk."""
+        more = {one: torch.cat([held, held.new_full((rows,), one.start)]) for one, held in self.counts.items()}
+        return replace(self, counts=more)
+
     def put(self, slots: Tensor | slice, rows: Self) -> None:
         """Write `rows` to the rows at `slots`."""
         for counter, held in self.counts.items():
@@ -146,11 +159,6 @@ class State:
         """A state whose slot r is a copy of slot slots[r]: an MTP depth goes on from what is committed here, on a copy
         that is then forgotten."""
         return replace(self, tensors={name: tensor[slots] for name, tensor in self.tensors.items()})
-
-    def clear(self, units: Tensor) -> None:
-        """Make the state zero, as at position 0."""
-        for tensor in self.tensors.values():
-            tensor[units] = 0
 
     def copy(self, unit: int, committed: Committed) -> Saved:
         """What `restore` needs of one unit. Does not wait for the device.

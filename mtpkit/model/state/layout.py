@@ -44,13 +44,6 @@ class States:
         }
         return States({**self.layers, **forked})
 
-    def clear_heads(self, slots: Tensor) -> None:
-        """Make the states that MTP heads have for the requests at `slots` zero."""
-        for name, states in self.layers.items():
-            for state in states:
-                if name.startswith(_HEADS) and state.unit == "slot":
-                    state.clear(slots)
-
     def copy(self, slot: int, committed: Committed) -> SavedRequest:
         """What the slot of a request holds, for `restore`. Keys and values are not part of it: they lie in blocks,
         which requests share or copy with `State.copy`. Does not wait for the device.

@@ -1,0 +1,87 @@
+"""The prompt tokens of a step follow what decoding requests can wait for."""
+
+import pytest
+
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.pacing import Pacing
+from mtpkit.engine.step import Plan, Row
+from tests.engine.fakes import HashModel, fake_engine, run
+
+MODEL = HashModel()
+
+
+def plan(decoding: int = 0, *chunks: int) -> Plan:
+    rows = [Row(None, 0, 4, samples=True)] * decoding + [Row(None, 0, length, samples=False) for length in chunks]
+    return Plan(tuple(rows), decoding, decoding, 3)
+
+
+def timed(pacing: Pacing, decode: float = 0.01, token: float = 1e-4, rows: int = 16) -> Pacing:
+    """Decoding takes `decode` seconds, a prompt token `token`."""
+    for _ in range(60):
+        pacing.observe([plan(rows)], decode)
+        pacing.observe([plan(rows), plan(0, 400, 100)], decode + 500 * token)
+    return pacing
+
+
+def test_nothing_is_bounded_while_no_request_decodes():
+    assert timed(Pacing(0.02)).most_tokens(8192, 0) == 8192
+
+
+def test_prompts_take_what_the_bound_leaves():
+    assert timed(Pacing(0.03)).most_tokens(8192, 16) == pytest.approx(200, abs=1)
+    assert timed(Pacing(0.03)).most_tokens(50, 16) == 50
+
+
+def test_the_default_is_in_proportion_to_decoding():
+    slow, fast = (timed(Pacing(None), decode).most_tokens(8192, 16) for decode in (0.02, 0.01))
+    assert slow == pytest.approx(2 * fast, abs=2) and fast == pytest.approx(150, abs=2)
+
+
+def test_prompts_are_not_starved_by_a_bound_that_decoding_alone_exceeds():
+    assert timed(Pacing(0.001)).most_tokens(8192, 16) >= 16
+
+
+def test_times_follow_the_number_of_requests():
+    pacing = timed(timed(Pacing(None), 0.01, rows=16), 0.03, rows=128)
+    assert pacing.most_tokens(8192, 100) == pytest.approx(450, abs=5)
+    assert pacing.most_tokens(8192, 20) == pytest.approx(150, abs=2)
+
+
+def test_a_time_that_says_nothing_of_a_token_is_not_taken_up():
+    pacing = timed(Pacing(None))
+    before = pacing.most_tokens(8192, 16)
+    pacing.observe([plan(16, 8)], 10.0)
+    assert pacing.most_tokens(8192, 16) == before
+    pacing.observe([plan(0, 512)], 10.0)
+    assert pacing.most_tokens(8192, 16) < before
+
+
+def test_before_any_time_is_known_chunks_are_of_middle_size():
+    assert Pacing(0.03).most_tokens(8192, 4) == 512 == Pacing(None).most_tokens(8192, 4)
+
+
+@pytest.mark.parametrize("budget, tokens", [(10, 10), (16, 16), (100, 64), (8192, 128)])
+def test_steps_are_filled_up_to_captured_sizes(budget, tokens):
+    assert Pacing(0.03, (16, 64, 128)).most_tokens(budget, 0) == tokens
+
+
+def test_the_scheduler_keeps_to_it():
+    """A long prompt beside a request that decodes: chunks of the bound; alone it fills the step."""
+    engine = fake_engine(MODEL, num_blocks=400, max_num_batched_tokens=200, max_inter_token_latency=5.0)
+    engine.pacing._decode, engine.pacing._token = {1: 1.0}, 0.1  # 40 tokens fit
+    engine.pacing.observe = lambda plans, seconds: None
+    seen, plan_step = [], engine.scheduler.plan
+
+    def noted():
+        plans = plan_step()
+        seen.append((sum(p.num_decode_rows for p in plans), sum(p.num_chunk_tokens for p in plans)))
+        return plans
+
+    engine.scheduler.plan = noted
+    engine.add_request([1] * 300, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    while not engine.scheduler.num_decoding:
+        engine.step()
+    assert seen == [(0, 200), (0, 100)]
+    engine.add_request([2] * 100, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    run(engine)
+    assert [chunk for rows, chunk in seen[2:] if chunk] == [40, 40, 20]
