@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from mtpkit.checkpoint.families import get_family, only_fit
 from mtpkit.checkpoint.families.keys import as_token_ids
 from mtpkit.checkpoint.layouts import megatron
@@ -167,12 +169,13 @@ def load_hf_config(directory: Path | str) -> dict[str, object] | None:
     return None
 
 
-def open_weights(directory: Path | str, fit_config: bool = False) -> TensorSource:
+def open_weights(directory: Path | str, fit_config: bool = False, device: torch.device | str = "cpu") -> TensorSource:
     """The weights of a model directory under Megatron's names.
 
     Args:
         fit_config: require of a Megatron checkpoint, too, that its tensors are those of its own config, by name and
             shape: before a model is built in sizes that a config claims.
+        device: where tensors are read to: a GPU, or the CPU, also for all others.
 
     Raises:
         UserError: files are missing or damaged, or do not fit the config.
@@ -182,8 +185,8 @@ def open_weights(directory: Path | str, fit_config: bool = False) -> TensorSourc
         reader = MegatronReader(find_torch_dist(directory))
         if fit_config:
             require_same_names(directory, reader.tensors, megatron.parameters(load_config(directory)))
-        return CheckedTensors(reader, directory)
+        return CheckedTensors(reader, directory, torch.device(device))
     config = load_config(directory)
     family = get_family(config.family)
-    weights = CheckedTensors(HFReader(directory, family.published_name), directory)
+    weights = CheckedTensors(HFReader(directory, family.published_name), directory, torch.device(device))
     return family.table(config).to_megatron(weights, directory)

@@ -11,12 +11,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
+from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import load_config, open_weights
 from mtpkit.checkpoint.layouts.megatron import is_stacked
 from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model
+from mtpkit.platform import default_device
 
 
 def load_model(
@@ -35,7 +37,7 @@ def load_model(
     Raises:
         UserError: no checkpoint there, a config that cannot be built, or weights that do not fit it.
     """
-    source = open_weights(directory, fit_config=True)
+    source = open_weights(directory, fit_config=True, device=default_device() if device is None else device)
     model = build_model(
         load_config(directory),
         dtype=dtype,
@@ -70,7 +72,8 @@ def load_model_weights(
         UserError: tensors are missing, unexpected, of another shape or no floats: found before a parameter is changed;
             or they are not finite, which is known when all are read. The message names them.
     """
-    source = open_weights(directory) if source is None else source
+    device = next(model.parameters()).device
+    source = open_weights(directory, device=device) if source is None else source
     targets = _targets(model)
     expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
     found = source.tensors
@@ -80,12 +83,19 @@ def load_model_weights(
     _require_all_targets(model, targets)
     whole = model.pg_collection.pp.size() == 1 and model.config.expert_model_parallel_size == 1
     require_same_names(directory, found, expected, extra_ok=not (strict and whole))
-    for name in source.tensors:  # in the checkpoint's order, so that a tensor that splits into several is read once
-        if name in expected:
+    # In the checkpoint's order, so that a tensor that splits into several is read once.
+    sizes = {name: info.nbytes for name, info in source.tensors.items() if name in expected}
+    with tqdm(
+        total=sum(sizes.values()), unit="B", unit_scale=True, desc="reading weights", delay=1, disable=None
+    ) as bar:
+        for name, nbytes in sizes.items():
             value = source.read(name)
             for shard in targets[name]:
                 shard.data.copy_(value[_local_slice(shard)])
+            bar.update(nbytes)
     source.require_finite()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what single tensors lay in is of no size that others need
 
 
 def _require_all_targets(model: HybridModel, targets: Mapping[str, Sequence[ShardedTensor]]) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mtpkit.checkpoint.upload import Uploader
 from mtpkit.errors import UserError, listed
 
 Shape = tuple[int, ...]
@@ -14,6 +15,7 @@ Shape = tuple[int, ...]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights: every tensor of a model has one of them."""
 
+_CPU = torch.device("cpu")
 _MOST_CHARACTERS = 255
 """The longest name of a file, on any file system."""
 _LARGEST = torch.finfo(torch.bfloat16).max
@@ -37,7 +39,7 @@ class Tensors(Protocol):
     tensors: dict[str, TensorInfo]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in its stored dtype.
+        """The whole tensor in its stored dtype, on the CPU unless the source was opened for another device.
 
         Raises:
             UserError: the file that holds it is damaged or missing.
@@ -58,25 +60,35 @@ class TensorSource(Tensors, Protocol):
 
 
 class CheckedTensors:
-    """Tensors whose values are checked when they are read.
+    """Tensors whose values are checked when they are read; on a GPU without waiting for it.
+
+    Several threads may read from it on the CPU, one on a GPU.
 
     Args:
         where: file or directory of the weights, or what they are, for the message.
+        device: where tensors are read to and checked.
     """
 
-    def __init__(self, source: Tensors, where: Path | str) -> None:
+    def __init__(self, source: Tensors, where: Path | str, device: torch.device = _CPU) -> None:
         self._source, self._where = source, where
         self.tensors = source.tensors
-        self._not_finite: list[str] = []
+        self._upload = Uploader(device) if device.type == "cuda" else None
+        self._finite: dict[str, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_finite": {}}
 
     def read(self, name: str) -> Tensor:
         tensor = self._source.read(name)
-        if not is_finite(tensor):
-            self._not_finite.append(name)
+        if self._upload is not None:
+            tensor = self._upload(tensor)
+        self._finite[name] = _is_finite(tensor)
         return tensor
 
     def require_finite(self) -> None:
-        refuse_not_finite(self._where, self._not_finite)
+        names, flags = [*self._finite], [*self._finite.values()]
+        finite = torch.stack(flags).tolist() if flags else []
+        refuse_not_finite(self._where, [name for name, whole in zip(names, finite, strict=True) if not whole])
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -84,12 +96,17 @@ def is_finite(tensor: Tensor) -> bool:
 
     One pass without a copy; waits for the device that the tensor is on.
     """
+    return bool(_is_finite(tensor))
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """[] bool on the tensor's device, see `is_finite`."""
     if not tensor.numel():
-        return True
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
     if tensor.dtype not in FLOATS:  # no weight, but bitwise comparisons read it, too
         tensor = tensor.to(torch.float64)
-    low, high = (bound.item() for bound in tensor.aminmax())
-    return low >= -_LARGEST and high <= _LARGEST
+    low, high = (bound.double() for bound in tensor.aminmax())
+    return (low >= -_LARGEST) & (high <= _LARGEST)
 
 
 ANOTHER_COPY = "download the files again, or take those of an earlier step"
