@@ -8,6 +8,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, extra_states, hybrid_name, is_stacked, split_slice
 from mtpkit.checkpoint.layouts.torch_dist_index import first_line, read_index
+from mtpkit.checkpoint.layouts.torch_dist_map import MappedFiles
 from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, require_file
@@ -64,6 +66,8 @@ class MegatronReader:
             if isinstance(entry, TensorStorageMetadata)
         }
         """The tensors among them."""
+        self._files = MappedFiles(directory)
+        self._rows: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
         self._stored = {hybrid_name(key): key for key in self.on_disk if not key.startswith(TRAINING_STATE)}
         self.tensors: dict[str, TensorInfo] = dict(self._list())
 
@@ -83,12 +87,47 @@ class MegatronReader:
         key = self._stored[whole]
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata), key
+        if row is not None:
+            entry = replace(entry, chunks=self._chunks_by_row(key, entry).get(row, []))
+        mapped = self._read_mapped(key, entry, row)
+        return self._read_by_torch(key, entry, row) if mapped is None else mapped
+
+    def _chunks_by_row(self, key: str, entry: TensorStorageMetadata) -> dict[int, list[ChunkStorageMetadata]]:
+        """The pieces of each expert's slice, so that not all are searched for each."""
+        if key not in self._rows:
+            rows: dict[int, list[ChunkStorageMetadata]] = {}
+            for chunk in (chunk for chunk in entry.chunks if math.prod(chunk.sizes)):
+                for row in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
+                    rows.setdefault(row, []).append(chunk)
+            self._rows[key] = rows
+        return self._rows[key]
+
+    def _read_mapped(self, key: str, entry: TensorStorageMetadata, row: int | None) -> Tensor | None:
+        """A tensor or a row of it from mapped files: a view, if one piece holds it. None: torch must read it."""
+        assert self._metadata.storage_data is not None
+        shape, target = entry.size[row is not None :], None
+        for chunk in entry.chunks:
+            place = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            bytes_of_file = place.relative_path, place.offset, place.length
+            piece = self._files.read(*bytes_of_file, chunk.sizes, entry.properties.dtype)
+            if piece is None or place.transform_descriptors:
+                return None
+            offsets = chunk.offsets[row is not None :]
+            piece = piece if row is None else piece[row - chunk.offsets[0]]
+            if len(entry.chunks) == 1 and piece.shape == shape:
+                return piece
+            if target is None:
+                target = torch.full(shape, math.nan, dtype=piece.dtype)  # shows where pieces that overlap leave a hole
+            target[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))] = piece
+        return target
+
+    def _read_by_torch(self, key: str, entry: TensorStorageMetadata, row: int | None) -> Tensor:
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if row is not None:
             offsets[0], sizes[0] = row, 1
         target = torch.empty(sizes, dtype=entry.properties.dtype)
-        if len(entry.chunks) > 1 and target.dtype in FLOATS:
-            target.fill_(math.nan)  # shows where pieces that overlap leave a hole
+        if target.dtype in FLOATS:
+            target.fill_(math.nan)  # as above
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, entry, [chunk])
         try:

@@ -1,0 +1,119 @@
+"""Tensors in the files of a `torch_dist` checkpoint, mapped into memory: each lies there as `torch.save` wrote it."""
+
+import io
+import math
+import mmap
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+_STORAGES = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+}
+
+
+class MappedFiles:
+    """The files of a directory, each mapped when it is first read. Several threads may read from it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def read(self, file: str, start: int, length: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """The tensor that `torch.save` wrote into some bytes of a file; a view of the file where it is aligned.
+
+        Returns:
+            None where these bytes are not one contiguous tensor of that shape and dtype, as far as that shows without
+            reading its values.
+        """
+        try:
+            if file not in self._maps:
+                with (self._directory / file).open("rb") as stream:  # mapped for writing, since torch warns otherwise
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            content = _values(memoryview(self._maps[file])[start : start + length], shape, dtype)
+        except Exception:  # damaged bytes can raise anything
+            return None
+        if content is None:
+            return None
+        values = torch.frombuffer(content, dtype=torch.uint8)
+        if values.data_ptr() % dtype.itemsize:
+            values = values.clone()
+        return values.view(dtype).view(tuple(shape))
+
+
+def _values(archive: memoryview, shape: Sequence[int], dtype: torch.dtype) -> memoryview | None:
+    """The values of an archive's only tensor; None: see `MappedFiles.read`."""
+    with zipfile.ZipFile(_File(archive)) as file:
+        records = file.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        return None
+    contents = {record.filename.partition("/")[2]: _content(archive, record) for record in records}
+    (key,) = (name.removeprefix("data/") for name in contents if name.startswith("data/"))
+    values = contents[f"data/{key}"]
+    count, strides = math.prod(shape), torch.empty(tuple(shape), device="meta").stride()
+    storage, *rest = _Arguments(io.BytesIO(contents["data.pkl"])).load()[:4]
+    same = storage[1:3] == (_STORAGES[dtype], key) and storage[4] == count and rest == [0, tuple(shape), strides]
+    native = bytes(contents.get("byteorder", b"little")) == b"little"
+    return values if same and native and 0 < len(values) == count * dtype.itemsize else None
+
+
+def _content(archive: memoryview, record: zipfile.ZipInfo) -> memoryview:
+    """The bytes of a record, which lie behind its header, its name and what fills up to an aligned address."""
+    name, filler = struct.unpack_from("<HH", archive, record.header_offset + 26)
+    begin = record.header_offset + 30 + name + filler
+    return archive[begin : begin + record.file_size]
+
+
+class _Arguments(pickle.Unpickler):
+    """Unpickles a tensor as the arguments that torch would rebuild it from: (storage, offset, shape, strides, ...)."""
+
+    def persistent_load(self, storage: object) -> object:
+        """("storage", type, key of its record, device, numbers)."""
+        return storage
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda *arguments: arguments
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _STORAGES.values():
+            return name
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+class _File(io.RawIOBase, IO[bytes]):
+    """A part of a mapped file as a file of its own."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = offset + (0, self._at, len(self._content))[whence]
+        if self._at < 0:
+            raise ValueError(f"position {self._at}")
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        part = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
