@@ -92,6 +92,7 @@ class Contender:
             max_num_seqs=batch_size,
             draft_vocab=self.draft_vocab,
             synthetic_acceptance=config.rates(self.depths) if self.depths else None,
+            warm_up=False,  # the first run, which is not timed, captures what the others need
         )
         self.llm = LLM(model, **settings)
 
