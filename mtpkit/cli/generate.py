@@ -67,7 +67,8 @@ def generate(
     drafts = resolve_drafts(config_of(model), k)  # refused before stdin is read
     given = _prompts(prompt, prompts)
     fewest = min(engine.max_num_seqs, len(given))
-    llm = LLM(**vars(replace(engine, max_num_seqs=fewest)))
+    # Few prompts need few of the graphs that could be captured.
+    llm = LLM(**vars(replace(engine, max_num_seqs=fewest, warm_up=False)))
     stream = llm.stream(given, sampling)
     if memory_plan or llm.memory_plan.total:
         print(llm.memory_plan, file=sys.stderr)
