@@ -162,10 +162,13 @@ class Roofline:
         phases = {"verify": _join([*base, self._output(fed, config.vocab_size)])}
         return Cost(phases | {f"draft {depth}": draft(depth) for depth in range(1, tokens)}, batch_size * length)
 
-    def prefill(self, num_prompts: int, prompt_len: int, k: int = 0, max_num_batched_tokens: int | None = None) -> Cost:
+    def prefill(
+        self, num_prompts: int, prompt_len: float, k: int = 0, max_num_batched_tokens: int | None = None
+    ) -> Cost:
         """Prompts up to their first token; with K > 0 also the heads' entries for them, and K drafts each.
 
         Args:
+            prompt_len: mean tokens of a prompt.
             max_num_batched_tokens: tokens of a step, each of which reads all weights; None: all in one.
 
         Raises:
@@ -174,7 +177,7 @@ class Roofline:
         if k:
             check_depths(self.config, k)
         config, fed, context = self.config, num_prompts * prompt_len, prompt_len / 2
-        passes = -(-fed // (max_num_batched_tokens or fed))
+        passes = math.ceil(fed / (max_num_batched_tokens or fed))
         base = self._layers(config.pattern, fed, context, fed, num_prompts, passes)
         phases = {"base": _join([*base, self._output(num_prompts, config.vocab_size, passes)])}
         for depth in range(1, k + 1):

@@ -3,13 +3,14 @@
 Torch is not imported here, so that `--help` answers at once.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from mtpkit.config import Balance, LossKind
+from mtpkit.config import LARGEST_COUNT, Balance, LossKind
 from mtpkit.config.checked import checked, field_of, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.engine.options import Drafts, Rollback
@@ -18,14 +19,16 @@ MOST_RANDOM_TOKENS = 2**28
 """Most tokens of all random prompts together: as Python lists they take some 10 GB."""
 
 Positive = Annotated[int, Field(ge=1)]
+Length = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 FromZero = Annotated[int, Field(ge=0)]
+Spread = Annotated[float, Field(ge=0, le=10)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 Counts = Annotated[tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")]
 StateDtype = Literal["float32", "bfloat16"]
 
 BATCH_SIZES = (1, 4, 16, 32, 64, 128)
-USUAL_DRAFTS, SPEEDUP_DRAFTS = (0, 1, 3), (0, 1, 2, 3)
-"""K by default of `bench` and of `speedup`, as far as the heads were trained."""
+USUAL_DRAFTS, SPEEDUP_DRAFTS, LOAD_DRAFTS = (0, 1, 3), (0, 1, 2, 3), (0, 3)
+"""K by default of `bench`, of `speedup` and of `bench load`, as far as the heads were trained."""
 
 
 def _with_plain(ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -133,6 +136,89 @@ class PrefillConfig:
     def problems(self) -> Iterator[str]:
         """Yield a clause where the random prompts are too many tokens."""
         yield from too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
+
+
+@checked("load benchmark")
+class LoadConfig:
+    """What `measure_load` measures: requests whose lengths are lognormal, by default as in docs/performance.md."""
+
+    num_prompts: Positive = 512
+    """Requests of a run."""
+    prompt_median: Length = 400
+    """Median tokens of a prompt, whose lengths are lognormal."""
+    prompt_sigma: Spread = 0.9
+    """Standard deviation of the logarithm of its length."""
+    prompt_min: Length = 16
+    """Shorter prompts get this length."""
+    prompt_max: Length = 4000
+    """Longer prompts get this length."""
+    output_median: Length = 200
+    """Median tokens of an output, whose lengths are lognormal."""
+    output_sigma: Spread = 0.7
+    """Standard deviation of the logarithm of its length."""
+    output_min: Length = 8
+    """Shorter outputs get this length."""
+    output_max: Length = 1000
+    """Longer outputs get this length."""
+    request_rates: Annotated[
+        tuple[Annotated[float, Field(gt=0, allow_inf_nan=True)], ...],
+        Field(min_length=1, title="a list of one or more positive numbers"),
+    ] = Field(default=(math.inf,), validation_alias="request_rate")
+    """Requests per second, which arrive as a Poisson process; inf: all are queued at once."""
+    ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
+        default=None, validation_alias="num_speculative_tokens", title="a list of one or more numbers or 'auto'"
+    )
+    """Drafts per step; auto: as the engine chooses. By default 0 and 3, as far as the heads were trained."""
+    acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
+    """Synthetic: rate at which each depth is accepted where all before it were; the last one holds for all further
+    depths."""
+    max_num_seqs: Positive = 128
+    """Most requests that run at once."""
+    max_num_batched_tokens: Positive = 8192
+    """Most tokens of a step."""
+    repeats: Positive = 3
+    """Runs of each engine after its start; the first one is reported apart from the others."""
+    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
+    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
+    block_size: int = field_of(EngineOptions, "block_size")
+    gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
+    enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
+    trace: bool = True
+    """On a GPU, trace kernels when all is timed; without it the GPU's idle share is not known."""
+    seed: FromZero = 7
+    """Seed of lengths, tokens and arrivals. The default makes 305,049 prompt and 124,407 output tokens."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a clause for each range of lengths that is empty, and where the prompts may be too many tokens."""
+        for least, most in (("prompt_min", "prompt_max"), ("output_min", "output_max")):
+            if getattr(self, least) > getattr(self, most):
+                yield f"{least} is {getattr(self, least)}, must be at most {most}, {getattr(self, most)}"
+        yield from too_many_tokens(self.prompt_max, self.num_prompts, 0, "prompt_max or num_prompts")
+
+    def rates(self, k: int) -> list[float]:
+        """Synthetic acceptance of K depths."""
+        return depth_rates(self.acceptance, k)
+
+
+@checked("stall benchmark")
+class StallConfig:
+    """What `measure_stall` measures; all else as in a `LoadConfig`."""
+
+    decoding_requests: Positive = 16
+    """Requests that decode, with --stall."""
+    arriving_prompts: Positive = 8
+    """Prompts that arrive meanwhile, each when the one before has its first token, with --stall."""
+    arriving_length: Length = 4096
+    """Tokens of each, with --stall."""
+    lone_lengths: Annotated[tuple[Length, ...], Field(min_length=1, title="a list of one or more whole numbers")] = (
+        Field(default=(128, 4096), validation_alias="lone_length")
+    )
+    """Tokens of prompts that arrive when nothing else runs, with --stall."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a clause where the prompts are too many tokens."""
+        yield from too_many_tokens(self.arriving_length, self.arriving_prompts, 0, "arriving_length")
+        yield from too_many_tokens(max(self.lone_lengths), 1, 0, "lone_length")
 
 
 @checked("training benchmark")
@@ -254,11 +340,13 @@ def depth_rates(acceptance: tuple[float, ...] | list[float], k: int) -> list[flo
     return [acceptance[min(depth, len(acceptance) - 1)] for depth in range(k)]
 
 
-def too_many_tokens(prompt_len: int, batch_size: int, repeats: int) -> list[str]:
-    """A clause if random prompts for a warm-up and so many repeats are too many tokens, else none."""
+def too_many_tokens(prompt_len: int, batch_size: int, repeats: int, lower: str = "prompt_length") -> list[str]:
+    """A clause if random prompts for a warm-up and so many repeats are too many tokens, else none.
+
+    Args:
+        lower: the setting that makes them fewer.
+    """
     count = prompt_len * batch_size * (repeats + 1)
     if count <= MOST_RANDOM_TOKENS:
         return []
-    return [
-        f"the random prompts have {count:,} tokens in all, must be at most {MOST_RANDOM_TOKENS:,}: lower prompt_length"
-    ]
+    return [f"the random prompts have {count:,} tokens in all, must be at most {MOST_RANDOM_TOKENS:,}: lower {lower}"]

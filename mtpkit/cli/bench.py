@@ -1,4 +1,4 @@
-"""Time decoding, prefill, training and each kernel, beside a copy and a matrix product in the same run."""
+"""Time decoding, prefill, a load, training and each kernel, beside a copy and a matrix product in the same run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtpkit.bench.settings import (
+    LOAD_DRAFTS,
     USUAL_DRAFTS,
     DecodeConfig,
     KernelConfig,
+    LoadConfig,
     PrefillConfig,
     RooflineConfig,
+    StallConfig,
     TrainBenchConfig,
 )
 from mtpkit.cli import options
@@ -117,6 +120,57 @@ def prefill(
 
     choose_drafts(get_config(model), [config.k], ())
     _finish(measure_prefill(_open(model, dtype), config, model), output)
+
+
+@app.command(cls=Command)
+@options.takes_options
+def load(
+    model: Model = NVIDIA_8B,
+    pattern: Pattern = None,
+    *,
+    config: Annotated[LoadConfig, options.Fields()],
+    stall: Annotated[
+        bool,
+        typer.Option(
+            "--stall",
+            help="In place of the load, measure how long running requests wait for arriving prompts, and lone prompts "
+            "for their first token.",
+        ),
+    ] = False,
+    stalled: Annotated[StallConfig, options.Fields()],
+    save_requests: Annotated[
+        Path | None,
+        typer.Option(
+            callback=options.writable_file,
+            help="File for the requests as JSON, for the scripts in benchmarks/peers; nothing is measured then.",
+        ),
+    ] = None,
+    dtype: options.Dtype = "auto",
+    output: Output = None,
+) -> None:
+    """Serve requests of many lengths, queued at once or arriving one by one: tokens/s and latencies, beside a limit.
+
+    Each K has an engine of its own. The first run after a start is reported apart from the later ones. Acceptance is
+    synthetic. Before anything is reported, outputs must have their length, synthetic acceptance must come out as asked
+    for, and what the base chose must be what a plain forward pass of it chooses.
+    """
+    from mtpkit.bench.load import measure_load
+    from mtpkit.bench.load_requests import save_requests as save
+    from mtpkit.bench.shapes import choose_drafts, get_config
+    from mtpkit.bench.stall import measure_stall
+
+    if stall and save_requests is not None:
+        raise typer.BadParameter("--stall has no requests to save", param_hint="--stall / --save-requests")
+    shape = get_config(model, pattern)
+    if save_requests is not None:
+        print(save(save_requests, config, shape.vocab_size))
+        return
+    config = replace(config, ks=choose_drafts(shape, config.ks, LOAD_DRAFTS))
+    opened = _open(model, dtype, pattern)
+    if stall:
+        measure_stall(opened, config, stalled, model, _keep(output)).show()
+    else:
+        measure_load(opened, config, model, _keep(output)).show()
 
 
 @app.command(cls=Command)

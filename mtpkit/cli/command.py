@@ -16,6 +16,9 @@ from mtpkit.errors import UserError
 _LARGEST_SEED = 2**62 - 1
 """Leaves room for the seeds of further prompts, each one larger, in 63 bits."""
 
+_MAY_BE_INFINITE = ("request_rate",)
+"""Options for which infinity has a meaning."""
+
 OLD_NAMES = {
     "--k": ("--num-speculative-tokens", "--num-depths"),
     "--out": ("--output",),
@@ -68,7 +71,9 @@ class Command(TyperCommand):
         for param in params:
             text, value = texts.get(param.name), ctx.params.get(param.name)
             limit = _LARGEST_SEED if param.name == "seed" else LARGEST_COUNT
-            problems = [_problem(one, limit) for one in (value if isinstance(value, list | tuple) else [value])]
+            values = value if isinstance(value, list | tuple) else [value]
+            endless = param.name in _MAY_BE_INFINITE
+            problems = [_problem(one, limit) for one in values if not (endless and one == math.inf)]
             if param.name == "seed" and isinstance(value, int) and value < 0:
                 problems.append(f"must be at least 0, not {value}")
             if "" in (text if isinstance(text, list) else [text]) and (param.opts[0][0] == "-" or value == Path()):

@@ -1,0 +1,195 @@
+"""The speed of the engine under a mixed load: requests of many lengths, queued at once or arriving one by one."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal
+
+from mtpkit.bench.load_requests import draw_requests, limit_seconds, token_sums
+from mtpkit.bench.load_run import LoadEngine, Run
+from mtpkit.bench.machine import Machine, measure_machine
+from mtpkit.bench.report import Column, Result, significant
+from mtpkit.bench.roofline import Roofline
+from mtpkit.bench.serving import Clock, WallClock, percentiles_ms
+from mtpkit.bench.settings import LOAD_DRAFTS, LoadConfig
+from mtpkit.bench.shapes import choose_drafts
+from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.engine.loading import DTYPES
+from mtpkit.model.hybrid import HybridModel
+
+
+def _pair(name: str) -> Callable[[Any], str]:
+    """Shows two percentiles of a row in one column."""
+
+    def show(row: Any) -> str:
+        first, last = (getattr(row, f"{name}_p{percent}_ms") for percent in (50, 99))
+        return f"{significant(first, 3)} / {significant(last, 3)}"
+
+    return show
+
+
+@dataclass(frozen=True)
+class LoadRow:
+    """One engine: its start, its first run and its later ones.
+
+    Latencies are those of all requests of the later runs, or of the first one if it is the only one.
+    """
+
+    request_rate: Annotated[float | Literal["inf"], Column("requests/s")]
+    """"inf": all requests are queued at once."""
+    k: Annotated[int | Literal["auto"], Column("K")]
+    start_seconds: Annotated[float, Column("start s", ".1f")]
+    """Making the engine around a model that is loaded, until it takes requests."""
+    first_seconds: Annotated[float, Column("first s", ".2f")]
+    """From the first arrival to the last output."""
+    seconds: Annotated[float, Column("later s", ".2f")]
+    """Median of the later runs; the first one's time if it is the only one."""
+    spread: Annotated[float, Column("spread", ".1%")]
+    """By how much the longest of all runs exceeds the shortest."""
+    tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
+    """Output tokens over `seconds`."""
+    ttft_p50_ms: Annotated[float | None, Column("TTFT ms p50 / p99", _pair("ttft"))]
+    """Time to first token, see `Stream.first_seconds`."""
+    ttft_p99_ms: float | None
+    itl_p50_ms: Annotated[float | None, Column("ITL ms p50 / p99", _pair("itl"))]
+    """Inter-token latency: time between outputs of a request that follow each other. None: there are none."""
+    itl_p99_ms: float | None
+    tpot_ms: Annotated[float | None, Column("TPOT ms", ".2f")]
+    """Time per output token after the first, the mean over requests."""
+    acceptance_length: Annotated[
+        float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
+    ]
+    """1 + mean accepted drafts per decode step and request."""
+    preemptions: Annotated[int, Column("preempted")]
+    """Preemptions of all runs."""
+    limit_seconds: Annotated[float, Column("limit s", ".2f")]
+    """See `load_requests.limit_seconds`: at the acceptance that was asked for, and the copy bandwidth and matrix rate
+    measured in the same run; no less than the last arrival. For "auto": the least of any K."""
+    limit_share: Annotated[float, Column("of the limit", ".0%")]
+    """Share of the limit's speed."""
+    run_seconds: list[float]
+    """Each run, in order."""
+    gpu_idle_share: Annotated[float | None, Column("GPU idle", ".1%")] = None
+    """See `Trace.host_gap_share`, over steps in the middle of a run; None where nothing was traced: on a CPU, and where
+    requests arrive one by one, for whom a GPU may wait."""
+
+
+def measure_load(
+    model: HybridModel,
+    config: LoadConfig,
+    name: str = "model",
+    keep: Callable[[Result[LoadRow]], object] | None = None,
+    clock: Clock | None = None,
+) -> Result[LoadRow]:
+    """Serve the load at every rate with every K, each with an engine of its own around the same weights.
+
+    All outputs must have their length, synthetic acceptance must come out as it was asked for, and tokens that the base
+    chose must be those of a plain forward pass, but for near ties (one request of each first run is compared). Kernels
+    are traced when all is timed: see `trace_kernels`.
+
+    Args:
+        model: from `mtpkit.bench.shapes.open_model`.
+        name: the model's name in the report.
+        keep: see `Result.measure`.
+        clock: what times are read from; by default the machine's.
+
+    Raises:
+        UserError: the model lacks the heads, or the requests do not fit.
+        MtpkitError: the engine did not do what was asked for.
+    """
+    weight, shape = next(model.parameters()), model.mtpkit_config
+    config = replace(config, ks=choose_drafts(shape, config.ks, LOAD_DRAFTS))
+    machine, used = measure_machine(weight.device), clock or WallClock()
+    requests = draw_requests(config)
+    sums = token_sums(requests)
+    title = (
+        f"load of {len(requests)} requests, {sums['prompt_tokens']:,} prompt and {sums['output_tokens']:,} output "
+        f"tokens: {name}, synthetic acceptance {' '.join(map(str, config.acceptance))}, "
+        f"{str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+    )
+    rates = [shown_rate(rate) for rate in config.request_rates]
+    about = {"model": name, "mtp_pattern": shape.mtp.pattern, **sums, "request_rates": rates}
+    result = Result("load", title, LoadRow, [], machine, {**asdict(config), **about})
+    pairs = [*itertools.product(config.request_rates, config.ks or ())]
+    choices: list[Any] = []
+
+    def prepare(index: int) -> LoadEngine:
+        release_memory(weight.device)  # of the engine before
+        return LoadEngine(model, config, pairs[index][1], used)
+
+    def time_one(index: int) -> LoadRow:
+        engine = prepare(index)
+        row = _measure(engine, pairs[index][0], machine)
+        choices.append(engine.llm.engine.speculation)
+        return row
+
+    def trace_one(index: int) -> LoadRow:
+        if pairs[index][0] != math.inf:
+            return result.rows[index]
+        engine = prepare(index)
+        engine.llm.engine.speculation = choices[index]  # "auto" goes on as it was timed
+        trace = engine.trace()
+        return replace(result.rows[index], gpu_idle_share=trace.host_gap_share if trace.kernels else None)
+
+    labels = [f"{shown_rate(rate)} requests/s, K = {k}" for rate, k in pairs]
+    result = result.measure(range(len(pairs)), time_one, labels.__getitem__, keep)
+    if config.trace and can_trace(weight.device):
+        result = result.measure(range(len(pairs)), trace_one, labels.__getitem__, keep)
+    release_memory(weight.device)
+    return result
+
+
+def shown_rate(rate: float) -> float | Literal["inf"]:
+    """A rate as reports have it: JSON lacks infinity."""
+    return "inf" if rate == math.inf else rate
+
+
+def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
+    config = engine.config
+    runs = [engine.run(rate) for _ in range(config.repeats)]
+    run_seconds = [run.seconds for run in runs]
+    later = runs[1:] or runs
+    seconds = statistics.median(run.seconds for run in later)
+    streams = [stream for run in later for stream in run.streams]
+    ttft = percentiles_ms([stream.first_seconds for stream in streams])
+    itl = percentiles_ms([gap for stream in streams for gap in stream.gaps])
+    per_token = [each for stream in streams if (each := stream.seconds_per_token) is not None]
+    last_arrival = streams[-1].arrival
+    limit = max(_limit(engine, machine), last_arrival)
+    return LoadRow(
+        request_rate=shown_rate(rate),
+        k=engine.k,
+        start_seconds=engine.start_seconds,
+        first_seconds=run_seconds[0],
+        seconds=seconds,
+        spread=max(run_seconds) / min(run_seconds) - 1,
+        tokens_per_s=sum(request.max_tokens for request in engine.requests) / seconds,
+        ttft_p50_ms=ttft[0],
+        ttft_p99_ms=ttft[1],
+        itl_p50_ms=itl[0],
+        itl_p99_ms=itl[1],
+        tpot_ms=statistics.mean(per_token) * 1e3 if per_token else None,
+        acceptance_length=_acceptance_length(runs),
+        preemptions=sum(run.stats.preemptions for run in runs),
+        limit_seconds=limit,
+        limit_share=limit / seconds,
+        run_seconds=run_seconds,
+    )
+
+
+def _acceptance_length(runs: Sequence[Run]) -> float:
+    """1 + mean accepted drafts per decode step and request, over all runs."""
+    acceptances = [run.stats.acceptance for run in runs]
+    return 1 + sum(one.accepted for one in acceptances) / max(1, sum(one.steps for one in acceptances))
+
+
+def _limit(engine: LoadEngine, machine: Machine) -> float:
+    """Least seconds of a run at the machine's rates, whatever the arrivals."""
+    config = engine.config
+    weight = next(engine.llm.model.parameters())
+    roofline = Roofline(engine.llm.model.mtpkit_config, weight.dtype, DTYPES[config.state_dtype], config.state_rollback)
+    ks = range(engine.depths + 1) if engine.k == "auto" else [engine.k]
+    rates = machine.copy_bandwidth, machine.matrix_rate
+    return min(limit_seconds(roofline, engine.requests, config.max_num_seqs, config.rates(k), *rates) for k in ks)

@@ -1,0 +1,139 @@
+"""One engine of the load benchmark and its runs: what is timed, and what is checked."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mtpkit.bench.load_requests import LoadRequest, draw_prompts, draw_requests
+from mtpkit.bench.plain import check_greedy
+from mtpkit.bench.serving import Clock, Stream, serve, take
+from mtpkit.bench.settings import LoadConfig, engine_settings
+from mtpkit.bench.timing import Trace, synchronize, trace_kernels
+from mtpkit.engine import LLM, EngineStats
+from mtpkit.engine.loading import DTYPES
+from mtpkit.errors import MtpkitError
+from mtpkit.model.hybrid import HybridModel
+
+_TOLERANCE = 0.03
+"""Largest relative error of a synthetic acceptance rate, unless four standard errors of the draws are more."""
+_TRACED_FROM, _TRACED_STEPS = 1 / 3, 64
+"""Share of the requests that have ended when tracing begins, and steps that are traced."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the load."""
+
+    seconds: float
+    """From the first arrival to the last output."""
+    streams: Sequence[Stream]
+    """The requests, in the order of their arrival."""
+    stats: EngineStats
+
+
+class LoadEngine:
+    """An engine and the load that it serves.
+
+    Raises:
+        UserError: the model lacks the heads, or the requests do not fit.
+    """
+
+    def __init__(self, model: HybridModel, config: LoadConfig, k: int | Literal["auto"], clock: Clock) -> None:
+        self.config, self.k, self.clock = config, k, clock
+        self.requests: list[LoadRequest] = draw_requests(config)
+        self.depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
+        """The largest K of a step."""
+        self.device = next(model.parameters()).device
+        self.runs = 0
+        synchronize(self.device)
+        began = clock.now()
+        self.llm = LLM(
+            model,
+            **engine_settings(
+                config,
+                num_speculative_tokens=k,
+                max_model_len=max(one.prompt_len + one.max_tokens for one in self.requests),
+                synthetic_acceptance=config.rates(self.depths) if self.depths else None,
+            ),
+        )
+        synchronize(self.device)
+        self.start_seconds = clock.now() - began
+        """Seconds from the engine's making to its readiness."""
+
+    def run(self, rate: float) -> Run:
+        """Serve the load at so many requests per second; each run has other tokens, so that what an engine remembers of
+        an earlier one does not help.
+
+        Raises:
+            RequestError: the logits of a request are NaN or infinite.
+            MtpkitError: outputs of another length, synthetic acceptance that is not what was asked for, or in the first
+                run tokens of the last request that a plain forward pass would not choose.
+        """
+        streams = self._streams(rate)
+        self.llm.reset_stats()
+        run = Run(serve(self.llm.engine, streams, self.clock), streams, self.llm.stats())
+        self._check_acceptance(run)
+        if self.runs == 1:
+            self._check_tokens(streams[-1])
+        return run
+
+    def trace(self) -> Trace:
+        """Trace some steps in the middle of a run whose requests are all queued at once. Nothing can be timed
+        afterwards."""
+        engine = self.llm.engine
+        streams = {engine.add_request(one.prompt, one.params): one for one in self._streams(math.inf)}
+
+        def steps(most: int) -> None:
+            while most and engine.has_unfinished:
+                take(engine.step(), streams, self.clock.now())
+                most -= 1
+
+        while sum(len(one.tokens) == one.max_tokens for one in streams.values()) < _TRACED_FROM * len(streams):
+            steps(1)
+        trace_kernels(lambda: steps(1), self.device)  # the tracer itself has to warm up
+        return trace_kernels(lambda: steps(_TRACED_STEPS), self.device)
+
+    def _streams(self, rate: float) -> list[Stream]:
+        """The requests of the next run, none of whose outputs has come yet."""
+        vocab_size = self.llm.model.mtpkit_config.vocab_size
+        prompts = draw_prompts(self.requests, vocab_size, self.config.seed + self.runs)
+        self.runs += 1
+        return [
+            Stream(one.arrival / rate, prompt, one.max_tokens)
+            for one, prompt in zip(self.requests, prompts, strict=True)
+        ]
+
+    def _check_acceptance(self, run: Run) -> None:
+        """Refuse synthetic acceptance that is not what was asked for, by more than chance explains.
+
+        Each depth is looked at by itself: steps that max_tokens cut shorten the acceptance length, but no rate.
+        """
+        stats = run.stats.acceptance
+        if self.k == "auto":
+            return
+        for depth, rate in enumerate(self.config.rates(self.depths)):
+            found, reached = stats.conditional_acceptance[depth], stats.reached_per_depth[depth]
+            error = 4 * math.sqrt(rate * (1 - rate) / max(1, reached))
+            if reached and abs(found - rate) > max(_TOLERANCE * rate, error):
+                raise MtpkitError(
+                    f"K = {self.k}: draft {1 + depth} was accepted at a rate of {found:.3f} over {reached} steps, but "
+                    f"{rate} was asked for: the engine does not draw it"
+                )
+
+    def _check_tokens(self, stream: Stream) -> None:
+        """Refuse tokens that a plain forward pass would not choose.
+
+        With synthetic acceptance the base chose the last token of each step alone, and not that of a step which
+        max_tokens cut.
+        """
+        model = self.llm.model
+        places = [end - 1 for end in stream.lengths[:-1]] if self.depths else range(len(stream.tokens))
+        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
+        precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
+        try:
+            check_greedy(model, stream.prompt, stream.tokens, places, precision, stream.params)
+        except MtpkitError as error:
+            raise MtpkitError(f"K = {self.k}: {error}") from error

@@ -1,0 +1,183 @@
+"""How long running requests wait for the prompts of others, and how long a prompt waits where nothing else runs."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Literal
+
+from mtpkit.bench.load import shown_rate
+from mtpkit.bench.machine import measure_machine
+from mtpkit.bench.report import Column, Result
+from mtpkit.bench.serving import Clock, Stream, WallClock, percentiles_ms, take
+from mtpkit.bench.settings import LOAD_DRAFTS, LoadConfig, StallConfig, engine_settings
+from mtpkit.bench.shapes import choose_drafts, random_prompts
+from mtpkit.bench.timing import release_memory
+from mtpkit.engine import LLM
+from mtpkit.errors import UserError
+from mtpkit.model.hybrid import HybridModel
+
+_PROMPT_LEN = 128
+"""Tokens of the prompts of requests that decode."""
+_QUIET_STEPS, _SETTLING_STEPS = 128, 8
+"""Steps in which nothing arrives: those that count, and those before them."""
+_LONE_TOKENS, _LONE_REPEATS = 8, 5
+"""Tokens generated for a lone prompt, and how often each length is timed."""
+_SHORTEST_CHUNK, _STEPS_OF_PROMPT = 128, 4
+"""Tokens of a prompt that a step computes at least, and steps that each prompt may take beyond them."""
+
+
+@dataclass(frozen=True)
+class StallRow:
+    """Requests that decode without and with prompts that arrive one after another, and prompts on their own."""
+
+    k: Annotated[int | Literal["auto"], Column("K")]
+    quiet_p50_ms: Annotated[float | None, Column("ITL ms p50", ".2f")]
+    """Inter-token latency of the decoding requests while nothing arrives."""
+    quiet_p99_ms: Annotated[float | None, Column("p99", ".2f")]
+    stalled_p50_ms: Annotated[float | None, Column("with prompts: p50", ".2f")]
+    """From the first prompt's arrival to the last one's first token."""
+    stalled_p99_ms: Annotated[float | None, Column("p99 with prompts", ".2f")]
+    stall: Annotated[float | None, Column("ratio of p99", ".2f")]
+    """p99 with prompts over p99 without."""
+    lone_ms: Annotated[
+        list[float], Column("lone prompts: TTFT ms", lambda row: " / ".join(f"{ms:.1f}" for ms in row.lone_ms))
+    ]
+    """Median time to first token of prompts on their own, in the order of `lone_lengths`."""
+
+
+def measure_stall(
+    model: HybridModel,
+    config: LoadConfig,
+    stall: StallConfig,
+    name: str = "model",
+    keep: Callable[[Result[StallRow]], object] | None = None,
+    clock: Clock | None = None,
+) -> Result[StallRow]:
+    """Measure with every K, each with an engine of its own, once all of it has run untimed.
+
+    Args:
+        model: from `mtpkit.bench.shapes.open_model`.
+        config: settings of the engine, K, acceptance and seed; its load is not served.
+        name: the model's name in the report.
+        keep: see `Result.measure`.
+        clock: what times are read from; by default the machine's.
+
+    Raises:
+        UserError: the model lacks the heads, or the requests do not fit.
+        RequestError: the logits of a request are NaN or infinite.
+    """
+    weight = next(model.parameters())
+    config = replace(config, ks=choose_drafts(model.mtpkit_config, config.ks, LOAD_DRAFTS))
+    machine, used = measure_machine(weight.device), clock or WallClock()
+
+    def measure(k: int | Literal["auto"]) -> StallRow:
+        release_memory(weight.device)  # of the engine before
+        bench = _Bench(model, config, stall, k, used)
+        bench.warm_up()
+        return bench.measure()
+
+    title = (
+        f"{stall.decoding_requests} requests decode while {stall.arriving_prompts} prompts of "
+        f"{stall.arriving_length:,} tokens arrive; lone prompts of {' / '.join(f'{n:,}' for n in stall.lone_lengths)} "
+        f"tokens: {name}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+    )
+    rates = [shown_rate(rate) for rate in config.request_rates]
+    about = {"model": name, **asdict(config), **asdict(stall), "request_rates": rates}
+    result = Result("load_stall", title, StallRow, [], machine, about)
+    result = result.measure(config.ks or (), measure, lambda k: f"K = {k}", keep)
+    release_memory(weight.device)
+    return result
+
+
+class _Bench:
+    """One engine, its running requests and its prompts."""
+
+    def __init__(
+        self, model: HybridModel, config: LoadConfig, stall: StallConfig, k: int | Literal["auto"], clock: Clock
+    ) -> None:
+        self.config, self.stall, self.k, self.clock = config, stall, k, clock
+        depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
+        longest = max(stall.arriving_length, *stall.lone_lengths)
+        # Decoding requests have room for all tokens that they can make in the steps which the measurement takes.
+        steps = stall.arriving_prompts * (_STEPS_OF_PROMPT - (-stall.arriving_length // _SHORTEST_CHUNK))
+        self.room = (1 + depths) * (1 + _SETTLING_STEPS + _QUIET_STEPS + steps)
+        settings = engine_settings(
+            config,
+            num_speculative_tokens=k,
+            max_model_len=max(longest + _LONE_TOKENS, _PROMPT_LEN + self.room),
+            max_num_seqs=1 + stall.decoding_requests,
+            synthetic_acceptance=config.rates(depths) if depths else None,
+        )
+        self.llm = LLM(model, **settings)
+        self.streams: dict[str, Stream] = {}
+        self.seed = config.seed
+
+    def warm_up(self) -> None:
+        """Run all of it once, so that kernels are compiled and graphs captured."""
+        self.measure(lone_repeats=1)
+
+    def measure(self, lone_repeats: int = _LONE_REPEATS) -> StallRow:
+        """Time all of it."""
+        lone = [
+            statistics.median(self._lone(length) for _ in range(lone_repeats)) * 1e3
+            for length in self.stall.lone_lengths
+        ]
+        decoding = [self._add(_PROMPT_LEN, self.room) for _ in range(self.stall.decoding_requests)]
+        while not all(self.streams[one].times for one in decoding):
+            self._step()
+        self._steps(decoding, _SETTLING_STEPS)
+        quiet = percentiles_ms(self._gaps(decoding, lambda: self._steps(decoding, _QUIET_STEPS)))
+        stalled = percentiles_ms(self._gaps(decoding, lambda: self._arrivals(decoding)))
+        for request_id in decoding:
+            self.llm.engine.abort(request_id)
+        while self.llm.engine.has_unfinished:
+            self._step()
+        ratio = stalled[1] / quiet[1] if stalled[1] is not None and quiet[1] else None
+        return StallRow(self.k, quiet[0], quiet[1], stalled[0], stalled[1], ratio, lone)
+
+    def _lone(self, length: int) -> float:
+        """Seconds to the first token of a prompt, while nothing else runs."""
+        stream = self.streams[self._add(length, _LONE_TOKENS)]
+        while self.llm.engine.has_unfinished:
+            self._step()
+        return stream.first_seconds
+
+    def _arrivals(self, decoding: list[str]) -> None:
+        """Let the prompts arrive, each when the one before has its first token."""
+        for _ in range(self.stall.arriving_prompts):
+            arrived = self._add(self.stall.arriving_length, 1)
+            while not self.streams[arrived].times:
+                self._steps(decoding, 1)
+
+    def _gaps(self, decoding: list[str], window: Callable[[], None]) -> list[float]:
+        """Seconds between outputs of the decoding requests that follow each other, the later of them in the window."""
+        streams = [self.streams[one] for one in decoding]
+        before = [len(stream.times) for stream in streams]
+        window()
+        return [gap for stream, count in zip(streams, before, strict=True) for gap in stream.gaps[count - 1 :]]
+
+    def _steps(self, decoding: list[str], count: int) -> None:
+        """Step so many times.
+
+        Raises:
+            UserError: a decoding request has ended.
+        """
+        for _ in range(count):
+            self._step()
+            if any(len(self.streams[one].tokens) >= self.room for one in decoding):
+                raise UserError(
+                    f"K = {self.k}: requests decoded {self.room} tokens before all prompts had arrived; lower "
+                    f"arriving_prompts ({self.stall.arriving_prompts})"
+                )
+
+    def _step(self) -> None:
+        take(self.llm.engine.step(), self.streams, self.clock.now())
+
+    def _add(self, prompt_len: int, max_tokens: int) -> str:
+        """Add a request with other tokens than all before; returns its id."""
+        self.seed += 1
+        (prompt,) = random_prompts(1, prompt_len, self.llm.model.mtpkit_config.vocab_size, self.seed)
+        stream = Stream(self.clock.now(), prompt, max_tokens)
+        request_id = self.llm.engine.add_request(prompt, stream.params)
+        self.streams[request_id] = stream
+        return request_id
