@@ -1,5 +1,6 @@
 """How long running requests wait for the prompts of others, and how long a prompt waits where nothing else runs."""
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ _QUIET_STEPS, _SETTLING_STEPS = 128, 8
 _LONE_TOKENS, _LONE_REPEATS = 8, 5
 """Tokens generated for a lone prompt, and how often each length is timed."""
 _SHORTEST_CHUNK, _STEPS_OF_PROMPT = 128, 4
-"""Tokens of a prompt that a step computes at least, and steps that each prompt may take beyond them."""
+"""Tokens of a prompt that a step computes at least where it can, and further steps that each prompt may take."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,15 @@ class _Bench:
         depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
         longest = max(stall.arriving_length, *stall.lone_lengths)
         # Decoding requests have room for all tokens that they can make in the steps which the measurement takes.
-        steps = stall.arriving_prompts * (_STEPS_OF_PROMPT - (-stall.arriving_length // _SHORTEST_CHUNK))
+        left = config.max_num_batched_tokens - stall.decoding_requests * (1 + depths)
+        chunk = max(1, min(_SHORTEST_CHUNK, left))
+        steps = sum(
+            count * (_STEPS_OF_PROMPT + math.ceil(length / chunk))
+            for count, length in (
+                (stall.decoding_requests, _PROMPT_LEN),
+                (stall.arriving_prompts, stall.arriving_length),
+            )
+        )
         self.room = (1 + depths) * (1 + _SETTLING_STEPS + _QUIET_STEPS + steps)
         settings = engine_settings(
             config,

@@ -113,6 +113,56 @@ def test_prefill(call, capsys):
     assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (2, 12, 16, 1)
 
 
+LOAD = "--model nemotron-h-tiny --num-prompts 3 --prompt-max 20 --output-max 12 --repeats 1 --k 1 --max-num-seqs 2"
+
+
+def test_load(call, capsys, tmp_path):
+    options = f"{LOAD} --request-rate inf 500 --acceptance 0.7 --seed 3"
+    assert call(app, "load", *options.split(), "--output", tmp_path) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert [(row["request_rate"], row["k"]) for row in found["rows"]] == [("inf", 1), (500, 1)]
+    settings = found["settings"]
+    assert (settings["acceptance"], settings["max_num_seqs"], settings["seed"]) == ([0.7], 2, 3)
+    assert "TTFT" in printed and f"{settings['output_tokens']} output" in printed
+    assert json.loads((tmp_path / "load.json").read_text()) == found
+
+
+def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("mtpkit.bench.stall._QUIET_STEPS", 4)
+    options = "--stall --decoding-requests 2 --arriving-prompts 1 --arriving-length 30 --lone-length 8 20"
+    assert call(app, "load", *LOAD.split(), *options.split(), "--output", tmp_path) == 0
+    (row,) = last_line(capsys)["rows"]
+    assert row["k"] == 1 and len(row["lone_ms"]) == 2 and row["stall"] > 0
+    assert (tmp_path / "load_stall.json").exists()
+
+
+def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call(app, "load", "--save-requests", tmp_path / "requests.json") == 0
+    assert "512 requests, 305,049 prompt and 124,407 output tokens" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "requests.json").read_text())
+    assert len(saved["requests"]) == 512 and saved["vocab_size"] == shapes.NEMOTRON_H_8B.vocab_size
+    assert call(app, "load", "--stall", "--save-requests", tmp_path / "requests.json") == 2
+    assert "has no requests to save" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--request-rate 0", "--request-rate is [0.0], must be positive"),
+        ("--request-rate nan", "--request-rate': must be a finite number"),
+        ("--acceptance inf", "--acceptance': must be a finite number"),
+        ("--prompt-min 30", "--prompt-min is 30, must be at most --prompt-max, 20"),
+        ("--lone-length 0", "--lone-length is [0], must be from 1 to"),
+        ("--num-speculative-tokens 2000", "--k is [1, 2000], must be from 0"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(option, says, call, capsys):
+    assert call(app, "load", *LOAD.split(), *option.split()) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_train(call, capsys, tmp_path):
     options = (
         "--model nemotron-h-tiny --sequence-length 24 40 --loss kl tv ce --k 2 --pattern M* --distinct --recompute"

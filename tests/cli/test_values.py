@@ -83,7 +83,8 @@ PLACES = {
     "convert export destination": "out",
     "speedup --output": "out",
     "acceptance --json": "out.json",
-    **{f"bench {name} --output": "out" for name in ("decode", "prefill", "train", "kernels", "roofline")},
+    **{f"bench {name} --output": "out" for name in ("decode", "prefill", "load", "train", "kernels", "roofline")},
+    "bench load --save-requests": "out.json",
     "demo --output": "out",
 }
 """What is written, and as what: a name with a suffix is a file, another one a directory. All else is read."""

@@ -1,0 +1,101 @@
+"""The stall benchmark: which gaps count, on a clock that every step moves on by what it computes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mtpkit.bench import stall
+from mtpkit.bench.settings import LoadConfig, StallConfig
+from mtpkit.bench.shapes import open_model
+from mtpkit.bench.stall import measure_stall
+from mtpkit.errors import UserError
+
+CONFIG = LoadConfig(ks=(0, 2), max_num_batched_tokens=32, acceptance=(0.5,), trace=False)
+STALL = StallConfig(decoding_requests=2, arriving_prompts=2, arriving_length=64, lone_lengths=(8, 50))
+
+
+class StepClock:
+    """A step takes a second, and a tenth more for each prompt token that it computes; all else takes no time."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def now(self):
+        return self.time
+
+    def sleep(self, seconds):
+        raise AssertionError("nothing waits here")
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for name, value in {"_PROMPT_LEN": 8, "_QUIET_STEPS": 6, "_SETTLING_STEPS": 2, "_LONE_REPEATS": 3}.items():
+        monkeypatch.setattr(stall, name, value)
+
+
+@pytest.fixture
+def clock(monkeypatch, short):
+    clock = StepClock()
+
+    def timed(*args, **settings):
+        llm = make(*args, **settings)
+        step, scheduler = llm.engine.step, llm.engine.scheduler
+        plan = scheduler.plan
+
+        def planned():
+            plans = plan()
+            prefill = sum(row.length for one in plans for row in one.rows[one.num_decode_rows :])
+            clock.time += prefill / 10
+            return plans
+
+        def stepped(*args):
+            clock.time += 1
+            return step(*args)
+
+        llm.engine.step, scheduler.plan = stepped, planned
+        return llm
+
+    make = stall.LLM
+    monkeypatch.setattr(stall, "LLM", timed)
+    return clock
+
+
+def test_gaps_with_and_without_prompts(clock):
+    model = open_model("nemotron-h-tiny", torch.device("cpu"))
+    kept = []
+    result = measure_stall(model, CONFIG, STALL, "tiny", kept.append, clock)
+    assert [row.k for row in result.rows] == [0, 2] and [len(part.rows) for part in kept] == [1, 2]
+    for row in result.rows:
+        assert row.quiet_p50_ms == row.quiet_p99_ms == pytest.approx(1000)
+        assert row.stalled_p99_ms > 3000 and row.stall == pytest.approx(row.stalled_p99_ms / row.quiet_p99_ms)
+        # Chunks of 32 tokens: a step of 8 tokens; two steps of 32 and 18.
+        assert row.lone_ms == pytest.approx([1800, 7000])
+    assert "2 requests decode while 2 prompts of 64 tokens arrive" in result.title
+    assert result.name == "load_stall" and result.settings["arriving_length"] == 64
+
+
+def test_requests_that_end_too_early_are_told(short, monkeypatch):
+    monkeypatch.setattr(stall, "_STEPS_OF_PROMPT", -2)
+    model = open_model("nemotron-h-tiny", torch.device("cpu"))
+    config = replace(CONFIG, ks=(0,))
+    with pytest.raises(UserError, match=r"K = 0: requests decoded \d+ tokens before .* lower arriving_prompts \(2\)"):
+        measure_stall(model, config, STALL)
+
+
+def test_the_engine_is_left_without_requests(short):
+    model = open_model("nemotron-h-tiny", torch.device("cpu"))
+    config = replace(CONFIG, ks=(2,))
+    bench = stall._Bench(model, config, STALL, 2, stall.WallClock())
+    bench.warm_up()
+    engine = bench.llm.engine
+    assert not engine.has_unfinished and engine.scheduler.blocks.num_free == engine.scheduler.blocks.size
+
+
+def test_settings_that_cannot_be_measured_are_all_named():
+    with pytest.raises(
+        UserError, match=r"decoding_requests is 0, .*; lone_length is \(\), must be a list of one or more"
+    ):
+        StallConfig(decoding_requests=0, lone_lengths=())
+    with pytest.raises(UserError, match=r"tokens in all, .* lower arriving_length"):
+        StallConfig(arriving_length=1 << 30)
