@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("mtpkit", "train", "convert", "infer", "examples", "tools")
+FOLDERS = ("mtpkit", "train", "convert", "infer", "examples", "benchmarks", "tools")
 PAGE = ROOT / "docs" / "tree.md"
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -69,7 +70,7 @@ class Stream:
     @property
     def gaps(self) -> list[float]:
         """Inter-token latencies: seconds between outputs that follow each other."""
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.times)]
 
     @property
     def seconds_per_token(self) -> float | None:
