@@ -141,7 +141,6 @@ def load(
     save_requests: Annotated[
         Path | None,
         typer.Option(
-            callback=options.writable_file,
             help="File for the requests as JSON, for the scripts in benchmarks/peers; nothing is measured then.",
         ),
     ] = None,
@@ -158,14 +157,15 @@ def load(
     from mtpkit.bench.load_requests import save_requests as save
     from mtpkit.bench.shapes import choose_drafts, get_config
     from mtpkit.bench.stall import measure_stall
+    from mtpkit.files import check_writable
 
     if stall and save_requests is not None:
         raise typer.BadParameter("--stall has no requests to save", param_hint="--stall / --save-requests")
-    shape = get_config(model, pattern)
     if save_requests is not None:
-        print(save(save_requests, config, shape.vocab_size))
+        check_writable(save_requests, file=True)
+        print(save(save_requests, config, get_config(model, pattern).vocab_size))
         return
-    config = replace(config, ks=choose_drafts(shape, config.ks, LOAD_DRAFTS))
+    config = replace(config, ks=choose_drafts(get_config(model, pattern), config.ks, LOAD_DRAFTS))
     opened = _open(model, dtype, pattern)
     if stall:
         measure_stall(opened, config, stalled, model, _keep(output)).show()

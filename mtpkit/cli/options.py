@@ -165,12 +165,3 @@ def writable_directory(path: Path | None) -> Path | None:
     if path is not None:
         check_writable(path)
     return path
-
-
-def writable_file(path: Path | None) -> Path | None:
-    """Check the file of an option before the work: one that cannot be written is refused."""
-    from mtpkit.files import check_writable
-
-    if path is not None:
-        check_writable(path, file=True)
-    return path

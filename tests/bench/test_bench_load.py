@@ -13,6 +13,7 @@ from mtpkit.bench import load_run
 from mtpkit.bench.load import measure_load
 from mtpkit.bench.load_requests import draw_prompts, draw_requests, limit_seconds, save_requests, token_sums
 from mtpkit.bench.roofline import Roofline
+from mtpkit.bench.serving import WallClock
 from mtpkit.bench.settings import LoadConfig, RooflineConfig
 from mtpkit.bench.shapes import NEMOTRON_H_8B, open_model
 from mtpkit.bench.timing import Kernel, Trace
@@ -146,6 +147,17 @@ def test_every_rate_and_k_is_measured(model, device):
     assert len(table.columns) == 15
 
 
+def test_each_run_is_counted_by_itself(model):
+    config = replace(SMALL, ks=(2,))
+    engine = load_run.LoadEngine(model, config, 2, WallClock())
+    for _ in range(2):
+        run = engine.run(math.inf)
+        tokens = [len(stream.tokens) for stream in run.streams]
+        assert tokens == [request.max_tokens for request in draw_requests(config)]
+        assert run.stats.generated_tokens == sum(tokens)
+        assert run.seconds == max(stream.times[-1] for stream in run.streams)
+
+
 def test_the_first_run_is_apart(model):
     config = replace(SMALL, ks=(0,), repeats=1)
     (row,) = measure_load(model, config).rows
@@ -173,6 +185,13 @@ def test_runs_have_tokens_of_their_own_and_the_first_ones_are_saved(model, tmp_p
     assert [one["arrival"] for one in saved["requests"]] == [request.arrival for request in requests]
     assert (saved["max_num_seqs"], saved["max_num_batched_tokens"]) == (4, 48)
     assert f"9 requests, {saved['prompt_tokens']:,} prompt" in line
+
+
+def test_preempted_requests_get_their_tokens_and_are_counted(model, monkeypatch):
+    make = load_run.LLM
+    monkeypatch.setattr(load_run, "LLM", lambda *args, **more: make(*args, **more, num_blocks=9))
+    (row,) = measure_load(model, replace(SMALL, ks=(2,), trace=False)).rows
+    assert row.preemptions >= 2
 
 
 def test_k_as_the_engine_chooses(model):

@@ -100,6 +100,8 @@ def test_percentiles_are_numpys():
     assert len(set(gaps)) > 5 and middle < high
     assert middle == pytest.approx(1e3 * np.percentile(np.array(gaps), 50))
     assert high == pytest.approx(1e3 * np.percentile(np.array(gaps), 99))
+    values = [n * n % 1009 / 1e3 for n in range(500)]
+    assert percentiles_ms(values) == pytest.approx([1e3 * np.percentile(values, percent) for percent in (50, 99)])
     assert percentiles_ms([0.004]) == (4.0, 4.0) and percentiles_ms([]) == (None, None)
 
 

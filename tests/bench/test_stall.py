@@ -30,7 +30,7 @@ class StepClock:
 
 @pytest.fixture
 def short(monkeypatch):
-    for name, value in {"_PROMPT_LEN": 8, "_QUIET_STEPS": 6, "_SETTLING_STEPS": 2, "_LONE_REPEATS": 3}.items():
+    for name, value in {"_PROMPT_LEN": 40, "_QUIET_STEPS": 6, "_SETTLING_STEPS": 2, "_LONE_REPEATS": 3}.items():
         monkeypatch.setattr(stall, name, value)
 
 
@@ -89,6 +89,8 @@ def test_the_engine_is_left_without_requests(short):
     bench = stall._Bench(model, config, STALL, 2, stall.WallClock())
     bench.warm_up()
     engine = bench.llm.engine
+    dropped = [stream for stream in bench.streams.values() if stream.max_tokens == bench.room]
+    assert len(dropped) == 2 and all(len(stream.tokens) < bench.room for stream in dropped)
     assert not engine.has_unfinished and engine.scheduler.blocks.num_free == engine.scheduler.blocks.size
 
 
