@@ -176,6 +176,7 @@ class LoadConfig:
     """Most requests that run at once."""
     max_num_batched_tokens: Positive = 8192
     """Most tokens of a step."""
+    max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency")
     repeats: Positive = 3
     """Runs of each engine after its start; the first one is reported apart from the others."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
@@ -183,6 +184,7 @@ class LoadConfig:
     block_size: int = field_of(EngineOptions, "block_size")
     gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
+    warm_up: bool = field_of(EngineOptions, "warm_up")
     trace: bool = True
     """On a GPU, trace kernels when all is timed; without it the GPU's idle share is not known."""
     seed: FromZero = 7
