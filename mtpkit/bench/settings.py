@@ -176,7 +176,8 @@ class LoadConfig:
     """Most requests that run at once."""
     max_num_batched_tokens: Positive = 8192
     """Most tokens of a step."""
-    max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency")
+    max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = field_of(EngineOptions, "max_mixed_tokens")
+    max_inter_token_latency: Annotated[float, Field(gt=0)] | None = field_of(EngineOptions, "max_inter_token_latency")
     repeats: Positive = 3
     """Runs of each engine after its start; the first one is reported apart from the others."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
