@@ -23,7 +23,7 @@ _QUIET_STEPS, _SETTLING_STEPS = 128, 8
 """Steps in which nothing arrives: those that count, and those before them."""
 _LONE_TOKENS, _LONE_REPEATS = 8, 5
 """Tokens generated for a lone prompt, and how often each length is timed."""
-_SHORTEST_CHUNK, _STEPS_OF_PROMPT = 128, 4
+_SHORTEST_CHUNK, _STEPS_OF_PROMPT = 64, 4
 """Tokens of a prompt that a step computes at least where it can, and further steps that each prompt may take."""
 
 
