@@ -18,6 +18,7 @@ READERS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/layouts/torch_dist.py": (".metadata", "distcp", "common.pt"),
     "checkpoint/layouts/torch_dist_index.py": (".metadata", ".metadata of a run"),
+    "checkpoint/layouts/torch_dist_map.py": ("distcp", "distcp of a run"),
     "checkpoint/run.py": ("trainer state", "metadata.json", ".metadata of a run", "distcp of a run"),
     "cli/data.py": ("chat template",),
     "cli/errors.py": (),  # a place for output that nobody reads
