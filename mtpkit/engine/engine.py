@@ -125,7 +125,8 @@ class Engine:
             self.graphs = StepGraphs(self.builder, config, width, num_blocks)
         self.pacing = None
         if config.graphs or config.max_inter_token_latency is not None:
-            self.pacing = Pacing(config.max_inter_token_latency, self.graphs.chunk_sizes if self.graphs else ())
+            sizes = (self.graphs.chunk_sizes, self.graphs.sizes_beside) if self.graphs else ()
+            self.pacing = Pacing(config.max_inter_token_latency, *sizes)
         self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing)
         self._arrived = 0.0
         """When the newest results arrived."""

@@ -1,8 +1,9 @@
 """Steps as CUDA graphs, with one replay per step.
 
-One graph is captured for each `StepShape`, K and set of processors, when it is first needed. It reads what the host
-sends from fixed tensors, and everything else from `DeviceState`. Null rows fill a step up to the shape: they have no
-recurrent state, and use a block of keys and an entry of `DeviceState` that no request has.
+One graph is captured for each `StepShape`, K and set of processors, before the first request or when it is first
+needed. It reads what the host sends from fixed tensors, and everything else from `DeviceState`. Null rows fill a step
+up to the shape: they have no recurrent state, and use a block of keys and an entry of `DeviceState` that no request
+has.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,26 +32,26 @@ Key = tuple[StepShape, int, Use]
 Execute = Callable[[Batch], Tensor]
 
 
-def _rounded(value: int, *steps: tuple[int, int]) -> int:
-    """`value` rounded up to a multiple of the step beside the first limit that it is within, or of the last step."""
-    step = next((step for limit, step in steps if value <= limit), steps[-1][1])
+def _rounded(value: int, *steps: tuple[int, int], beyond: int) -> int:
+    """`value` rounded up to a multiple of the step beside the first limit that it is within, or else of `beyond`."""
+    step = next((step for limit, step in steps if value <= limit), beyond)
     return -(-value // step) * step
 
 
 def bucket_size(rows: int) -> int:
     """The captured number of decode rows for `rows` of them."""
-    return _rounded(rows, (4, 1), (16, 4), (64, 8), (65, 16))
+    return _rounded(rows, (4, 1), (16, 4), (64, 8), beyond=16)
 
 
 def chunk_bucket(tokens: int) -> int:
     """The captured number of tokens for chunks of `tokens`: a power of two up to 128, above it four to each octave."""
     power = 1 << max(0, tokens - 1).bit_length()
-    return max(_SMALLEST, _rounded(tokens, (_COARSE, power), (power, power // 8)))
+    return max(_SMALLEST, _rounded(tokens, (_COARSE, power), beyond=power // 8))
 
 
 def mixed_bucket(rows: int, tokens: int) -> tuple[int, int]:
     """The captured numbers of decode rows and of tokens of chunks beside them: coarser ones, since they multiply."""
-    return _rounded(rows, (16, 8), (64, 16), (65, 32)), _rounded(tokens, (32, 32), (33, 64))
+    return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(tokens, (32, 32), beyond=64)
 
 
 def _tokens_for(chunks: int) -> int:
@@ -60,10 +61,27 @@ def _tokens_for(chunks: int) -> int:
 
 def _sizes(bucket: Callable[[int], int], most: int) -> list[int]:
     """All values of `bucket` for 1 .. most."""
-    sizes = [bucket(1)]
-    while sizes[-1] < most:
-        sizes.append(bucket(sizes[-1] + 1))
-    return sizes
+    sizes: list[int] = []
+    while not sizes or sizes[-1] < most:
+        sizes.append(bucket(1 + sizes[-1] if sizes else 1))
+    return sizes if most else []
+
+
+def most_chunk_tokens(config: EngineConfig) -> int:
+    """The largest captured number of tokens of chunks."""
+    return chunk_bucket(max(config.max_num_batched_tokens, _tokens_for(config.max_num_seqs)))
+
+
+def _most_mixed(config: EngineConfig) -> int:
+    """The largest captured number of tokens of chunks beside decode rows; 0: chunks run alone."""
+    most = min(config.max_mixed_tokens, config.max_num_batched_tokens)
+    return most and mixed_bucket(1, max(most, _tokens_for(min(config.max_num_seqs, most))))[1]
+
+
+def largest_step(config: EngineConfig) -> tuple[int, int]:
+    """Tokens and logits of the largest captured steps."""
+    rows = mixed_bucket(config.max_num_seqs, 1)[0] * config.decode_width
+    return max(most_chunk_tokens(config), rows + _most_mixed(config)), rows + config.max_num_seqs + 1
 
 
 def _key(shape: StepShape, depths: int, use: Iterable[str]) -> Key:
@@ -94,8 +112,13 @@ class StepGraphs:
     def __init__(self, builder: BatchBuilder, config: EngineConfig, table_width: int, null_block: int) -> None:
         self.builder, self.config = builder, config
         self.null_block = null_block
-        self.chunk_sizes = _sizes(chunk_bucket, max(config.max_num_batched_tokens, _tokens_for(config.max_num_seqs)))
+        self.chunk_sizes = _sizes(chunk_bucket, most_chunk_tokens(config))
         """The captured numbers of tokens of chunks, ascending."""
+        self.mixed_sizes = _sizes(lambda tokens: mixed_bucket(1, tokens)[1], _most_mixed(config))
+        """Those of chunks that run together with decode rows."""
+        beside = [size for size in self.chunk_sizes if size > config.max_mixed_tokens]
+        self.sizes_beside = [size for size in self.mixed_sizes if size <= config.max_mixed_tokens] + beside
+        """Those of chunks in steps that have decode rows too, together or apart."""
         rows, tokens = mixed_bucket(config.max_num_seqs, self.chunk_sizes[-1])
         largest, device = StepShape(rows, config.max_num_seqs + 1, tokens), builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
@@ -133,15 +156,11 @@ class StepGraphs:
         share their memory.
 
         Args:
-            depths: every K of steps without chunks; those with chunks are captured for the largest, and together with
-                decode rows only if it is the only one.
+            depths: every K of steps without chunks; those with chunks are captured for the largest.
         """
         decode = [StepShape(rows, 0, 0) for rows in _sizes(bucket_size, self.config.max_num_seqs)]
         chunks = [self._with_chunks(0, tokens) for tokens in self.chunk_sizes]
-        if self.config.max_mixed_tokens and len(depths) == 1:
-            most = min(self.config.max_mixed_tokens, self.config.max_num_batched_tokens)
-            mixed = _sizes(lambda tokens: mixed_bucket(1, tokens)[1], most)
-            chunks += [self._with_chunks(shape.decode_rows, tokens) for shape in decode for tokens in mixed]
+        chunks += [self._with_chunks(shape.decode_rows, tokens) for shape in decode for tokens in self.mixed_sizes]
         keys = {_key(shape, k, use) for shape in decode for k in depths for use in (GREEDY, {TEMPERATURE.name})}
         keys |= {_key(shape, max(depths), GREEDY) for shape in chunks}
         for key in tqdm(sorted(keys, key=_size, reverse=True), desc="CUDA graphs", disable=None):

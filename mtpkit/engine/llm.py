@@ -62,7 +62,7 @@ class LLM:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens
             or max(DEFAULT_BUDGET, options.max_num_seqs * (1 + depths)),
-            max_mixed_tokens=options.max_mixed_tokens,
+            max_mixed_tokens=0 if adaptive else options.max_mixed_tokens,  # or each K would need its graphs
             max_inter_token_latency=options.max_inter_token_latency,
             state_rollback=options.state_rollback,
             draft_sampling=options.draft_sampling,

@@ -7,7 +7,7 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.graphs import chunk_bucket
+from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.model.kinds import kinds_in
@@ -98,8 +98,9 @@ def plan_memory(
         UserError: `num_blocks`, or one request of full length, does not fit; with the numbers and what to change.
     """
     again = config.max_num_seqs * (earlier[0] and earlier[0] + config.decode_width)  # see `DistinctDrafter`
-    logit_rows = config.max_num_seqs * (1 + config.decode_width)
-    tokens = chunk_bucket(config.max_num_batched_tokens) if config.graphs else config.max_num_batched_tokens
+    tokens, logit_rows = config.max_num_batched_tokens, config.max_num_seqs * (1 + config.decode_width)
+    if config.graphs:
+        tokens, logit_rows = largest_step(config)
     activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logit_rows)
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total = in_use = 0

@@ -60,10 +60,10 @@ class EngineOptions:
     """Most tokens of a step; longer prompts are split. By default 2048, or what decoding needs."""
     max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = DEFAULT_MIXED
     """Most prompt tokens that run in one forward pass with decoding requests; more of them get a pass of their own. 0:
-    never together."""
+    never together, as with `num_speculative_tokens` "auto"."""
     max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
     """Seconds that a decoding request may wait for its next tokens while prompts arrive, as far as shorter chunks of
-    the prompts can keep to it. By default, on a GPU, 2.5 times what it waits while none arrive."""
+    the prompts can keep to it. By default, with CUDA graphs, a few times what it waits while none arrive."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights and caches may take."""
     num_blocks: Count | None = None

@@ -8,12 +8,15 @@ _FIRST = 512
 """Prompt tokens beside decoding requests until step times are known."""
 _LEAST = 16
 """Fewest prompt tokens of a step, so that prompts are not starved whatever the bound is."""
-_PATIENCE = 2.5
-"""Without a bound from the user, a step with prompts takes at most about this many times what decoding alone takes."""
+_PATIENCE, _MOST_PATIENCE = 2.75, 6.0
+"""Without a bound from the user, a step with prompts takes at most about this many times what decoding alone takes. It
+is the larger number where many more requests wait than decode: they wait longer than those for their next token."""
 _WEIGHT = 0.2
 """Weight of the newest time in a running mean."""
+_LATE = 2.0
+"""A time of more than so many times the mean counts as that: a pause of the host says nothing about the device."""
 _LONG = 256
-"""Chunks of fewer tokens mostly wait for the weights to be read: they say nothing about the time of a token."""
+"""Chunks of fewer tokens mostly wait for the weights to be read: a token takes at most what they suggest."""
 
 
 class Pacing:
@@ -23,48 +26,60 @@ class Pacing:
     are running means, d for each power of two of decoding requests. Nothing is bounded while no request decodes.
 
     Args:
-        bound: seconds that a decoding request may wait from step to step; None: `_PATIENCE` times d.
-        sizes: the numbers of prompt tokens that are captured, ascending; a step is filled up to one of them.
+        bound: seconds that a decoding request may wait from step to step; None: a multiple of d.
+        alone, beside: the numbers of prompt tokens that are captured without decode rows, and for steps that have
+            decode rows too, both ascending; a step is filled up to one of them.
     """
 
-    def __init__(self, bound: float | None, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, bound: float | None, alone: Sequence[int] = (), beside: Sequence[int] = ()) -> None:
         self.bound = bound
-        self.sizes = sizes
+        self.alone, self.beside = alone, beside
         self._decode: dict[int, float] = {}
         self._token: float | None = None
 
-    def most_tokens(self, budget: int, num_decoding: int) -> int:
-        """Most prompt tokens of a step with `num_decoding` decode rows, at most `budget`."""
-        if num_decoding:
-            budget = min(budget, self._bounded(num_decoding))
-        return max((size for size in self.sizes if size <= budget), default=budget)
+    def most_tokens(self, budget: int, num_decoding: int, num_waiting: int) -> int:
+        """Most prompt tokens of a step.
 
-    def _bounded(self, num_decoding: int) -> int:
+        Args:
+            budget: what it is at most.
+            num_decoding: decode rows of the step.
+            num_waiting: requests whose prompts are not computed yet.
+        """
+        if num_decoding:
+            budget = min(budget, self._bounded(num_decoding, num_waiting))
+        sizes = self.beside if num_decoding else self.alone
+        return max((size for size in sizes if size <= budget), default=budget)
+
+    def _bounded(self, num_decoding: int, num_waiting: int) -> int:
         decode = self._decode_seconds(num_decoding)
         if decode is None or not self._token:
             return _FIRST
-        spare = (_PATIENCE - 1) * decode if self.bound is None else self.bound - decode
+        patience = min(max(_PATIENCE, _PATIENCE * num_waiting / num_decoding), _MOST_PATIENCE)
+        spare = (patience - 1) * decode if self.bound is None else self.bound - decode
         return max(_LEAST, int(spare / self._token))
 
     def _decode_seconds(self, num_decoding: int) -> float | None:
         """d for the nearest number of requests that was timed."""
         if not self._decode:
             return None
-        level = num_decoding.bit_length()
-        return self._decode[min(self._decode, key=lambda known: abs(known - level))]
+        return self._decode[min(self._decode, key=lambda known: abs(known - num_decoding.bit_length()))]
 
     def observe(self, plans: Sequence[Plan], seconds: float) -> None:
         """Take up how long the plans of a step took together."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
+        level, decode = decoding.bit_length(), self._decode_seconds(decoding) if decoding else 0.0
         if not tokens:
-            level = decoding.bit_length()
             self._decode[level] = _mean(self._decode.get(level), seconds)
-        elif tokens >= _LONG:
-            alone = self._decode_seconds(decoding) if decoding else 0.0
-            if alone is not None:
-                self._token = _mean(self._token, max(0.0, seconds - alone) / tokens)
+            return
+        if decode is None:
+            return
+        if seconds < decode:  # or a late step would stand as long as every step has prompts
+            self._decode[level] = decode = seconds
+        token = (seconds - decode) / tokens
+        if tokens >= _LONG or (self._token is not None and token < self._token):
+            self._token = _mean(self._token, token)
 
 
 def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + _WEIGHT * (new - old)
+    return new if not old else old + _WEIGHT * (min(new, _LATE * old) - old)

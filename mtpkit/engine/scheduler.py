@@ -119,7 +119,8 @@ class Scheduler:
             return []
         budget -= sum(row.length for row in decode)
         if self.pacing:
-            budget = self.pacing.most_tokens(budget, len(decode))
+            waiting = len(self.waiting) + sum(not request.decoding for request in self.running)
+            budget = self.pacing.most_tokens(budget, len(decode), waiting)
         chunks = []
         for request in self.running:
             if budget and not request.decoding:

@@ -24,45 +24,84 @@ def timed(pacing: Pacing, decode: float = 0.01, token: float = 1e-4, rows: int =
 
 
 def test_nothing_is_bounded_while_no_request_decodes():
-    assert timed(Pacing(0.02)).most_tokens(8192, 0) == 8192
+    assert timed(Pacing(0.02)).most_tokens(8192, 0, 1) == 8192
 
 
 def test_prompts_take_what_the_bound_leaves():
-    assert timed(Pacing(0.03)).most_tokens(8192, 16) == pytest.approx(200, abs=1)
-    assert timed(Pacing(0.03)).most_tokens(50, 16) == 50
+    assert timed(Pacing(0.03)).most_tokens(8192, 16, 1) == pytest.approx(200, abs=1)
+    assert timed(Pacing(0.03)).most_tokens(50, 16, 1) == 50
 
 
 def test_the_default_is_in_proportion_to_decoding():
-    slow, fast = (timed(Pacing(None), decode).most_tokens(8192, 16) for decode in (0.02, 0.01))
-    assert slow == pytest.approx(2 * fast, abs=2) and fast == pytest.approx(150, abs=2)
+    slow, fast = (timed(Pacing(None), decode).most_tokens(8192, 16, 1) for decode in (0.02, 0.01))
+    assert slow == pytest.approx(2 * fast, abs=2) and fast == pytest.approx(175, abs=2)
 
 
 def test_prompts_are_not_starved_by_a_bound_that_decoding_alone_exceeds():
-    assert timed(Pacing(0.001)).most_tokens(8192, 16) >= 16
+    assert timed(Pacing(0.001)).most_tokens(8192, 16, 1) >= 16
 
 
 def test_times_follow_the_number_of_requests():
     pacing = timed(timed(Pacing(None), 0.01, rows=16), 0.03, rows=128)
-    assert pacing.most_tokens(8192, 100) == pytest.approx(450, abs=5)
-    assert pacing.most_tokens(8192, 20) == pytest.approx(150, abs=2)
+    assert pacing.most_tokens(8192, 100, 1) == pytest.approx(525, abs=6)
+    assert pacing.most_tokens(8192, 20, 1) == pytest.approx(175, abs=2)
 
 
 def test_a_time_that_says_nothing_of_a_token_is_not_taken_up():
     pacing = timed(Pacing(None))
-    before = pacing.most_tokens(8192, 16)
+    before = pacing.most_tokens(8192, 16, 1)
     pacing.observe([plan(16, 8)], 10.0)
-    assert pacing.most_tokens(8192, 16) == before
+    assert pacing.most_tokens(8192, 16, 1) == before
     pacing.observe([plan(0, 512)], 10.0)
-    assert pacing.most_tokens(8192, 16) < before
+    assert before / 2 < pacing.most_tokens(8192, 16, 1) < before
+
+
+def load(pacing: Pacing, steps: int = 300, late: dict[int, float] | None = None, every: int = 1) -> list[int]:
+    """Prompt tokens of each step of a load in which decoding takes 8 ms and a token 27 us, and prompts wait in all but
+    each `every`-th step; `late`: step -> seconds that the host lost then."""
+    chosen = []
+    for step in range(steps):
+        prompts = every == 1 or step % every
+        chosen.append(pacing.most_tokens(8192, 64, 1) if prompts else 0)
+        seconds = 0.008 + 27e-6 * chosen[-1] + (late or {}).get(step, 0.0)
+        pacing.observe([plan(64, *[chosen[-1]] * bool(prompts))], seconds)
+    return chosen
+
+
+SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192]
+
+
+def warmed(bound: float | None) -> Pacing:
+    pacing = Pacing(bound, SIZES, SIZES)
+    for tokens in (0, 512, 0, 512, 0, 512):
+        pacing.observe([plan(64, *[tokens] * bool(tokens))], 0.008 + 27e-6 * tokens)
+    return pacing
+
+
+@pytest.mark.parametrize("bound", [None, 0.03, 0.012])
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("lost", [0.1, 0.3, 3.0])
+def test_a_late_step_is_forgotten(bound, every, lost):
+    """Whether prompts wait in every step or not, chunks come back to what they were without it."""
+    steady = load(warmed(bound), every=every)[-1]
+    assert load(warmed(bound), every=every, late={40: lost, 41: lost, 90: lost})[-1] == steady
+
+
+def test_many_waiting_requests_are_served_before_few_that_decode():
+    pacing = timed(Pacing(None))
+    few, many, most = (pacing.most_tokens(8192, 16, waiting) for waiting in (16, 32, 1000))
+    assert few < many < most < 4 * few
+    bounded = timed(Pacing(0.03))
+    assert bounded.most_tokens(8192, 16, 1000) == bounded.most_tokens(8192, 16, 1)
 
 
 def test_before_any_time_is_known_chunks_are_of_middle_size():
-    assert Pacing(0.03).most_tokens(8192, 4) == 512 == Pacing(None).most_tokens(8192, 4)
+    assert Pacing(0.03).most_tokens(8192, 4, 1) == 512 == Pacing(None).most_tokens(8192, 4, 1)
 
 
 @pytest.mark.parametrize("budget, tokens", [(10, 10), (16, 16), (100, 64), (8192, 128)])
 def test_steps_are_filled_up_to_captured_sizes(budget, tokens):
-    assert Pacing(0.03, (16, 64, 128)).most_tokens(budget, 0) == tokens
+    assert Pacing(0.03, (16, 64, 128)).most_tokens(budget, 0, 1) == tokens
 
 
 def test_the_scheduler_keeps_to_it():

@@ -166,6 +166,7 @@ def _varlen_kernel(
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     row, begin, count, first = row_of_tile(starts_ptr, rows, tl.program_id(1), 1, TILE, 1)
+    first, count = first.to(tl.int64), count.to(tl.int64)  # times the stride of a token they may exceed int32
     if first >= tl.maximum(count, 1):
         return
     x_ptrs = x_ptr + begin * x_token + channel

@@ -95,7 +95,7 @@ def _decay_kernel(
     bias = tl.load(bias_ptr + head, mask=in_heads, other=0.0).to(tl.float32)
     live = (t >= 0) & (t < tl.minimum(count, first + CHUNK))
     mask = live[:, None] & in_heads[None, :]
-    raw = tl.load(dt_ptr + begin * dt_token + t[:, None] * dt_token + head[None, :], mask=mask, other=0.0)
+    raw = tl.load(dt_ptr + (begin + t)[:, None] * dt_token + head[None, :], mask=mask, other=0.0)
     step = step_size(raw, bias[None, :], low, high)
     # Terms are bounded, so that a token that forgets nearly everything does not swamp the small decays of later tokens.
     logs = tl.where(mask, tl.maximum(step * A[None, :], FORGOTTEN), 0.0)
