@@ -25,7 +25,7 @@ _SMALLEST = 16
 """Fewest tokens of chunks that a graph is captured for."""
 _COARSE = 128
 """Up to this many tokens a step takes about as long as reading the weights: captured sizes are far apart."""
-_TOKENS_PER_CHUNK = 8
+_TOKENS_PER_CHUNK = 4
 """A graph has a row for every so many tokens of its chunks: kernels look at all rows, so that more would cost time."""
 
 Key = tuple[StepShape, int, Use]
@@ -51,7 +51,7 @@ def chunk_bucket(tokens: int) -> int:
 
 def mixed_bucket(rows: int, tokens: int) -> tuple[int, int]:
     """The captured numbers of decode rows and of tokens of chunks beside them: coarser ones, since they multiply."""
-    return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(tokens, (32, 32), beyond=64)
+    return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(tokens, (32, 32), (256, 64), beyond=128)
 
 
 def _tokens_for(chunks: int) -> int:
@@ -75,7 +75,7 @@ def most_chunk_tokens(config: EngineConfig) -> int:
 def _most_mixed(config: EngineConfig) -> int:
     """The largest captured number of tokens of chunks beside decode rows; 0: chunks run alone."""
     most = min(config.max_mixed_tokens, config.max_num_batched_tokens)
-    return most and mixed_bucket(1, max(most, _tokens_for(min(config.max_num_seqs, most))))[1]
+    return most and mixed_bucket(1, most)[1]
 
 
 def largest_step(config: EngineConfig) -> tuple[int, int]:
@@ -152,8 +152,8 @@ class StepGraphs:
         return StepShape(rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens)
 
     def capture_all(self, execute: Execute, depths: Sequence[int]) -> None:
-        """Capture what requests without penalties may need, with progress. The largest come first, so that the others
-        share their memory.
+        """Capture what requests may need, with progress, but for penalties and many prompts of fewer than
+        `_TOKENS_PER_CHUNK` tokens. The largest steps come first, so that the others share their memory.
 
         Args:
             depths: every K of steps without chunks; those with chunks are captured for the largest.

@@ -51,15 +51,14 @@ def split_plan(programs: int, span: int, n: int) -> tuple[int, int, int]:
 
 
 def prefill_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for up to `queries` queries per row and group, of `width` channels each."""
+    """Tiles for `queries` queries per group in all rows, of `width` channels each.
+
+    How they are shared out among rows is not known. On an H200 these are the best or within 8% of it for rows of 128 to
+    4,096 tokens.
+    """
     if dtype.itemsize > 2 or width > 256:
         return Tiles(32, 16, num_warps=8, num_stages=2)
-    n = 64 if width <= 128 else 32
-    if queries <= 16:
-        return Tiles(16, n, num_warps=4, num_stages=3)
-    if queries <= 64:
-        return Tiles(64, n, num_warps=4, num_stages=3)
-    return Tiles(128, n, num_warps=8, num_stages=3)
+    return Tiles(16 if queries <= 16 else 64, 64 if width <= 128 else 32, num_warps=4, num_stages=3)
 
 
 def _grouped(q: Tensor, dims: int, key_cache: Tensor, value_cache: Tensor) -> Tensor:
@@ -393,8 +392,7 @@ def prefill_attention(
     (count, groups, rep, width), rows = q.shape, len(context_lens)
     if count == 0:
         return q.new_empty(0, groups * rep, width)
-    # Rows' lengths are not known here; with tiles for the mean length, long rows have more tiles.
-    chosen = tiles or prefill_tiles(triton.cdiv(count, rows) * rep, width, q.dtype)
+    chosen = tiles or prefill_tiles(count * rep, width, q.dtype)
     blocks = count * rep // chosen.m + rows
     if tiles is None and rows == 1 and 2 * blocks * groups <= PROGRAMS:
         return paged_attention(q[None], key_cache, value_cache, block_tables, context_lens)[0]
