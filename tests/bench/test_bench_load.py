@@ -137,7 +137,8 @@ def test_every_rate_and_k_is_measured(model, device):
         assert 0 < row.itl_p50_ms < row.itl_p99_ms < 1e3 * row.seconds
         assert row.limit_share == pytest.approx(row.limit_seconds / row.seconds) and row.limit_share < 1
         assert row.acceptance_length == 1 if row.k == 0 else 1.8 < row.acceptance_length < 2.8
-        assert row.start_seconds > 0 and row.preemptions == 0 and (row.gpu_idle_share is None) == (device == "cpu")
+        assert row.start_seconds > 0 and row.preemptions == 0
+        assert (row.gpu_idle_share is None) == (device == "cpu" or row.request_rate != "inf")
         assert row.limit_seconds >= (0 if row.request_rate == "inf" else requests[-1].arrival / 200)
     found = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert found["settings"]["request_rates"] == ["inf", 200.0] and found["settings"].items() >= sums.items()
@@ -191,7 +192,7 @@ def test_preempted_requests_get_their_tokens_and_are_counted(model, monkeypatch)
     make = load_run.LLM
     monkeypatch.setattr(load_run, "LLM", lambda *args, **more: make(*args, **more, num_blocks=9))
     (row,) = measure_load(model, replace(SMALL, ks=(2,), trace=False)).rows
-    assert row.preemptions >= 2
+    assert row.preemptions >= 1
 
 
 def test_k_as_the_engine_chooses(model):
@@ -229,7 +230,8 @@ def test_a_state_that_is_lost_between_chunks_is_refused(k, model, monkeypatch):
 
     def forget(self, conv_in, dt, step, window, recurrent):
         y = prefill(self, conv_in, dt, step, window, recurrent)
-        recurrent.folded[step.state_slots[step.num_decode_rows :]] = 0
+        # A plain 0 would be copied from the host, which a capture forbids.
+        recurrent.folded[step.state_slots[step.num_decode_rows :]] = recurrent.folded.new_zeros(())
         return y
 
     monkeypatch.setattr(MambaMixer, "_prefill", forget)
