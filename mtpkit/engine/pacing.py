@@ -68,15 +68,17 @@ class Pacing:
         """Take up how long the plans of a step took together."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
-        level, decode = decoding.bit_length(), self._decode_seconds(decoding) if decoding else 0.0
+        level = decoding.bit_length()
         if not tokens:
             self._decode[level] = _mean(self._decode.get(level), seconds)
             return
-        if decode is None:
-            return
-        if seconds < decode:  # or a late step would stand as long as every step has prompts
-            self._decode[level] = decode = seconds
-        token = (seconds - decode) / tokens
+        if decoding and level not in self._decode:  # while prompts wait, no step may ever decode alone
+            fed = sum(row.length for plan in plans for row in plan.decode_rows)
+            left = 0.0 if self._token is None else seconds - tokens * self._token
+            self._decode[level] = max(left, seconds * fed / (fed + tokens))
+        elif decoding and seconds < self._decode[level]:  # it must have been timed too high
+            self._decode[level] = seconds
+        token = (seconds - (self._decode[level] if decoding else 0.0)) / tokens
         if tokens >= _LONG or (self._token is not None and token < self._token):
             self._token = _mean(self._token, token)
 

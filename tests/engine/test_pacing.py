@@ -87,6 +87,14 @@ def test_a_late_step_is_forgotten(bound, every, lost):
     assert load(warmed(bound), every=every, late={40: lost, 41: lost, 90: lost})[-1] == steady
 
 
+@pytest.mark.parametrize("bound, tokens", [(None, 512), (0.03, 768), (0.25, 8192)])
+def test_a_load_that_never_decodes_alone_is_paced_too(bound, tokens):
+    """From the first step on prompts wait in every one: what decoding takes is what the prompts leave of the time."""
+    pacing = Pacing(bound, SIZES, SIZES)
+    pacing.observe([plan(0, 8192)], 27e-6 * 8192)
+    assert load(pacing, steps=50)[-1] == tokens
+
+
 def test_many_waiting_requests_are_served_before_few_that_decode():
     pacing = timed(Pacing(None))
     few, many, most = (pacing.most_tokens(8192, 16, waiting) for waiting in (16, 32, 1000))
