@@ -1,5 +1,7 @@
 """Packing loses nothing, keeps the order inside documents, and marks their boundaries."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
@@ -91,7 +93,8 @@ def test_long_documents_are_split_and_only_targetless_parts_are_dropped(lengths:
     batch = dataset.batch(range(len(dataset)))
     assert sorted(batch.token_ids[batch.token_ids != PAD].tolist()) == kept
     assert dataset.num_tokens == len(kept)
-    assert batch.document_lens == SequenceInput(batch.documents).lens(*batch.documents.shape)
+    starts = SequenceInput(batch.documents).starts(*batch.documents.shape, batch.documents.device)
+    assert starts.tolist() == [*accumulate(batch.document_lens, initial=0)]
 
 
 def test_batch_layout() -> None:
