@@ -1,0 +1,37 @@
+"""Sizes and switches of each layer kind, one file each, and the table from letters of patterns to them."""
+
+from mtpkit.config.sections.attention import AttentionConfig
+from mtpkit.config.sections.base import (
+    SECTIONS,
+    HeadPattern,
+    Number,
+    Part,
+    Pattern,
+    Section,
+    known_letters,
+    register_section,
+    up_to,
+)
+from mtpkit.config.sections.mamba2 import Mamba2Config
+from mtpkit.config.sections.mlp import MlpConfig
+from mtpkit.config.sections.moe import MOST_IN_A_LAYER, MoeConfig
+
+__all__ = [
+    "MOST_IN_A_LAYER",
+    "SECTIONS",
+    "AttentionConfig",
+    "HeadPattern",
+    "Mamba2Config",
+    "MlpConfig",
+    "MoeConfig",
+    "Number",
+    "Part",
+    "Pattern",
+    "Section",
+    "known_letters",
+    "register_section",
+    "up_to",
+]
+
+for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig):  # in the order of files
+    register_section(_section)

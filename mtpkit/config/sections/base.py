@@ -1,0 +1,116 @@
+"""The base of the sections, one for each layer kind, and the table from letters of patterns to them."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, Field
+
+from mtpkit.config.checked import keys_of
+from mtpkit.errors import listed
+
+Number = int | float
+"""A number that files keep as it was written: 1 is not written as 1.0."""
+
+
+class Part:
+    """Base of checked classes whose keys lie in files beside those of `ModelConfig`; all its fields have defaults."""
+
+    added_later: ClassVar[tuple[str, ...]] = ()
+    """Fields that files have only where they differ from their defaults, as older ones lack them."""
+
+    @classmethod
+    @functools.cache
+    def default(cls) -> Self:
+        """The part where nothing is given."""
+        return cls()
+
+    def stored(self) -> dict[str, Any]:
+        """The values that files have, by their keys there."""
+        old = type(self).default()
+        values = {name: getattr(self, name) for name in keys_of(type(self))}
+        return {
+            keys_of(type(self))[name]: value
+            for name, value in values.items()
+            if name not in self.added_later or value != getattr(old, name)
+        }
+
+    @classmethod
+    def from_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Replace values of a file, by key, that stand for values which JSON lacks."""
+        return values
+
+
+class Section(Part):
+    """Base of the sizes and switches of one layer kind."""
+
+    letter: ClassVar[str]
+    """The layer kind's letter in patterns."""
+    title: ClassVar[str]
+    """Name of the kind in messages."""
+    in_every_file: ClassVar[bool] = False
+    """Whether files of models without such layers have its keys too, as they had when there were four kinds."""
+    positive: ClassVar[tuple[str, ...]] = ()
+    """Fields that must be positive where the model has such layers."""
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(field, field that divides it)"""
+    at_most: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(field, field that it may not exceed)"""
+
+    def requirements(self, layers: int) -> Iterator[str]:
+        """Yield one clause for every value that a model with so many such layers, heads included, cannot have."""
+        keys = keys_of(type(self))
+        values = {name: getattr(self, name) for name in keys}
+        if missing := [keys[name] for name in self.positive if values[name] <= 0]:
+            yield f"must be positive: {', '.join(missing)}"
+            return
+        for whole, part in self.multiples:
+            if values[whole] % values[part]:
+                yield f"{keys[whole]} {values[whole]} is not a multiple of {keys[part]} {values[part]}"
+        for low, high in self.at_most:
+            if values[low] > values[high]:
+                yield f"{keys[low]} {values[low]} exceeds {keys[high]} {values[high]}"
+
+
+SECTIONS: dict[str, type[Section]] = {}
+"""Letter of a layer kind -> its section."""
+
+
+def register_section(section: type[Section]) -> None:
+    """Make the letter of a layer kind known, for patterns and for files."""
+    assert section.letter not in SECTIONS, f"{section.letter} stands for {SECTIONS[section.letter].title}"
+    SECTIONS[section.letter] = section
+
+
+def known_letters() -> str:
+    """The letters of all kinds with their names, for messages: `M (Mamba2), * (attention), ...`."""
+    return ", ".join(f"{letter} ({section.title})" for letter, section in SECTIONS.items())
+
+
+def _check_letters(pattern: str) -> str:
+    if unknown := sorted(set(pattern) - SECTIONS.keys()):
+        odd = listed(map(repr, unknown), width=60)
+        raise ValueError(f"has unknown layer letter(s) {odd}; known: {known_letters()}")
+    return pattern
+
+
+def _check_length(most: int) -> Callable[[str], str]:
+    def check(pattern: str) -> str:
+        if len(pattern) > most:
+            raise ValueError(f"has {len(pattern)} layers, more than {most}")
+        return pattern
+
+    return check
+
+
+def up_to(most: int) -> Any:
+    """Limits of a size: from 0, far beyond all models that exist, so that nonsense ends before it is built."""
+    return Field(ge=0, le=most)
+
+
+Width = Annotated[int, up_to(2**24)]
+Count = Annotated[int, up_to(2**16)]
+Pattern = Annotated[str, AfterValidator(_check_letters), AfterValidator(_check_length(2048))]
+"""Layers of the base, a letter each."""
+HeadPattern = Annotated[str, AfterValidator(_check_letters), AfterValidator(_check_length(64))]
+"""Layers of one MTP depth, a letter each."""
