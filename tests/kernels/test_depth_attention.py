@@ -37,10 +37,15 @@ class Inputs(NamedTuple):
         return Inputs(q, k, v, later)
 
 
-def make(length: int, depths: int = 1, heads: int = 4, groups: int = 2, width: int = 6, batch: int = 1) -> Inputs:
-    q, k, v, *later = (
-        torch.randn(batch, length, count, width) for count in (heads, *[groups] * (2 * depths))
-    )  # fmt: skip
+def make(
+    length: int, depths: int = 1, heads: int = 4, groups: int = 2, width: int = 6, batch: int = 1, values: int = 0
+) -> Inputs:
+    """`values`: width of values; 0: that of keys."""
+    q, k, v = (
+        torch.randn(batch, length, count, channels)
+        for count, channels in ((heads, width), (groups, width), (groups, values or width))
+    )
+    later = [torch.randn_like(like) for like in [k] * (depths - 1) + [v] * (depths - 1)]
     return Inputs(q, k, v, later)
 
 
@@ -49,8 +54,8 @@ def documents(*rows: tuple[int, ...]) -> Tensor:
     return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
 
 
-def plain(inputs: Inputs, docs: Tensor | None) -> Tensor:
-    """[b, s, heads, d], in the dtype of the inputs."""
+def plain(inputs: Inputs, docs: Tensor | None, scale: float | None = None) -> Tensor:
+    """[b, s, heads, e], in the dtype of the inputs."""
     q, k, v, later = inputs
     length, count, rep = q.shape[1], len(later) // 2, q.shape[2] // k.shape[2]
     keys, values = (torch.cat(part, 1).repeat_interleave(rep, 2) for part in ([k, *later[:count]], [v, *later[count:]]))
@@ -59,17 +64,17 @@ def plain(inputs: Inputs, docs: Tensor | None) -> Tensor:
         first = first & (docs[:, :, None] == docs[:, None, :])
     own = torch.eye(length, dtype=torch.bool, device=q.device).expand(len(q), -1, -1)
     mask = torch.cat([first] + [own] * count, 2)[:, None]
-    scores = torch.einsum("bshd,bthd->bhst", q, keys) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("bshd,bthd->bhst", q, keys) * (scale or 1 / math.sqrt(q.shape[-1]))
     return torch.einsum("bhst,bthd->bshd", scores.masked_fill(~mask, -math.inf).softmax(-1), values)
 
 
-def attend(twin: Twin, inputs: Inputs, docs: Tensor | None) -> Tensor:
+def attend(twin: Twin, inputs: Inputs, docs: Tensor | None, scale: float | None = None) -> Tensor:
     ops, (q, k, v, later) = twin("attention"), inputs
     docs = docs if docs is None else docs.to(q.device)
     count = len(later) // 2
     if not count:
-        return ops.sequence_attention(q, k, v, docs)
-    return ops.depth_attention(q, k, v, later[:count], later[count:], docs)
+        return ops.sequence_attention(q, k, v, docs, scale)
+    return ops.depth_attention(q, k, v, later[:count], later[count:], docs, scale)
 
 
 def with_gradients(out: Tensor, pull: Tensor, inputs: Inputs) -> list[Tensor]:
@@ -78,12 +83,14 @@ def with_gradients(out: Tensor, pull: Tensor, inputs: Inputs) -> list[Tensor]:
     return [t.detach().cpu() for t in (out, *grads)]
 
 
-def errors(twin: Twin, inputs: Inputs, docs: Tensor | None, dtype=torch.float32) -> list[float]:
+def errors(
+    twin: Twin, inputs: Inputs, docs: Tensor | None, dtype=torch.float32, scale: float | None = None
+) -> list[float]:
     """Errors of the output and of every gradient."""
-    pull = torch.randn(inputs.q.shape)
+    pull = torch.randn(*inputs.q.shape[:3], inputs.v.shape[3])
     leaves, exact = inputs.leaves(twin.device, dtype), inputs.leaves(dtype=dtype).leaves(dtype=torch.float64)
-    have = with_gradients(attend(twin, leaves, docs), pull.to(dtype), leaves)
-    want = with_gradients(plain(exact, docs), pull.to(dtype), exact)
+    have = with_gradients(attend(twin, leaves, docs, scale), pull.to(dtype), leaves)
+    want = with_gradients(plain(exact, docs, scale), pull.to(dtype), exact)
     assert all(h.dtype == dtype for h in have)
     return [distance(h, w) for h, w in zip(have, want, strict=True)]
 
@@ -116,6 +123,13 @@ def test_output_and_gradients(twin, lengths, depths):
 @pytest.mark.parametrize("width", [5, 40])
 def test_grouped_heads_and_widths(twin, heads, groups, width, depths):
     assert max(errors(twin, make(18, depths, heads, groups, width), documents((13, 5)))) < TOLERANCE
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+@pytest.mark.parametrize(("width", "values"), [(24, 16), (5, 40)])
+def test_values_of_another_width_and_a_scale(twin, width, values, depths):
+    inputs = make(18, depths, 4, 2, width, values=values)
+    assert max(errors(twin, inputs, documents((13, 5)), scale=0.7)) < TOLERANCE
 
 
 def test_rows_have_their_own_documents(twin):

@@ -37,6 +37,17 @@ def test_views_of_a_fused_projection_and_another_dtype(twin):
     assert caches.isnan().sum() == 2 * 10 * 2 * 8
 
 
+@pytest.mark.parametrize(("key_width", "value_width"), [(5, 3), (4, 24)])
+def test_entries_of_two_widths_side_by_side_in_one_row(twin, key_width, value_width):
+    """A row of a cache is [key, value], in which slots are further apart than either is wide."""
+    rows = torch.full((3, 4, 1, key_width + value_width), torch.nan, device=twin.device)
+    new = torch.randn(3, 1, key_width + value_width, device=twin.device)
+    parts = key_width, value_width
+    twin("kv_store").store_kv(*new.split(parts, -1), *rows.split(parts, -1), torch.tensor([7, -1, 9]).to(twin.device))
+    assert torch.equal(rows.flatten(0, 1)[[7, 9]], new[[0, 2]])
+    assert rows.isnan().sum() == 10 * (key_width + value_width)
+
+
 def test_heads_are_spread_over_programs(twin):
     if twin.name == "reference":
         pytest.skip("has no programs")

@@ -42,15 +42,17 @@ def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit
-def _attend(queries, token, oldest, state, inputs, batch, group, first, last, length, scale, WIDTH, N, MASKED):
+def _attend(queries, token, oldest, state, inputs, batch, group, first, last, length, scale, WIDTHS, N, MASKED):
     """Fold the keys first .. last - 1 into a running softmax; first is a multiple of N.
 
     If MASKED, query m sees the keys oldest[m] .. token[m]. If not, it sees all keys, and last is a multiple of N.
+    WIDTHS: those of keys and of values.
     """
     D: tl.constexpr = queries.shape[1]
+    E: tl.constexpr = state[0].shape[1]
     for start in range(first, last, N):
-        keys = load_rows(inputs.k, batch, group, start, length, WIDTH, N, D)
-        values = load_rows(inputs.v, batch, group, start, length, WIDTH, N, D)
+        keys = load_rows(inputs.k, batch, group, start, length, WIDTHS[0], N, D)
+        values = load_rows(inputs.v, batch, group, start, length, WIDTHS[1], N, E)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if MASKED:
             place = (start + tl.arange(0, N))[None, :]
@@ -68,23 +70,25 @@ def _forward_kernel(
     scale,
     length,
     REP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTHS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
 ):
-    """Compute M queries of one head per program; queries with the most keys run first."""
+    """Compute M queries of one head per program; queries with the most keys run first. Keys have WIDTHS[0] channels in
+    tiles of D, values WIDTHS[1] in tiles of E."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head, batch = tl.program_id(1), tl.program_id(2)
     group = head // REP
     token = first + tl.arange(0, M)
     end = tl.minimum(first + M, length)
-    queries = load_rows(inputs.q, batch, head, first, length, WIDTH, M, D)
-    acc, best, total = empty_state(M, D)
+    queries = load_rows(inputs.q, batch, head, first, length, WIDTHS[0], M, D)
+    acc, best, total = empty_state(M, E)
     for depth in tl.static_range(len(inputs.later_k)):
-        keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTH, M, D)
+        keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTHS[0], M, D)
         scores = row_dot(queries, keys) * scale
-        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTH, M, D).to(tl.float32)
+        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTHS[1], M, E).to(tl.float32)
         higher = tl.maximum(best, scores)
         weights, fade = tl.exp2(scores - higher), tl.exp2(best - higher)
         total = total * fade + weights
@@ -101,35 +105,37 @@ def _forward_kernel(
         full_low = tl.load(start_ptr + batch.to(tl.int64) * length + end - 1)
         full_low = tl.minimum(tl.cdiv(full_low, N) * N, full_end)
     state = acc, best, total
-    state = _attend(queries, token, oldest, state, inputs, batch, group, low, full_low, length, scale, WIDTH, N, True)
+    state = _attend(queries, token, oldest, state, inputs, batch, group, low, full_low, length, scale, WIDTHS, N, True)
     state = _attend(
-        queries, token, oldest, state, inputs, batch, group, full_low, full_end, length, scale, WIDTH, N, False
+        queries, token, oldest, state, inputs, batch, group, full_low, full_end, length, scale, WIDTHS, N, False
     )
     acc, best, total = _attend(
-        queries, token, oldest, state, inputs, batch, group, full_end, end, length, scale, WIDTH, N, True
+        queries, token, oldest, state, inputs, batch, group, full_end, end, length, scale, WIDTHS, N, True
     )
-    store_rows(out, acc / total[:, None], batch, head, first, length, WIDTH, M, D)
+    store_rows(out, acc / total[:, None], batch, head, first, length, WIDTHS[1], M, E)
     line = (batch * tl.num_programs(1) + head).to(tl.int64)
     tl.store(lse_ptr + line * length + token, best + tl.log2(total), mask=token < length)
 
 
-def _attend_forward(inputs: Inputs, bounds: Bounds | None) -> tuple[Tensor, Tensor]:
-    """The output in the dtype and strides of q, and log2 of the sum of exponentials, [b, heads, s] fp32."""
-    q = inputs.q.data
+def _attend_forward(inputs: Inputs, bounds: Bounds | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The output in the dtype of q, and in its strides where values are as wide; log2 of the sum of exponentials,
+    [b, heads, s] fp32."""
+    q, v = inputs.q.data, inputs.v.data
     batch, length, heads, width = q.shape
     tiles = forward_tiles(width, q.dtype)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if v.shape[-1] == width else q.new_empty(batch, length, heads, v.shape[-1])
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     _forward_kernel[(triton.cdiv(length, tiles.m), heads, batch)](
         inputs,
         None if bounds is None else bounds.start,
         rows_of(out),
         lse,
-        score_scale(width),
+        score_scale(width, scale),
         length,
         REP=heads // inputs.k.data.shape[2],
-        WIDTH=width,
+        WIDTHS=(width, v.shape[-1]),
         D=padded(width),
+        E=padded(v.shape[-1]),
         **tiles.launch(),
     )
     return out, lse
@@ -137,11 +143,11 @@ def _attend_forward(inputs: Inputs, bounds: Bounds | None) -> tuple[Tensor, Tens
 
 class _DepthAttention(Function):
     @staticmethod
-    def forward(ctx, bounds, *tensors):
+    def forward(ctx, bounds, scale, *tensors):
         tensors = tuple(with_rows(tensor) for tensor in tensors)
-        out, lse = _attend_forward(Inputs.of(tensors), bounds)
+        out, lse = _attend_forward(Inputs.of(tensors), bounds, scale)
         ctx.save_for_backward(out, lse, *(bounds or ()), *tensors)
-        ctx.packed = bounds is not None
+        ctx.packed, ctx.scale = bounds is not None, scale
         return out
 
     @staticmethod
@@ -149,12 +155,15 @@ class _DepthAttention(Function):
     def backward(ctx, grad_out):
         out, lse, *rest = ctx.saved_tensors
         bounds, tensors = (Bounds(*rest[:2]), rest[2:]) if ctx.packed else (None, rest)
-        return None, *attend_backward(with_rows(grad_out), Inputs.of(tensors), out, lse, bounds)
+        grads = attend_backward(with_rows(grad_out), Inputs.of(tensors), out, lse, bounds, ctx.scale)
+        return None, None, *grads
 
 
-def sequence_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+def sequence_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """See the reference. Documents must not decrease along a row."""
-    return _DepthAttention.apply(None if documents is None else document_bounds(documents), q, k, v)
+    return _DepthAttention.apply(None if documents is None else document_bounds(documents), scale, q, k, v)
 
 
 def depth_attention(
@@ -164,7 +173,8 @@ def depth_attention(
     later_k: list[Tensor],
     later_v: list[Tensor],
     documents: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """See the reference. Documents must not decrease along a row."""
     bounds = None if documents is None else document_bounds(documents)
-    return _DepthAttention.apply(bounds, q, first_k, first_v, *later_k, *later_v)
+    return _DepthAttention.apply(bounds, scale, q, first_k, first_v, *later_k, *later_v)

@@ -2,9 +2,9 @@
 """Backward of flash attention over depth 1's sequence and the later depths of a position itself.
 
 Three kernels compute the gradients of the queries, of depth 1's keys and values, and of the later depths' keys and
-values. No two programs add to the same element, so that the result is deterministic. Softmax weights are recomputed
-from q, k and the forward's log-sum-exp. delta is the dot product of a query's output with its gradient
-(FlashAttention-2, section 3.1.2).
+values, which may be narrower than the keys: tiles have E instead of D channels. No two programs add to the same
+element, so that the result is deterministic. Softmax weights are recomputed from q, k and the forward's log-sum-exp.
+delta is the dot product of a query's output with its gradient (FlashAttention-2, section 3.1.2).
 """
 
 import torch
@@ -63,25 +63,26 @@ def _query_kernel(
     scale,
     length,
     REP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTHS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
 ):
     """Store the gradient and delta of M queries of one head; queries with the most keys run first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head, batch = tl.program_id(1), tl.program_id(2)
     group, line = head // REP, batch * tl.num_programs(1) + head
     token = first + tl.arange(0, M)
-    queries = load_rows(inputs.q, batch, head, first, length, WIDTH, M, D)
-    pull = load_rows(grad_out, batch, head, first, length, WIDTH, M, D)
+    queries = load_rows(inputs.q, batch, head, first, length, WIDTHS[0], M, D)
+    pull = load_rows(grad_out, batch, head, first, length, WIDTHS[1], M, E)
     lse = load_numbers(lse_ptr, line, token, length)
-    delta = row_dot(load_rows(out, batch, head, first, length, WIDTH, M, D), pull)
+    delta = row_dot(load_rows(out, batch, head, first, length, WIDTHS[1], M, E), pull)
     tl.store(delta_ptr + line.to(tl.int64) * length + token, delta, mask=token < length)
     acc = tl.zeros([M, D], tl.float32)
     for depth in tl.static_range(len(inputs.later_k)):
-        own_k = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTH, M, D)
-        own_v = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTH, M, D)
+        own_k = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTHS[0], M, D)
+        own_v = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTHS[1], M, E)
         weight = tl.exp2(row_dot(queries, own_k) * scale - lse)
         acc += (weight * (row_dot(pull, own_v) - delta))[:, None] * own_k.to(tl.float32)
     low = 0
@@ -90,15 +91,15 @@ def _query_kernel(
         oldest = load_numbers(start_ptr, batch, token, length)
         low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
     for start in range(low, tl.minimum(first + M, length), N):
-        keys = load_rows(inputs.k, batch, group, start, length, WIDTH, N, D)
-        values = load_rows(inputs.v, batch, group, start, length, WIDTH, N, D)
+        keys = load_rows(inputs.k, batch, group, start, length, WIDTHS[0], N, D)
+        values = load_rows(inputs.v, batch, group, start, length, WIDTHS[1], N, E)
         place = (start + tl.arange(0, N))[None, :]
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         seen = (place <= token[:, None]) & (place >= oldest[:, None])
         weights = tl.where(seen, tl.exp2(scores * scale - lse[:, None]), 0.0)
         errors = weights * (tl.dot(pull, tl.trans(values), input_precision="ieee") - delta[:, None])
         acc = tl.dot(errors.to(keys.dtype), keys, acc, input_precision="ieee")
-    store_rows(grad_q, acc * (scale * _LN_2), batch, head, first, length, WIDTH, M, D)
+    store_rows(grad_q, acc * (scale * _LN_2), batch, head, first, length, WIDTHS[0], M, D)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -113,30 +114,31 @@ def _key_kernel(
     scale,
     length,
     REP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTHS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
 ):
     """Store the gradients of N keys and values of one group, summed over its heads; keys with the most queries run
     first."""
     first, group, batch = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
     place = first + tl.arange(0, N)
-    keys = load_rows(inputs.k, batch, group, first, length, WIDTH, N, D)
-    values = load_rows(inputs.v, batch, group, first, length, WIDTH, N, D)
+    keys = load_rows(inputs.k, batch, group, first, length, WIDTHS[0], N, D)
+    values = load_rows(inputs.v, batch, group, first, length, WIDTHS[1], N, E)
     last = length
     until = tl.where(place < length, length, 0)
     if end_ptr is not None:
         until = load_numbers(end_ptr, batch, place, length)
         last = tl.load(end_ptr + batch.to(tl.int64) * length + tl.minimum(first + N, length) - 1)
-    acc_k, acc_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    acc_k, acc_v = tl.zeros([N, D], tl.float32), tl.zeros([N, E], tl.float32)
     for member in range(REP):
         head = group * REP + member
         line = batch * (tl.num_programs(1) * REP) + head
         for start in range(first, last, M):
             token = start + tl.arange(0, M)
-            queries = load_rows(inputs.q, batch, head, start, length, WIDTH, M, D)
-            pull = load_rows(grad_out, batch, head, start, length, WIDTH, M, D)
+            queries = load_rows(inputs.q, batch, head, start, length, WIDTHS[0], M, D)
+            pull = load_rows(grad_out, batch, head, start, length, WIDTHS[1], M, E)
             lse = load_numbers(lse_ptr, line, token, length)
             delta = load_numbers(delta_ptr, line, token, length)
             scores = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [N, M]
@@ -145,8 +147,8 @@ def _key_kernel(
             acc_v = tl.dot(weights.to(pull.dtype), pull, acc_v, input_precision="ieee")
             errors = weights * (tl.dot(values, tl.trans(pull), input_precision="ieee") - delta[None, :])
             acc_k = tl.dot(errors.to(queries.dtype), queries, acc_k, input_precision="ieee")
-    store_rows(grad_k, acc_k * (scale * _LN_2), batch, group, first, length, WIDTH, N, D)
-    store_rows(grad_v, acc_v, batch, group, first, length, WIDTH, N, D)
+    store_rows(grad_k, acc_k * (scale * _LN_2), batch, group, first, length, WIDTHS[0], N, D)
+    store_rows(grad_v, acc_v, batch, group, first, length, WIDTHS[1], N, E)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -160,44 +162,48 @@ def _diagonal_kernel(
     scale,
     length,
     REP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTHS: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
 ):
     """Store the gradients of the later depths' keys and values at M positions of one group, summed over its heads."""
     first, group, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     token = first + tl.arange(0, M)
     for depth in tl.static_range(len(inputs.later_k)):
-        keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTH, M, D)
-        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTH, M, D)
-        acc_k, acc_v = tl.zeros([M, D], tl.float32), tl.zeros([M, D], tl.float32)
+        keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTHS[0], M, D)
+        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTHS[1], M, E)
+        acc_k, acc_v = tl.zeros([M, D], tl.float32), tl.zeros([M, E], tl.float32)
         for member in range(REP):
             head = group * REP + member
             line = batch * (tl.num_programs(1) * REP) + head
-            queries = load_rows(inputs.q, batch, head, first, length, WIDTH, M, D)
-            pull = load_rows(grad_out, batch, head, first, length, WIDTH, M, D)
+            queries = load_rows(inputs.q, batch, head, first, length, WIDTHS[0], M, D)
+            pull = load_rows(grad_out, batch, head, first, length, WIDTHS[1], M, E)
             lse = load_numbers(lse_ptr, line, token, length)
             delta = load_numbers(delta_ptr, line, token, length)
             weights = tl.exp2(row_dot(queries, keys) * scale - lse)
             errors = weights * (row_dot(pull, values) - delta)
             acc_k += errors[:, None] * queries.to(tl.float32)
             acc_v += weights[:, None] * pull.to(tl.float32)
-        store_rows(grad_later_k[depth], acc_k * (scale * _LN_2), batch, group, first, length, WIDTH, M, D)
-        store_rows(grad_later_v[depth], acc_v, batch, group, first, length, WIDTH, M, D)
+        store_rows(grad_later_k[depth], acc_k * (scale * _LN_2), batch, group, first, length, WIDTHS[0], M, D)
+        store_rows(grad_later_v[depth], acc_v, batch, group, first, length, WIDTHS[1], M, E)
 
 
-def attend_backward(grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, bounds: Bounds | None) -> list[Tensor]:
+def attend_backward(
+    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, bounds: Bounds | None, scale: float | None = None
+) -> list[Tensor]:
     """Gradients of q, k, v, of the later depths' keys and of their values, each in the dtype of its tensor.
 
-    out and lse are those of the forward; grad_out [b, s, heads, d] has contiguous channels.
+    out and lse are those of the forward, and so is the scale; grad_out [b, s, heads, e] has contiguous channels.
     """
-    q, k = inputs.q.data, inputs.k.data
+    q, k, values = (rows.data for rows in inputs[:3])
     batch, length, heads, width = q.shape
     groups, pull, delta = k.shape[2], rows_of(grad_out), torch.empty_like(lse)
     grads = [torch.empty_like(rows.data) for rows in (*inputs[:3], *inputs.later_k, *inputs.later_v)]
     to = Inputs.of(grads)
-    common = dict(REP=heads // groups, WIDTH=width, D=padded(width))
-    numbers = (score_scale(width), length)
+    widths = width, values.shape[-1]
+    common = dict(REP=heads // groups, WIDTHS=widths, D=padded(width), E=padded(widths[1]))
+    numbers = (score_scale(width, scale), length)
     tiles = query_tiles(width, q.dtype)
     _query_kernel[(triton.cdiv(length, tiles.m), heads, batch)](
         inputs,

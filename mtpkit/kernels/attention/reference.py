@@ -8,21 +8,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def sequence_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+def sequence_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """Causal attention inside each document.
 
     Args:
-        q: [b, s, heads, d]; k, v: [b, s, kv_heads, d].
+        q: [b, s, heads, d]; k: [b, s, kv_heads, d]; v: [b, s, kv_heads, e].
         documents: [b, s] int; None: one document per row.
+        scale: factor of the scores; None: 1 / sqrt(d).
 
     Returns:
-        [b, s, heads, d].
+        [b, s, heads, e].
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None
     if documents is not None:
         mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    causal = mask is None
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
 
 
@@ -33,22 +37,25 @@ def depth_attention(
     later_k: list[Tensor],
     later_v: list[Tensor],
     documents: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute attention of MTP depth k as serving does: position i sees depth 1's entries at j <= i, and the entries
     of depths 2..k at i itself.
 
     Args:
         q: [b, s, heads, d], queries of depth k.
-        first_k, first_v: [b, s, kv_heads, d], depth 1.
-        later_k, later_v: depths 2..k in order, each [b, s, kv_heads, d].
+        first_k: [b, s, kv_heads, d], depth 1; first_v: [b, s, kv_heads, e].
+        later_k, later_v: depths 2..k in order, each as depth 1's.
         documents: [b, s] int; None: one document per row.
+        scale: factor of the scores; None: 1 / sqrt(d).
 
     Returns:
-        [b, s, heads, d] in the dtype of q.
+        [b, s, heads, e] in the dtype of q.
     """
     batch, length, heads, width = q.shape
     groups = first_k.shape[2]
-    grouped = q.view(batch, length, groups, heads // groups, width).permute(0, 2, 3, 1, 4).float() / math.sqrt(width)
+    grouped = q.view(batch, length, groups, heads // groups, width).permute(0, 2, 3, 1, 4).float()
+    grouped = grouped * (1 / math.sqrt(width) if scale is None else scale)
     mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if documents is not None:
         mask = mask & (documents[:, :, None] == documents[:, None, :])[:, None, None]
@@ -60,7 +67,7 @@ def depth_attention(
     out = probs[..., :length] @ values
     diagonal_v = torch.stack(later_v, 3).permute(0, 2, 1, 3, 4).float()
     out = out + torch.einsum("bgrse,bgsed->bgrsd", probs[..., length:], diagonal_v)
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, width).to(q.dtype)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1).to(q.dtype)
 
 
 def paged_attention(

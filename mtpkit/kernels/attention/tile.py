@@ -25,14 +25,18 @@ class Tiles:
         return dict(M=self.m, N=self.n, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
-def score_scale(width: int) -> float:
-    """The factor that turns dot products into exponents of two."""
-    return math.log2(math.e) / math.sqrt(width)
+def score_scale(width: int, scale: float | None = None) -> float:
+    """The factor that turns dot products of `width` channels into exponents of two.
+
+    Args:
+        scale: factor of the scores; None: 1 / sqrt(width).
+    """
+    return math.log2(math.e) * (1 / math.sqrt(width) if scale is None else scale)
 
 
 @triton.jit
 def empty_state(M, D):
-    """The state of a running softmax before any key, in fp32: acc [M, D], the sum of values weighted by
+    """The state of a running softmax before any key, in fp32: acc [M, D], the sum of values of D channels weighted by
     2 ** (score - best); best [M]; total [M], the sum of the weights."""
     none = tl.full([M], float("-inf"), tl.float32)
     return tl.full([M, D], 0.0, tl.float32), none, tl.full([M], 0.0, tl.float32)

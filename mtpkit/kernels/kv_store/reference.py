@@ -7,11 +7,12 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """Write token t to slot slots[t] = block * block_size + offset; skip it if the slot is -1.
 
     Args:
-        key, value: [T, kv_heads, d] of any strides; views of a fused projection, for example.
-        key_cache, value_cache: [num_blocks, block_size, kv_heads, d], updated in place.
+        key: [T, kv_heads, d], value: [T, kv_heads, e], of any strides; views of a fused projection, for example.
+        key_cache: [num_blocks, block_size, kv_heads, d], value_cache: [num_blocks, block_size, kv_heads, e], updated in
+            place; dense, or side by side in rows of one tensor with one kv head.
         slots: [T] int64, the slot mapping; distinct but for -1.
     """
     written = slots >= 0
     places = slots[written]
     for cache, new in ((key_cache, key), (value_cache, value)):
-        cache.view(-1, *cache.shape[2:])[places] = new[written].to(cache.dtype)
+        cache.flatten(0, 1)[places] = new[written].to(cache.dtype)

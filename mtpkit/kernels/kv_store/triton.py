@@ -15,11 +15,14 @@ def _store_kernel(
     value_cache_ptr,
     slots_ptr,
     KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEY_SLOT: tl.constexpr,
+    VALUE_SLOT: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
-    """Copy HEADS_BLOCK heads of one token per program; both caches are contiguous."""
+    """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT and VALUE_SLOT elements apart."""
     key_ptr, key_token, key_head = key_rows
     value_ptr, value_token, value_head = value_rows
     token = tl.program_id(0).to(tl.int64)
@@ -28,12 +31,23 @@ def _store_kernel(
         return
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
     channel = tl.arange(0, WIDTH_BLOCK)[None, :]
-    inside = (head < KV_HEADS) & (channel < WIDTH)
-    key = tl.load(key_ptr + token * key_token + head * key_head + channel, mask=inside)
-    value = tl.load(value_ptr + token * value_token + head * value_head + channel, mask=inside)
-    place = slot * (KV_HEADS * WIDTH) + head * WIDTH + channel
-    tl.store(key_cache_ptr + place, key.to(key_cache_ptr.dtype.element_ty), mask=inside)
-    tl.store(value_cache_ptr + place, value.to(value_cache_ptr.dtype.element_ty), mask=inside)
+    in_key = (head < KV_HEADS) & (channel < KEY_WIDTH)
+    in_value = (head < KV_HEADS) & (channel < VALUE_WIDTH)
+    key = tl.load(key_ptr + token * key_token + head * key_head + channel, mask=in_key)
+    value = tl.load(value_ptr + token * value_token + head * value_head + channel, mask=in_value)
+    place = slot * KEY_SLOT + head * KEY_WIDTH + channel
+    tl.store(key_cache_ptr + place, key.to(key_cache_ptr.dtype.element_ty), mask=in_key)
+    place = slot * VALUE_SLOT + head * VALUE_WIDTH + channel
+    tl.store(value_cache_ptr + place, value.to(value_cache_ptr.dtype.element_ty), mask=in_value)
+
+
+def _slot_stride(cache: Tensor) -> int:
+    """Elements from one slot of a cache [num_blocks, block_size, kv_heads, d] to the next, in the same block or not."""
+    blocks, size, heads, width = cache.shape
+    stride = cache.stride(1) if size > 1 else cache.stride(0)
+    assert cache.stride(-1) == 1 and (heads == 1 or cache.stride(2) == width)
+    assert blocks == 1 or cache.stride(0) == size * stride
+    return stride
 
 
 def store_kv(
@@ -43,8 +57,7 @@ def store_kv(
     tokens, kv_heads, width = key.shape
     if tokens == 0:
         return
-    assert key_cache.is_contiguous() and value_cache.is_contiguous()
-    width_block = triton.next_power_of_2(width)
+    width_block = triton.next_power_of_2(max(width, value.shape[-1]))
     heads_block = min(triton.next_power_of_2(kv_heads), max(1, program_elements // width_block))
     _store_kernel[(tokens, triton.cdiv(kv_heads, heads_block))](
         strided(key),
@@ -53,7 +66,10 @@ def store_kv(
         value_cache,
         slots,
         KV_HEADS=kv_heads,
-        WIDTH=width,
+        KEY_WIDTH=width,
+        VALUE_WIDTH=value.shape[-1],
+        KEY_SLOT=_slot_stride(key_cache),
+        VALUE_SLOT=_slot_stride(value_cache),
         HEADS_BLOCK=heads_block,
         WIDTH_BLOCK=width_block,
         num_warps=4,
