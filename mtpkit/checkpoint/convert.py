@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.checkpoint.directory import (
@@ -11,29 +12,39 @@ from mtpkit.checkpoint.directory import (
     RELEASE,
     TRACKER,
     Layout,
+    beside,
     detect_layout,
     find_companions,
     load_config,
     load_hf_config,
     open_weights,
 )
-from mtpkit.checkpoint.families import Family, find_family
+from mtpkit.checkpoint.families import Family, find_family, get_family
 from mtpkit.checkpoint.families.keys import Settings
-from mtpkit.checkpoint.families.table import MappedTensors
-from mtpkit.checkpoint.layouts.huggingface import INDEX, MAX_SHARD_BYTES, copy_companions, write_hf
+from mtpkit.checkpoint.families.table import MappedTensors, Stored
+from mtpkit.checkpoint.layouts.huggingface import INDEX, MAX_SHARD_BYTES, HFReader, copy_companions, write_hf
 from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import ModelTensors
-from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource
+from mtpkit.checkpoint.original import carried_names, keep_original, open_carried, read_stored
+from mtpkit.checkpoint.tensors import CheckedTensors, SeveralSources, TensorSource, bits_equal
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.files import check_destination, refuse_broken_links, staged_directory
 
 
-def import_checkpoint(source: Path | str, destination: Path | str, force: bool = False) -> None:
-    """Convert a Hugging Face directory to a Megatron one, holding one tensor at a time in memory.
+def import_checkpoint(
+    source: Path | str, destination: Path | str, force: bool = False, fp8_as: torch.dtype = torch.bfloat16
+) -> list[str]:
+    """Convert a Hugging Face directory to a Megatron one, holding few tensors at a time in memory.
 
-    Weights keep their dtypes. The config and every file beside the weights go along, so `export_checkpoint` gives the
-    same directory back.
+    Weights keep their dtypes, but for those in fp8. The config, every file beside the weights and the tensors that are
+    not the text model's go along, so `export_checkpoint` gives the same directory back.
+
+    Args:
+        fp8_as: dtype of weights that are stored in fp8.
+
+    Returns:
+        The names of the tensors that are not the text model's.
 
     Raises:
         UserError: the source does not fit its config (every offending tensor is listed), or the destination is in use.
@@ -41,14 +52,31 @@ def import_checkpoint(source: Path | str, destination: Path | str, force: bool =
     """
     source, destination = _check_paths(source, destination, "hf", force)
     config = load_config(source)
-    weights = open_weights(source)
+    family = get_family(config.family)
+    weights = open_weights(source, fp8_as=fp8_as)
+    _require_equal_copies(source, family, config)
     with staged_directory(destination) as staging:
         (staging / RELEASE).mkdir()
         write_megatron(staging / RELEASE, weights, CHECKPOINT_VERSION)
+        keep_original(source, staging, family, config)
         copy_companions(source, staging)
         shutil.copyfile(source / "config.json", staging / "config.json")
         (staging / OWN_CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         (staging / TRACKER).write_text(RELEASE)
+    return carried_names(destination)
+
+
+def _require_equal_copies(source: Path, family: Family, config: ModelConfig) -> None:
+    """Check that the heads' copies of the base's tensors, which an import drops, are copies.
+
+    Raises:
+        UserError: names those that differ.
+    """
+    reader = HFReader(source, family.published_name, family.carried)
+    pairs = [pair for pair in family.table(config).copies.items() if pair[0] in reader.tensors]
+    odd = [f"{copy} and {name}" for copy, name in pairs if not bits_equal(reader.read(copy), reader.read(name))]
+    if odd:
+        raise UserError(f"{source}: {listed(odd)} differ, but the heads share these tensors with the base")
 
 
 def export_checkpoint(
@@ -57,18 +85,24 @@ def export_checkpoint(
     force: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     family: str | None = None,
-) -> None:
-    """Convert a Megatron directory, saved at any parallelism, to a Hugging Face one; raises as `import_checkpoint`.
+) -> list[str]:
+    """Convert a Megatron directory, saved at any parallelism, to a Hugging Face one.
+
+    Returns and raises as `import_checkpoint`.
 
     Args:
         family: `model_type` to write; None: that of the checkpoint, or the only one that fits it.
     """
     source, destination = _check_paths(source, destination, "megatron", force)
     weights, config = open_weights(source), load_config(source)
-    hf_config, weights = _hf_view(weights, config, find_family(config, family, source), load_hf_config(source), source)
+    chosen, places = find_family(config, family, source), list(beside(source))
+    stored = read_stored(places)
+    hf_config, mapped = _hf_view(weights, config, chosen, load_hf_config(source), source, stored)
+    carried = open_carried(places)
     with staged_directory(destination) as staging:
-        write_hf(staging, hf_config, weights, max_shard_bytes)
+        write_hf(staging, hf_config, SeveralSources(mapped, carried) if carried else mapped, max_shard_bytes)
         copy_companions(find_companions(source), staging)
+    return list(carried.tensors) if carried else []
 
 
 def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -92,13 +126,18 @@ def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: in
 
 
 def _hf_view(
-    source: TensorSource, config: ModelConfig, family: Family, original: Settings | None, where: Path
+    source: TensorSource,
+    config: ModelConfig,
+    family: Family,
+    original: Settings | None,
+    where: Path,
+    stored: Stored | None = None,
 ) -> tuple[Settings, MappedTensors]:
     """(`config.json`, weights) of the Hugging Face layout for weights under Megatron's names."""
     if original and original["model_type"] != family.model_type:
         original = None
     hf_config = family.config_to_hf(config, original)
-    weights = family.table(config).to_hf(source, where)
+    weights = family.table(config).to_hf(source, where, stored)
     dtype_key = "dtype" if original and "dtype" in original else "torch_dtype"
     hf_config[dtype_key] = str(next(iter(weights.tensors.values())).dtype).removeprefix("torch.")
     return hf_config, weights

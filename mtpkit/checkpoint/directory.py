@@ -17,7 +17,9 @@ from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
-from mtpkit.checkpoint.tensors import CheckedTensors, TensorSource, require_same_names
+from mtpkit.checkpoint.quantized import Dequantized, read_block_fp8
+from mtpkit.checkpoint.tensors import CheckedTensors, Tensors, TensorSource, require_same_names
+from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import is_there, read_json, read_text
@@ -93,7 +95,7 @@ def latest_iteration(directory: Path | str) -> int | None:
     return None if text == RELEASE else int(text)
 
 
-def _beside(directory: Path) -> Iterator[Path]:
+def beside(directory: Path) -> Iterator[Path]:
     """Where the files that go with a Megatron checkpoint may lie, nearest first."""
     checkpoint = find_torch_dist(directory)
     yield from dict.fromkeys((directory, checkpoint, checkpoint.parent))
@@ -105,7 +107,7 @@ def find_companions(directory: Path | str) -> Path:
     if detect_layout(directory) == "hf":
         return directory
     marks = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
-    return next((place for place in _beside(directory) if any(is_there(place / mark) for mark in marks)), directory)
+    return next((place for place in beside(directory) if any(is_there(place / mark) for mark in marks)), directory)
 
 
 def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
@@ -133,7 +135,7 @@ def load_config(directory: Path | str) -> ModelConfig:
     directory = Path(directory)
     if detect_layout(directory) == "hf":
         return _config_from_hf(directory / "config.json")
-    for place in _beside(directory):
+    for place in beside(directory):
         own, other = place / OWN_CONFIG, place / "config.json"
         if is_there(own):
             config = ModelConfig.from_dict(read_json(own), own)
@@ -162,20 +164,26 @@ def _config_from_megatron(values: object, where: object) -> ModelConfig:
 
 def load_hf_config(directory: Path | str) -> dict[str, object] | None:
     """The Hugging Face config that a Megatron checkpoint was imported with, if it came with one."""
-    for place in _beside(Path(directory)):
+    for place in beside(Path(directory)):
         if is_there(place / "config.json"):
             values = read_json(place / "config.json")
             return values if "model_type" in values else None
     return None
 
 
-def open_weights(directory: Path | str, fit_config: bool = False, device: torch.device | str = "cpu") -> TensorSource:
+def open_weights(
+    directory: Path | str,
+    fit_config: bool = False,
+    device: torch.device | str = "cpu",
+    fp8_as: torch.dtype = torch.bfloat16,
+) -> TensorSource:
     """The weights of a model directory under Megatron's names.
 
     Args:
         fit_config: require of a Megatron checkpoint, too, that its tensors are those of its own config, by name and
             shape: before a model is built in sizes that a config claims.
         device: where tensors are read to: a GPU, or the CPU, also for all others.
+        fp8_as: dtype that weights stored in fp8 are read as.
 
     Raises:
         UserError: files are missing or damaged, or do not fit the config.
@@ -188,5 +196,8 @@ def open_weights(directory: Path | str, fit_config: bool = False, device: torch.
         return CheckedTensors(reader, directory, torch.device(device))
     config = load_config(directory)
     family = get_family(config.family)
-    weights = CheckedTensors(HFReader(directory, family.published_name), directory, torch.device(device))
-    return family.table(config).to_megatron(weights, directory)
+    weights: Tensors = HFReader(directory, family.published_name, family.carried)
+    if block := read_block_fp8(Values(read_json(directory / "config.json"), directory)):
+        weights = Dequantized(weights, block, directory, fp8_as)
+    checked = CheckedTensors(weights, directory, torch.device(device))
+    return family.table(config).to_megatron(checked, directory)

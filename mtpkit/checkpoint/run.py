@@ -35,16 +35,20 @@ from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
     RELEASE,
     TRACKER,
+    detect_layout,
     find_companions,
     find_torch_dist,
     iteration_name,
     latest_iteration,
+    load_config,
     open_weights,
 )
+from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.layouts.huggingface import copy_companions
 from mtpkit.checkpoint.layouts.megatron import split_slice
 from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, COMMON_STATE, MegatronReader, write_megatron
 from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
+from mtpkit.checkpoint.original import keep_original, link_original
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
@@ -141,12 +145,22 @@ def _publish(
     run = target.parent
     if companions is not None and (source := find_companions(companions)).resolve() != run.resolve():
         copy_companions(source, run)
+        _copy_original(source, run)
         if (source / "config.json").exists():
             copy_file(source / "config.json", run / "config.json")
     write_file(run / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
     fsync_tree(staging)
     replace_directory(staging, target)
     write_file(run / TRACKER, RELEASE if iteration is None else str(iteration))
+
+
+def _copy_original(source: Path, run: Path) -> None:
+    """Keep what belongs to the model in the Hugging Face layout, once."""
+    if detect_layout(source) == "megatron":
+        link_original(source, run)
+    elif not (run / OWN_CONFIG).exists():
+        config = load_config(source)
+        keep_original(source, run, get_family(config.family), config)
 
 
 def _add_base(staging: Path, target: Path, source: Path) -> None:

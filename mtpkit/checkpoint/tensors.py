@@ -123,6 +123,23 @@ def refuse_not_finite(where: Path | str, names: Sequence[str], advice: str = ANO
         raise UserError(f"{where}: NaN or infinity (beyond {_LARGEST:.1e}) in {listed(names)}; {advice}")
 
 
+class SeveralSources:
+    """Tensors of several sources as one; no name is in two of them."""
+
+    def __init__(self, *sources: TensorSource) -> None:
+        self._sources = sources
+        self.tensors = {name: info for source in sources for name, info in source.tensors.items()}
+        self._owners = {name: source for source in sources for name in source.tensors}
+        assert len(self.tensors) == sum(len(source.tensors) for source in sources)
+
+    def read(self, name: str) -> Tensor:
+        return self._owners[name].read(name)
+
+    def require_finite(self) -> None:
+        for source in self._sources:
+            source.require_finite()
+
+
 def is_file_name(value: object) -> bool:
     """Whether it names a file without a directory, as indexes of checkpoints name theirs."""
     if not isinstance(value, str) or value in ("", ".", "..") or {"/", "\\", "\0"} & set(value):

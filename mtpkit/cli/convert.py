@@ -1,13 +1,15 @@
 """Convert checkpoints between the Hugging Face and the Megatron layout, and compare them."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mtpkit.checkpoint.layouts.huggingface import MAX_SHARD_BYTES
 from mtpkit.cli.command import Command, new_app
+from mtpkit.errors import counted, listed
 
 app = new_app(no_args_is_help=True, help=__doc__)
 
@@ -17,12 +19,21 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint that 
 
 
 @app.command("import", cls=Command)
-def import_(source: Source, destination: Destination, force: Force = False) -> None:
+def import_(
+    source: Source,
+    destination: Destination,
+    force: Force = False,
+    fp8_as: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="Dtype of weights that are stored in fp8.")
+    ] = "bfloat16",
+) -> None:
     """Hugging Face -> Megatron: weights, config, tokenizer."""
+    import torch
+
     from mtpkit.checkpoint.convert import import_checkpoint
     from mtpkit.data.tokenizer import lacks_vocabulary
 
-    import_checkpoint(source, destination, force)
+    _list_carried(import_checkpoint(source, destination, force, getattr(torch, fp8_as)))
     if problem := lacks_vocabulary(destination):
         print(f"mtpkit: warning: the tokenizer is incomplete: {problem}", file=sys.stderr)
     print(f"wrote {destination}")
@@ -41,8 +52,13 @@ def export(
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint
 
-    export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family)
+    _list_carried(export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family))
     print(f"wrote {destination}")
+
+
+def _list_carried(names: Sequence[str]) -> None:
+    if names:
+        print(f"carried {counted(len(names), 'tensor')} that are not the text model's: {listed(names, most=40)}")
 
 
 @app.command(cls=Command)

@@ -52,7 +52,7 @@ def drop(*names):
         (lambda t: t.update({"model.norm_f.weight": torch.ones(32)}), ["norm_f.weight", "twice"]),
         (
             lambda t: t.update({"lm_head.weight": torch.ones(96, 32).to(torch.float8_e4m3fn)}),
-            ["lm_head.weight", "F8_E4M3"],
+            ["lm_head.weight", "float8_e4m3fn"],
         ),
     ],
 )

@@ -4,14 +4,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.keys import Line, Settings
-from mtpkit.checkpoint.families.table import Entry, Table
+from mtpkit.checkpoint.families.table import Entry, Table, Ways
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig, config_of_file
 from mtpkit.errors import UserError, listed, raise_problems
 from mtpkit.model.kinds import KINDS, kinds_in
 
-Layer = Callable[[ModelConfig], Iterable[Entry]]
+Layer = Callable[[ModelConfig], Iterable[Entry | Ways]]
+
+SOURCE_ONLY = ("quantization_config",)
+"""Keys of a `config.json` that say how its own files store weights; an export stores them otherwise."""
+
+
+def _no_copies(_: ModelConfig) -> Mapping[str, str]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,12 @@ class Family:
     """Prefix of layer i of physical MTP depth d, as (config, d, i)."""
     published_name: Callable[[str], str] = str
     """The name in this table, from the name on disk."""
+    copies: Callable[[ModelConfig], Mapping[str, str]] = _no_copies
+    """Tensors of the heads that repeat one of the base's: their names, each with that of the base's tensor. An import
+    drops them once they are found equal, an export writes them unless the original had none."""
+    carried: tuple[str, ...] = ()
+    """Prefixes of tensors that are not the text model's, such as a vision tower's. They go through both conversions
+    unchanged, in any dtype."""
 
     def config_from_hf(self, hf: Settings, where: object = "config.json") -> ModelConfig:
         """Read a `config.json`. A key whose value is null counts as absent.
@@ -72,7 +85,8 @@ class Family:
         """
         if misfits := list(self.misfits(config)):
             raise UserError(f"a {self.model_type} config.json cannot express: {listed(misfits)}")
-        hf = {key: value for key, value in (original or {}).items() if key not in self.replaced}
+        dropped = (*self.replaced, *SOURCE_ONLY)
+        hf = {key: value for key, value in (original or {}).items() if key not in dropped}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type}
         for line in self._lines(config.letters):
             hf |= line.write(config, original)
@@ -92,9 +106,9 @@ class Family:
 
     def table(self, config: ModelConfig) -> Table:
         """Every tensor of a model, base and heads, under both names."""
-        return Table(self._entries(config), megatron.parameters(config))
+        return Table(self._entries(config), megatron.parameters(config), self.copies(config))
 
-    def _entries(self, config: ModelConfig) -> Iterator[Entry]:
+    def _entries(self, config: ModelConfig) -> Iterator[Entry | Ways]:
         yield self.outside[0]
         layers = {letter: list(self.layers[KINDS[letter].name](config)) for letter in set(config.letters)}
         for number, letter in enumerate(config.pattern):

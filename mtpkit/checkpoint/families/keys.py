@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from mtpkit.checkpoint.quantized import read_block_fp8
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 from mtpkit.errors import shown
@@ -96,6 +97,15 @@ class Fixed(Line):
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         if self.field and (value := config.values()[self.field]) != self.field_value:
             yield f"{self.field} {value}"
+
+
+@dataclass(frozen=True)
+class Quantization(Line):
+    """`quantization_config`: absent, or that of block fp8, which is widened on import and so not written."""
+
+    def read(self, file: Values) -> Settings:
+        read_block_fp8(file)
+        return {}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.family import Family
-from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Settings
+from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
@@ -143,7 +143,7 @@ LINES = (
     Fixed("mamba_hidden_act", "silu"),
     Fixed("tie_word_embeddings", False, "tie_word_embeddings", False),
     Fixed("sliding_window"),
-    Fixed("quantization_config"),
+    Quantization(),
     Fixed("", None, "position_embedding_type", "none"),
     Fixed("", None, "qk_layernorm", False),
     Key("vocab_size", "vocab_size"),

@@ -4,8 +4,9 @@ An `Entry` ties one or more Hugging Face tensors to one or more of Megatron's, s
 Shapes are stated on Megatron's side alone; those of the Hugging Face tensors follow from them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -76,6 +77,35 @@ class FuseQKV:
 
 
 @dataclass(frozen=True)
+class Join:
+    """Hugging Face tensors of one shape whose rows Megatron stores in one tensor, such as gate and up projections."""
+
+    parts: int = 2
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(tensors))]
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (joined,) = tensors
+        return list(joined.chunk(self.parts))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One Hugging Face tensor whose slices of dimension 0 Megatron stores apart, such as packed experts."""
+
+    count: int
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (stacked,) = tensors
+        return list(stacked.unbind())
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        assert len(tensors) == self.count
+        return [torch.stack(list(tensors))]
+
+
+@dataclass(frozen=True)
 class Entry:
     """One line of a table: Hugging Face names, Megatron names, and the change between them."""
 
@@ -93,26 +123,111 @@ def one(hf: str, megatron: str, transform: Transform = SAME) -> Entry:
     return Entry((hf,), (megatron,), transform)
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Tensors that files store in one of several ways, each a list of entries for the same tensors of Megatron.
+
+    Example: the experts of a layer, one by one or packed into one tensor. A file is read in whichever way it has, and
+    written in the way in which the original had it; the first way is that of files without an original.
+    """
+
+    key: str
+    """Says in a record of the original which tensors these are, with the prefix of their layer before it."""
+    ways: Mapping[str, tuple[Entry, ...]]
+    """Name of a way -> its entries."""
+
+    def under(self, hf: str, megatron: str) -> "Ways":
+        """The same ways with a prefix on either side."""
+        ways = {way: tuple(entry.under(hf, megatron) for entry in entries) for way, entries in self.ways.items()}
+        return Ways(hf + self.key, ways)
+
+    def chosen(self, stored: "Stored") -> tuple[Entry, ...]:
+        """The entries of the way that an original used; of the first way where it used none of these."""
+        way = stored.ways.get(self.key, "")
+        return self.ways[way if way in self.ways else next(iter(self.ways))]
+
+    def found(self, names: Container[str]) -> str:
+        """The way of which a file has the most names; the first of several."""
+        return max(self.ways, key=lambda way: sum(name in names for entry in self.ways[way] for name in entry.hf))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a Hugging Face file chose where there is a choice. It is kept, so that exports have the original's names."""
+
+    ways: Mapping[str, str] = field(default_factory=dict)
+    """Key of `Ways` -> the way, where it is not the first."""
+    lacking: tuple[str, ...] = ()
+    """Names of copies (see `Family.copies`) that the file did without."""
+
+
+def expert_ways(count: int, hf: str, megatron: str, one_by_one: Sequence[Entry]) -> Ways:
+    """The matrices of a layer's experts: one by one, or packed in one tensor [experts, rows, columns].
+
+    Args:
+        hf: name of the packed tensor.
+        megatron: name of the stacked tensor, without the number of an expert.
+        one_by_one: entries of the same tensors in files that do not pack them.
+    """
+    packed = Entry((hf,), tuple(f"{megatron}[{expert}]" for expert in range(count)), Stack(count))
+    return Ways(hf, {"one by one": tuple(one_by_one), "packed": (packed,)})
+
+
 class Table:
     """All entries of one model; every tensor of a checkpoint belongs to exactly one.
 
     Args:
         entries: in the order in which tensors are written; those of tensors that the model lacks are left out.
         shapes: Megatron's names of all tensors of the model, with their shapes.
+        copies: Hugging Face name of a copy -> that of the tensor that it repeats.
 
     Raises:
         MtpkitError: the family has no name for a tensor of the model.
     """
 
-    def __init__(self, entries: Iterable[Entry], shapes: Mapping[str, Shape]) -> None:
+    def __init__(
+        self,
+        entries: Iterable[Entry | Ways],
+        shapes: Mapping[str, Shape],
+        copies: Mapping[str, str] | None = None,
+    ) -> None:
         self._shapes = shapes
-        self._entries = [entry for entry in entries if all(name in shapes for name in entry.megatron)]
-        nameless = shapes.keys() - {name for entry in self._entries for name in entry.megatron}
-        if nameless:
-            raise MtpkitError(f"no Hugging Face name for {listed(sorted(nameless))}")
+        self._ways = [entry if isinstance(entry, Ways) else Ways("", {"": (entry,)}) for entry in entries]
+        self.copies = copies or {}
+        self._check()
 
-    def hf_shapes(self) -> dict[str, Shape]:
-        return {name: shape for entry in self._entries for name, shape in self._hf_shapes(entry)}
+    def _check(self) -> None:
+        for choice in dict.fromkeys(way for ways in self._ways for way in ways.ways):
+            stored = Stored({ways.key: choice for ways in self._ways})
+            nameless = self._shapes.keys() - {name for entry in self._entries(stored) for name in entry.megatron}
+            if nameless:
+                raise MtpkitError(f"no Hugging Face name for {listed(sorted(nameless))}")
+
+    def _entries(self, stored: Stored) -> list[Entry]:
+        entries = (entry for ways in self._ways for entry in ways.chosen(stored))
+        return [entry for entry in entries if all(name in self._shapes for name in entry.megatron)]
+
+    def _copies(self, stored: Stored) -> dict[str, str]:
+        return {copy: name for copy, name in self.copies.items() if copy not in stored.lacking}
+
+    def stored_in(self, names: Container[str]) -> Stored:
+        """What a file with these names chose."""
+        found = {ways.key: ways.found(names) for ways in self._ways if len(ways.ways) > 1}
+        firsts = {ways.key: next(iter(ways.ways)) for ways in self._ways}
+        others = {key: way for key, way in found.items() if way != firsts[key]}
+        return Stored(others, tuple(copy for copy in self.copies if copy not in names))
+
+    def hf_shapes(self, stored: Stored | None = None) -> dict[str, Shape]:
+        """Names and shapes of all tensors of a file."""
+        stored = stored or Stored()
+        shapes = {name: shape for entry in self._entries(stored) for name, shape in self._hf_shapes(entry)}
+        return shapes | {copy: shapes[name] for copy, name in self._copies(stored).items()}
+
+    def mtp_names(self, stored: Stored | None = None) -> set[str]:
+        """The names among them of the heads, copies of the base's tensors included."""
+        stored = stored or Stored()
+        heads = (entry.hf for entry in self._entries(stored) if entry.megatron[0].startswith("mtp."))
+        return {name for names in heads for name in names} | self._copies(stored).keys()
 
     def _hf_shapes(self, entry: Entry) -> Iterator[tuple[str, Shape]]:
         shapes = [self._shapes[name] for name in entry.megatron]
@@ -127,13 +242,25 @@ class Table:
         Raises:
             UserError: the checkpoint's tensors are not exactly the table's; lists them all.
         """
-        require_same_names(where, source.tensors, self.hf_shapes())
-        return MappedTensors(source, [_Step(e.hf, e.megatron, e.transform.to_megatron) for e in self._entries])
+        stored = self.stored_in(source.tensors)
+        require_same_names(where, source.tensors, self.hf_shapes(stored))
+        return MappedTensors(source, [_Step(e.hf, e.megatron, e.transform.to_megatron) for e in self._entries(stored)])
 
-    def to_hf(self, source: TensorSource, where: Path) -> "MappedTensors":
-        """View a Megatron checkpoint under Hugging Face names. Raises as `to_megatron` does."""
+    def to_hf(self, source: TensorSource, where: Path, stored: Stored | None = None) -> "MappedTensors":
+        """View a Megatron checkpoint under Hugging Face names. Raises as `to_megatron` does.
+
+        Args:
+            stored: how the original stored its tensors.
+        """
+        stored = stored or Stored()
         require_same_names(where, source.tensors, self._shapes)
-        return MappedTensors(source, [_Step(e.megatron, e.hf, e.transform.to_hf) for e in self._entries])
+        entries = self._entries(stored)
+        steps = [_Step(entry.megatron, entry.hf, entry.transform.to_hf) for entry in entries]
+        whole = {entry.hf: entry for entry in entries if len(entry.hf) == 1}
+        for copy, name in self._copies(stored).items():
+            entry = whole[(name,)]
+            steps.append(_Step(entry.megatron, (copy,), entry.transform.to_hf))
+        return MappedTensors(source, steps)
 
 
 @dataclass(frozen=True)
@@ -148,13 +275,13 @@ class _Step:
 class MappedTensors:
     """A source seen through a table. Holds the tensors of one entry at a time, so reading in order reads all once.
 
-    Several threads may read from it; a copy that is pickled reads in another process.
+    Several threads may read from it, each holding an entry; a copy that is pickled reads in another process.
     """
 
     def __init__(self, source: TensorSource, steps: Sequence[_Step]) -> None:
         self._source = source
         self._steps = {name: step for step in steps for name in step.outputs}
-        self._current: tuple[_Step | None, dict[str, Tensor]] = (None, {})
+        self._held = _Held()
         self.tensors: dict[str, TensorInfo] = dict(info for step in steps for info in self._outputs(step))
 
     def _outputs(self, step: _Step) -> Iterator[tuple[str, TensorInfo]]:
@@ -168,16 +295,30 @@ class MappedTensors:
 
     def read(self, name: str) -> Tensor:
         step = self._steps[name]
-        current = self._current  # once: other threads may read other entries meanwhile
-        if current[0] is not step:
-            del current
-            self._current = (None, {})
+        if self._held.step is not step:
+            self._held.step, self._held.tensors = None, {}
             inputs = [self._source.read(n) for n in step.inputs]
-            current = self._current = (step, dict(zip(step.outputs, step.convert(inputs), strict=True)))
-        return current[1][name]
+            self._held.tensors = dict(zip(step.outputs, step.convert(inputs), strict=True))
+            self._held.step = step
+        return self._held.tensors[name]
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Names that are read together, in order."""
+        return [step.outputs for step in dict.fromkeys(self._steps.values())]
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_current": (None, {})}
+        return {name: value for name, value in self.__dict__.items() if name != "_held"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _held=_Held())
 
     def require_finite(self) -> None:
         self._source.require_finite()
+
+
+class _Held(threading.local):
+    """The outputs of one entry, which each thread has its own of."""
+
+    def __init__(self) -> None:
+        self.step: _Step | None = None
+        self.tensors: dict[str, Tensor] = {}

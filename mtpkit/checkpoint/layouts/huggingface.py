@@ -4,24 +4,50 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from mtpkit.checkpoint.layouts.mapped import Mappings
 from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, is_file_name
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import copy_file, is_there, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes that are read and written; integers and quantised weights are not among them."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes that are read and written."""
 
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-OWN_FILES = {"config.json", "mtpkit.json", "metadata.json", "latest_checkpointed_iteration.txt", "best.json", INDEX}
+OWN_FILES = {
+    "config.json",
+    "mtpkit.json",
+    "mtpkit_original.json",
+    "metadata.json",
+    "latest_checkpointed_iteration.txt",
+    "best.json",
+    INDEX,
+}
 
 
 class HFReader:
@@ -31,58 +57,129 @@ class HFReader:
 
     Args:
         canonical: the name of a tensor, from its name on disk.
+        carried: prefixes of names on disk; these tensors are in `carried` and not in `tensors`.
+        single: the file, where there is no index.
 
     Raises:
-        UserError: a shard is missing, damaged or cut off, does not hold what the index says, or holds what is no float.
+        UserError: shards are missing, damaged or cut off, do not hold what the index says, hold a tensor twice, or in a
+            format that has no dtype. The message lists all of that.
     """
 
-    def __init__(self, directory: Path, canonical: Callable[[str], str] = str) -> None:
-        self._arguments = directory, canonical
+    def __init__(
+        self,
+        directory: Path,
+        canonical: Callable[[str], str] = str,
+        carried: tuple[str, ...] = (),
+        single: str = SINGLE,
+    ) -> None:
+        self._arguments = directory, canonical, carried, single
+        self._maps = Mappings(directory)
         self.tensors: dict[str, TensorInfo] = {}
-        self._places: dict[str, tuple[Any, str]] = {}
-        odd: list[str] = []
-        for path, promised in _shards(directory).items():
-            try:
-                shard = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is damaged or cut off ({error}); download it again") from error
-            names = set(shard.keys())
-            if promised is not None and names != promised:
-                apart = listed(sorted(names ^ promised))
-                raise UserError(f"{path} and {INDEX} disagree about: {apart}; download both again")
-            for name in sorted(names):
-                if canonical(name) in self.tensors:
-                    raise UserError(f"{path}: {name} is stored twice, under two prefixes or in two shards")
-                header = shard.get_slice(name)
-                if header.get_dtype() not in DTYPES:
-                    odd.append(f"{name} has dtype {header.get_dtype()}")
-                    continue
-                self.tensors[canonical(name)] = TensorInfo(tuple(header.get_shape()), DTYPES[header.get_dtype()])
-                self._places[canonical(name)] = (shard, name)
-        if odd:
-            raise UserError(f"{directory}: {listed(odd)}; convert the weights to bf16 or fp32 first")
+        self._carried: dict[str, TensorInfo] = {}
+        self.places: dict[str, Place] = {}
+        """File and first byte of each tensor, by its name in `tensors` or `carried`."""
+        problems: list[str] = []
+        for path, promised in _shards(directory, single, problems).items():
+            header = _read_header(path, problems)
+            if header is None:
+                continue
+            if promised is not None and header.keys() != promised:
+                apart = listed(sorted(header.keys() ^ promised), width=120)
+                problems.append(f"{path.name} and {INDEX} disagree about {apart}")
+            for stored, place in sorted(header.items()):
+                self._add(path, stored, place, problems)
+        if problems:
+            raise UserError(f"{directory}: {listed(problems, width=400, separator='; ')}; download the files again")
 
-    def __reduce__(self) -> tuple[type["HFReader"], tuple[Path, Callable[[str], str]]]:
+    def _add(self, path: Path, stored: str, place: "_Entry", problems: list[str]) -> None:
+        _, canonical, carried, _ = self._arguments
+        apart = stored.startswith(carried)
+        name = stored if apart else canonical(stored)
+        if place.dtype not in DTYPES:
+            problems.append(f"{stored} has dtype {place.dtype}, which torch lacks")
+        elif name in self.places:
+            problems.append(f"{path.name}: {stored} is stored twice, under two prefixes or in two shards")
+        else:
+            (self._carried if apart else self.tensors)[name] = TensorInfo(place.shape, DTYPES[place.dtype])
+            self.places[name] = Place(path.name, stored, place.start)
+
+    @property
+    def carried(self) -> "CarriedTensors":
+        """The tensors that are not the text model's."""
+        return CarriedTensors(self, self._carried)
+
+    def __reduce__(self) -> tuple[type["HFReader"], tuple[Path, Callable[[str], str], tuple[str, ...], str]]:
         return HFReader, self._arguments
 
     def read(self, name: str) -> Tensor:
-        shard, stored = self._places[name]
-        return shard.get_tensor(stored)
+        info = self.tensors.get(name) or self._carried[name]
+        place = self.places[name]
+        return self._maps.tensor(place.file, place.start, info.shape, info.dtype)
 
 
-def _shards(directory: Path) -> dict[Path, set[str] | None]:
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
+    file: str
+    stored: str
+    """Its name on disk."""
+    start: int
+    """First byte of its values in the file."""
+
+
+class CarriedTensors:
+    """Some tensors of a reader, under their names on disk and with values of any kind."""
+
+    def __init__(self, reader: HFReader, tensors: dict[str, TensorInfo]) -> None:
+        self._reader, self.tensors = reader, tensors
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.read(name)
+
+    def require_finite(self) -> None:
+        """Nothing: these tensors are not ours to judge."""
+
+
+class _Entry(NamedTuple):
+    """An entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def _read_header(path: Path, problems: list[str]) -> dict[str, _Entry] | None:
+    """Name -> entry of a safetensors file; None, and a problem more, where it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as shard:  # checks the header, and that the file has all its bytes
+            names = set(shard.keys())
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        return {
+            name: _Entry(
+                header[name]["dtype"], tuple(header[name]["shape"]), 8 + length + header[name]["data_offsets"][0]
+            )
+            for name in names
+        }
+    except (SafetensorError, OSError, ValueError) as error:
+        problems.append(f"{path.name} is damaged or cut off ({error})")
+        return None
+
+
+def _shards(directory: Path, single: str, problems: list[str]) -> dict[Path, set[str] | None]:
     """Shard files, each with the names that the index promises in it (None without an index)."""
     index = directory / INDEX
-    if is_there(index):
+    if single == SINGLE and is_there(index):
         shards: dict[Path, set[str] | None] = {}
         for name, file in _weight_map(index).items():
             shards.setdefault(directory / file, set()).add(name)  # type: ignore[union-attr]
     else:
-        shards = {directory / SINGLE: None}
-    missing = [path.name for path in shards if not os.path.isfile(path)]
+        shards = {directory / single: None}
+    missing = [path for path in shards if not os.path.isfile(path)]
     if missing or not shards:
-        raise UserError(f"{directory}: missing {listed(missing) or 'weights'}; download the checkpoint again")
-    return shards
+        problems.append(f"missing {listed([path.name for path in missing]) or 'weights'}")
+    return {path: names for path, names in shards.items() if path not in missing}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -110,7 +207,7 @@ def write_hf(
     files = [SINGLE] if len(shards) == 1 else files
     with tqdm(total=total, unit="B", unit_scale=True, desc="writing safetensors", disable=None) as bar:
         for file, names in zip(files, shards, strict=True):
-            _write_shard(directory / file, names, source, bar)
+            write_shard(directory / file, names, source, bar)
     source.require_finite()
     if len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -132,7 +229,7 @@ def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list
     return [sorted(names, key=lambda name: -tensors[name].dtype.itemsize) for names in shards]
 
 
-def _write_shard(path: Path, names: list[str], source: TensorSource, bar: tqdm) -> None:
+def write_shard(path: Path, names: list[str], source: TensorSource, bar: tqdm) -> None:
     """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

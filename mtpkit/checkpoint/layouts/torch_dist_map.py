@@ -2,7 +2,6 @@
 
 import io
 import math
-import mmap
 import os
 import pickle
 import struct
@@ -13,6 +12,8 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+
+from mtpkit.checkpoint.layouts.mapped import Mappings, as_tensor
 
 _STORAGES = {
     torch.float64: "DoubleStorage",
@@ -26,8 +27,7 @@ class MappedFiles:
     """The files of a directory, each mapped when it is first read. Several threads may read from it."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps = Mappings(directory)
 
     def read(self, file: str, start: int, length: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """The tensor that `torch.save` wrote into some bytes of a file; a view of the file where it is aligned.
@@ -37,18 +37,10 @@ class MappedFiles:
             reading its values.
         """
         try:
-            if file not in self._maps:
-                with (self._directory / file).open("rb") as stream:  # mapped for writing, since torch warns otherwise
-                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-            content = _values(memoryview(self._maps[file])[start : start + length], shape, dtype)
+            content = _values(self._maps.view(file, start, length), shape, dtype)
         except Exception:  # damaged bytes can raise anything
             return None
-        if content is None:
-            return None
-        values = torch.frombuffer(content, dtype=torch.uint8)
-        if values.data_ptr() % dtype.itemsize:
-            values = values.clone()
-        return values.view(dtype).view(tuple(shape))
+        return None if content is None else as_tensor(content, tuple(shape), dtype)
 
 
 def _values(archive: memoryview, shape: Sequence[int], dtype: torch.dtype) -> memoryview | None:

@@ -1,0 +1,59 @@
+"""Files of a checkpoint mapped into memory, of which little stays resident however much is read."""
+
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+RESIDENT_BYTES = 2**28
+"""Pages of the files are given back after as many bytes were handed out. What is still in use is mapped again by the
+system, from its cache, when it is touched."""
+
+
+class Mappings:
+    """The files of a directory, each mapped when it is first read.
+
+    Several threads may read from it. Tensors and views must not be written to: changes may be lost.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+        self._handed_out = 0
+
+    def view(self, file: str, start: int, length: int) -> memoryview:
+        """Some bytes of a file.
+
+        Raises:
+            OSError: the file cannot be opened.
+            ValueError: it is empty.
+        """
+        self._handed_out += length
+        if self._handed_out > RESIDENT_BYTES:
+            self._handed_out = length
+            self._give_back()
+        if file not in self._maps:
+            with (self._directory / file).open("rb") as stream:  # mapped for writing, since torch warns otherwise
+                self._maps.setdefault(file, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
+        return memoryview(self._maps[file])[start : start + length]
+
+    def _give_back(self) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in list(self._maps.values()):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    def tensor(self, file: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor whose values lie in a file one after the other: a view of the file where it is aligned."""
+        length = torch.Size(shape).numel() * dtype.itemsize
+        return as_tensor(self.view(file, start, length), shape, dtype)
+
+
+def as_tensor(content: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Bytes as a tensor, without a copy where they are aligned."""
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    values = torch.frombuffer(content, dtype=torch.uint8)
+    if values.data_ptr() % dtype.itemsize:
+        values = values.clone()
+    return values.view(dtype).view(shape)

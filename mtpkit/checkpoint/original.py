@@ -1,0 +1,80 @@
+"""What a Megatron directory keeps of the Hugging Face directory that it was imported from, besides weights and config.
+
+`carried.safetensors` holds the tensors that are not the text model's, under their names on disk; `mtpkit_original.json`
+says how the others were stored where there is a choice. Both are there only where there is something to keep.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mtpkit.checkpoint.families import Family
+from mtpkit.checkpoint.families.table import Stored
+from mtpkit.checkpoint.layouts.huggingface import CarriedTensors, HFReader, write_shard
+from mtpkit.config import ModelConfig
+from mtpkit.errors import UserError, shown
+from mtpkit.files import is_there, read_json, staged_file
+
+CARRIED, ORIGINAL = "carried.safetensors", "mtpkit_original.json"
+
+
+def keep_original(source: Path, directory: Path, family: Family, config: ModelConfig) -> None:
+    """Write what there is to keep of a Hugging Face directory into a Megatron directory that has none of it."""
+    reader = HFReader(source, family.published_name, family.carried)
+    stored = family.table(config).stored_in(reader.tensors)
+    if stored.ways or stored.lacking:
+        values = {"ways": dict(stored.ways), "lacking": list(stored.lacking)}
+        (directory / ORIGINAL).write_text(json.dumps(values, indent=2) + "\n")
+    carried = reader.carried
+    if carried.tensors:
+        total = sum(info.nbytes for info in carried.tensors.values())
+        bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"writing {CARRIED}", disable=None)
+        with bar, staged_file(directory / CARRIED) as staging:
+            write_shard(staging, list(carried.tensors), carried, bar)
+
+
+def link_original(source: Path, directory: Path) -> None:
+    """Give another Megatron directory what one keeps; a hard link to the tensors where the file system has them."""
+    for name in (ORIGINAL, CARRIED):
+        if (source / name).exists() and not (directory / name).exists():
+            with staged_file(directory / name) as staging:
+                try:
+                    os.link(source / name, staging)
+                except OSError:
+                    shutil.copyfile(source / name, staging)
+
+
+def read_stored(places: Iterable[Path]) -> Stored:
+    """How the original stored its tensors; as a family does by default where nothing says it.
+
+    Args:
+        places: directories to look in, nearest first.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    path = next((place / ORIGINAL for place in places if is_there(place / ORIGINAL)), None)
+    if path is None:
+        return Stored()
+    values = read_json(path)
+    ways, lacking = values.get("ways", {}), values.get("lacking", [])
+    texts = isinstance(ways, dict) and isinstance(lacking, list)
+    if not texts or not all(isinstance(text, str) for text in (*ways.values(), *lacking)):
+        raise UserError(f"{path} holds {shown(values)}; import the checkpoint again")
+    return Stored(ways, tuple(lacking))
+
+
+def open_carried(places: Iterable[Path]) -> CarriedTensors | None:
+    """The tensors of the original that are not the text model's, if there are any; raises as `HFReader` does."""
+    place = next((place for place in places if is_there(place / CARRIED)), None)
+    return None if place is None else HFReader(place, carried=("",), single=CARRIED).carried
+
+
+def carried_names(directory: Path) -> list[str]:
+    """Names of the tensors that a Megatron directory carries."""
+    carried = open_carried([directory])
+    return list(carried.tensors) if carried else []
