@@ -28,6 +28,9 @@ _WHAT = "model config"
 _UNKNOWN_DEPTHS_DEFAULT, _UNKNOWN_DEPTHS_MOST = 3, 7
 """K by default, and the largest K of `auto`, for a repeated head of which nobody says how deep it was trained."""
 
+_ADDED_LATER: dict[str, object] = {"layernorm_zero_centered_gamma": False}
+"""Fields of `ModelConfig` that files have only where they differ from these defaults, as older ones lack them."""
+
 HiddenState = Literal["after_final_norm", "before_final_norm"]
 
 
@@ -101,6 +104,8 @@ class ModelConfig:
     sections: tuple[Section, ...] = ()
     """Sections of layer kinds that differ from their defaults, at most one of each kind."""
     layernorm_epsilon: Annotated[Number, Field(ge=1e-20, le=1)] = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    """Whether norms multiply by 1 + their weights (Gemma, Qwen3-Next), all but those inside of recurrent mixers."""
     tie_word_embeddings: bool = False
     init_std: Annotated[Number, Field(ge=0, le=1e3)] = 0.02
     bos_token_id: int | None = None
@@ -199,9 +204,24 @@ class ModelConfig:
         for name in keys_of(type(self)):
             for part in nested.get(name, ()):
                 found |= part.stored()
-            if name not in nested:
+            if name not in nested and (name not in _ADDED_LATER or getattr(self, name) != _ADDED_LATER[name]):
                 found[name] = getattr(self, name)
         return found
+
+    def value(self, key: str) -> Any:
+        """One value by its key in files, whether or not `values` has it."""
+        for part in (self.mtp, *(self.section(kind) for kind in SECTIONS.values())):
+            for name, own in keys_of(type(part)).items():
+                if own == key:
+                    return getattr(part, name)
+        return getattr(self, key)
+
+    def departures(self) -> dict[str, Any]:
+        """Settings of the model and its layers, by their keys in files, that older files lack and that differ from what
+        these imply."""
+        values, sections = self.values(), [kind for letter, kind in SECTIONS.items() if letter in self.letters]
+        later = [keys_of(section)[name] for section in sections for name in section.added_later]
+        return {key: values[key] for key in (*_ADDED_LATER, *later) if key in values}
 
     def to_dict(self) -> dict[str, Any]:
         """The values as JSON has them; `from_dict` reads them back."""

@@ -110,8 +110,8 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
 
     So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Of
     what is split over ranks each draws the whole and takes its part: the model is the same however it is split.
-    Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms are
-    one; a layer kind has others for some of its own.
+    Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms
+    multiply by one; a layer kind has others for some of its own.
     """
     residual_std = config.init_std / math.sqrt(2 * len(config.pattern))
     for name, parameter in model.named_parameters():
@@ -123,7 +123,7 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
         value = kind.initial(name, shape, config, draw) if kind else None
         module, _, leaf = name.rpartition(".")
         if value is None and ("norm" in module.rpartition(".")[2] or leaf == "layer_norm_weight"):
-            value = torch.ones(shape)
+            value = torch.zeros(shape) if config.layernorm_zero_centered_gamma else torch.ones(shape)
         elif value is None and parameter.dim() == 1:
             value = torch.zeros(shape)
         elif value is None:

@@ -61,6 +61,7 @@ def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int 
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=config.layernorm_epsilon,
+        layernorm_zero_centered_gamma=config.layernorm_zero_centered_gamma,
         qk_layernorm=config.attention.qk_layernorm,
         apply_rope_fusion=False,
         hidden_dropout=0.0,

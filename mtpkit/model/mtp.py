@@ -151,8 +151,9 @@ def mtp_forward(
     """
     layer = head_of(model, depth)
     if isinstance(inputs, StepInput) and _is_alone(model):
-        embedding, enorm, hnorm = model.embedding.word_embeddings.weight, layer.enorm, layer.hnorm
-        x = mtp_input(token_ids[0], hidden[:, 0], embedding, enorm.weight, hnorm.weight, enorm.eps)[:, None]
+        embedding, norms = model.embedding.word_embeddings.weight, (layer.enorm.weight, layer.hnorm.weight)
+        zero_centered = model.config.layernorm_zero_centered_gamma
+        x = mtp_input(token_ids[0], hidden[:, 0], embedding, *norms, layer.enorm.eps, zero_centered)[:, None]
         x, _unused = layer.eh_proj(x)
     else:
         x, _unused = linear_of(layer.eh_proj, partial(_normed_pair, layer), embed(model, token_ids), hidden)

@@ -95,9 +95,9 @@ def test_no_op_is_forgotten(monkeypatch):
         if inspect.isfunction(op) and hasattr(op, "__wrapped__")
     }
     assert len(picked) > 20
-    called = set()
+    called, options = set(), dict(activation="swiglu", attention_output_gate=True)
     monkeypatch.setenv(CHOICE, "reference")
-    for config in (NEMOTRON_H_TINY, NEMOTRON_3_TINY, NEMOTRON_H_TINY.replace(activation="swiglu")):
+    for config in (NEMOTRON_H_TINY, NEMOTRON_3_TINY, NEMOTRON_H_TINY.replace(**options)):
         for one in every(shapes(config, rows=1, k=2, context_len=5)):
             args = one.make()
             sys.setprofile(lambda frame, event, _: called.add(frame.f_code) if event == "call" else None)
@@ -249,9 +249,8 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
 
     def recorder(calls: set):
         def record(x, weight, **more):
-            around = sorted(
-                name for name, value in more.items() if value is not None and name not in ("eps", "group_size")
-            )
+            given = {name: value for name, value in more.items() if value is not None and value is not False}
+            around = sorted(given.keys() - {"eps", "group_size"})
             calls.add((*weight.shape, *around))
             return plain(x, weight, **more)
 

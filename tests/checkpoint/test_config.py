@@ -207,7 +207,12 @@ def test_megatron_lm_arguments():
     assert (config.hybrid_layer_pattern, config.mtp.num_layers, config.layernorm_epsilon) == ("M-*-/*-/*-", 1, 1e-6)
     assert config.attention.num_query_groups == 4, "without group_query_attention every head has its own"
     assert config_from_megatron(megatron_args(mamba_num_heads=None)) == config, "2 x hidden_size / mamba_head_dim"
+    gated = config_from_megatron(megatron_args(apply_layernorm_1p=True, attention_output_gate=True))
+    assert gated == config.replace(layernorm_zero_centered_gamma=True, attention_output_gate=True)
+    assert config_from_megatron(megatron_args(layernorm_zero_centered_gamma=True)).layernorm_zero_centered_gamma
     for changes in (
+        {"apply_layernorm_1p": "x"},
+        {"attention_output_gate": "x"},
         {"normalization": "LayerNorm"},
         {"disable_bias_linear": False},
         {"squared_relu": False},

@@ -206,12 +206,15 @@ def test_full_disk_while_saving_a_run(hf_dir, tmp_path, monkeypatch):
 
 def test_exports_that_have_no_place_in_the_family(tmp_path):
     shutil.copytree(GOLDEN / "tp1/distinct_heads", tmp_path / "megatron")
-    config = load_config(tmp_path / "megatron").replace(position_embedding_type="rope", qk_layernorm=True)
+    later = dict(attention_output_gate=True, layernorm_zero_centered_gamma=True)
+    config = load_config(tmp_path / "megatron").replace(position_embedding_type="rope", qk_layernorm=True, **later)
     (tmp_path / "megatron" / "mtpkit.json").write_text(json.dumps(config.to_dict()))
     fails(
         lambda: export_checkpoint(tmp_path / "megatron", tmp_path / "out"),
         "position_embedding_type rope",
         "qk_layernorm",
+        "attention_output_gate True",
+        "layernorm_zero_centered_gamma True",
     )
 
 

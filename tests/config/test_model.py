@@ -26,9 +26,23 @@ ORDER = [
 """Keys of `mtpkit.json` as files have had them from the start."""
 
 
+def test_files_have_later_settings_only_where_they_differ():
+    assert list(ModelConfig.of(**VALUES).to_dict()) == ORDER
+    later = dict(layernorm_zero_centered_gamma=True, attention_output_gate=True)
+    config = ModelConfig.of(**VALUES | later)
+    assert set(config.to_dict()) == {*ORDER, *later} and ModelConfig.from_dict(config.to_dict()) == config
+    assert config.departures() == later and ModelConfig.of(**VALUES).departures() == {}
+    assert config.replace(pattern="-", mtp_pattern="-").departures() == dict(layernorm_zero_centered_gamma=True)
+    assert all(ModelConfig.of(**VALUES).value(key) is False for key in later)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        (
+            dict(position_embedding_type="rope", rotary_percent=0.4),
+            ["rotary_percent 0.4", "kv_channels 8", "3 channels"],
+        ),
         (dict(pattern="MX*Q"), ["pattern", "'Q'", "'X'", "M (Mamba2)"]),
         (dict(mtp_pattern="*?"), ["mtp_pattern", "'?'"]),
         (dict(pattern=""), ["pattern is empty"]),

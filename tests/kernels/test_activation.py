@@ -46,6 +46,38 @@ def test_relu2_keeps_nan(twin):
     assert torch.equal(twin("activation").relu2(x).cpu().nan_to_num(nan=7.0), torch.tensor([[0.0, 7.0, 4.0]]))
 
 
+def gated_definition(x, gate):
+    return x.double() / (1 + torch.exp(-gate.double().flatten(-2)))
+
+
+GATES = [(1, 1, 1, 4), (3, 2, 3, 5), (2, 5, 2, 63), (1, 1, 4, 700)]
+"""Sequences, tokens, groups, width of a group."""
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("shape", GATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sigmoid_gate(twin, dtype, shape):
+    """The gate is a slice of each group of a wider projection; values and both gradients."""
+    *rows, groups, width = shape
+    x, above = torch.randn(*rows, groups * width).to(dtype), torch.randn(*rows, groups * width).to(dtype)
+    wide = torch.full((*rows, groups, 2 * width + 3), torch.nan, dtype=dtype)
+    wide[..., 3 : 3 + width] = (4 * torch.randn(shape)).to(dtype)
+    wide[..., 3] = -200.0
+
+    def outcome(function, x, wide, above):
+        x, gate = x.detach().requires_grad_(), wide.detach()[..., 3 : 3 + width].requires_grad_()
+        out = function(x, gate)
+        return [t.detach().cpu() for t in (out, *torch.autograd.grad(out, (x, gate), above))]
+
+    want = outcome(gated_definition, x.double(), wide.double(), above.double())
+    lows = outcome(reference.sigmoid_gate, x, wide, above)
+    haves = outcome(twin("activation").sigmoid_gate, *(t.to(twin.device) for t in (x, wide, above)))
+    for have, low, exact in zip(haves, lows, want, strict=True):
+        bound = 2 * relative(low, exact) + (2**-7 if twin.name == "interpreter" else 1e-6)
+        assert have.dtype == dtype and relative(have, exact) < (1e-5 if dtype == torch.float32 else bound)
+
+
 def gradient(function, x, above):
     """The gradient of x on the CPU, where `above` is that of the output or is cut to it."""
     x = x.detach().requires_grad_()

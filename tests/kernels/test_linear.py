@@ -37,7 +37,17 @@ def draw(rows, outputs, width, device="cpu", dtype=torch.bfloat16, norm=False, g
     return arguments
 
 
-def oracle(x, weight, norm_weight=None, eps=EPS, group_size=None, gate=None, activation=None, residual=None):
+def oracle(
+    x,
+    weight,
+    norm_weight=None,
+    eps=EPS,
+    zero_centered=False,
+    group_size=None,
+    gate=None,
+    activation=None,
+    residual=None,
+):
     """The result in fp64, from the definitions."""
     x = x.double()
     if gate is not None:
@@ -45,7 +55,7 @@ def oracle(x, weight, norm_weight=None, eps=EPS, group_size=None, gate=None, act
     if norm_weight is not None:
         groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
         groups = groups / torch.sqrt((groups**2).mean(-1, keepdim=True) + eps)
-        x = groups.flatten(-2) * norm_weight.double()
+        x = groups.flatten(-2) * (norm_weight.double() + zero_centered)
     y = x @ weight.double().t()
     y = y.clamp_min(0) ** 2 if activation else y
     return y if residual is None else y + residual.double()
@@ -77,6 +87,7 @@ CASES = {
     "plain": {},
     "residual": dict(residual=True),
     "norm": dict(norm=True),
+    "norm around zero": dict(norm=True, zero_centered=True),
     "norm, relu^2": dict(norm=True, activation="relu2"),
     "all": dict(norm=True, activation="relu2", residual=True),
     "a group a program": dict(group=64, residual=True),

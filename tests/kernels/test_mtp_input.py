@@ -19,23 +19,26 @@ def draw(tokens, width, dtype):
     return token_ids, hidden, embedding, *(torch.randn(width).to(dtype) for _ in range(2))
 
 
-def definition(token_ids, hidden, embedding, enorm_weight, hnorm_weight):
+def definition(token_ids, hidden, embedding, enorm_weight, hnorm_weight, more=0):
+    """`more` is added to the weights."""
     halves = []
     for x, weight in ((embedding[token_ids], enorm_weight), (hidden, hnorm_weight)):
         x = x.double()
-        halves.append(x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double())
+        halves.append(x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS) * (more + weight.double()))
     return torch.cat(halves, -1)
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 17), (4, 63), (9, 128), (2, 500)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mtp_input(twin, dtype, tokens, width):
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_mtp_input(twin, dtype, tokens, width, zero_centered):
     arguments = draw(tokens, width, dtype)
     on_device = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=twin.device) for t in arguments]
-    have = twin("norm").mtp_input(*(a.copy_(b) for a, b in zip(on_device, arguments, strict=True)), EPS)
-    want = definition(*arguments)
+    rest = EPS, zero_centered
+    have = twin("norm").mtp_input(*(a.copy_(b) for a, b in zip(on_device, arguments, strict=True)), *rest)
+    want = definition(*arguments, more=int(zero_centered))
     # Triton's interpreter cuts bf16 off instead of rounding.
-    bound = 2 * relative(reference.mtp_input(*arguments, EPS), want) + (2**-7 if twin.name == "interpreter" else 1e-6)
+    bound = 2 * relative(reference.mtp_input(*arguments, *rest), want) + (2**-7 if twin.name == "interpreter" else 1e-6)
     assert have.dtype == dtype and have.shape == (tokens, 2 * width)
     assert relative(have.cpu(), want) < (1e-5 if dtype == torch.float32 else bound)
 

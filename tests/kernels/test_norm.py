@@ -50,6 +50,15 @@ def test_rms_norm(twin, dtype, shape, wider):
     assert_close(twin, have, definition(x, weight), reference.rms_norm(x, weight, EPS))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_around_zero(twin, dtype):
+    """1 + w is not rounded to bf16 before it multiplies."""
+    x, weight = draw((5, 63), dtype), 2**-9 * draw((63,), dtype)
+    have, want = twin("norm").rms_norm(*place(twin, x, weight), EPS, True), definition(x, 1 + weight.double())
+    assert_close(twin, have, want, reference.rms_norm(x, weight, EPS, True))
+    assert relative(reference.rms_norm(x, weight, EPS), want) > 0.9
+
+
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp, in numpy
 @pytest.mark.parametrize(("heads", "group"), [(1, 1), (2, 17), (3, 63), (8, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,9 +1,11 @@
-"""An independent forward pass in fp64: Mamba2, attention and MLP layers, and MTP heads, straight from a checkpoint."""
+"""An independent forward pass in fp64: Mamba2, attention and MLP layers, and MTP heads, straight from a checkpoint or
+from a model's parameters."""
 
 import json
 import math
 import warnings
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,16 +38,29 @@ def rms_norm(x: Tensor, weight: Tensor | float) -> Tensor:
 class Oracle:
     """Results of a golden case; token ids are [b, s], hidden states [b, s, h]."""
 
-    def __init__(self, case: Path) -> None:
-        description = json.loads((case / "config.json").read_text())["config"]
-        self.config = description
-        self.base, *self.heads = description["hybrid_layer_pattern"].split("/")
-        self.weights = read_tensors(case / "checkpoint")
+    def __init__(self, config: dict, weights: dict[str, Tensor]) -> None:
+        self.config, self.weights = config, weights
+        self.base, *self.heads = config["hybrid_layer_pattern"].split("/")
+
+    @classmethod
+    def of(cls, case: Path) -> Self:
+        return cls(json.loads((case / "config.json").read_text())["config"], read_tensors(case / "checkpoint"))
+
+    @classmethod
+    def of_model(cls, model) -> Self:
+        """Of a model whose layers have the same names in memory as on disk."""
+        config = model.mtpkit_config
+        settings = config.values() | dict(hybrid_layer_pattern=config.hybrid_layer_pattern)
+        settings["gated_linear_unit"] = config.mlp.gated
+        return cls(settings, {name: parameter.detach().double() for name, parameter in model.named_parameters()})
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weights[name] + int(self.config.get("layernorm_zero_centered_gamma", False)))
 
     def hidden(self, ids: Tensor) -> Tensor:
         """After the final norm."""
         x = self.block("decoder", self.base, self.weights["embedding.word_embeddings.weight"][ids])
-        return rms_norm(x, self.weights["decoder.final_norm.weight"])
+        return self.norm("decoder.final_norm.weight", x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.weights["output_layer.weight"].t()
@@ -56,12 +71,12 @@ class Oracle:
         count = ids.shape[1] - k
         embedding = self.weights["embedding.word_embeddings.weight"][ids[:, k:]]
         x = [
-            rms_norm(embedding, self.weights[f"{name}.enorm.weight"]),
-            rms_norm(previous[:, :count], self.weights[f"{name}.hnorm.weight"]),
+            self.norm(f"{name}.enorm.weight", embedding),
+            self.norm(f"{name}.hnorm.weight", previous[:, :count]),
         ]
         x = torch.cat(x, -1) @ self.weights[f"{name}.eh_proj.weight"].t()
         x = self.block(f"{name}.mtp_model_layer", self.heads[k - 1], x)
-        return rms_norm(x, self.weights[f"{name}.final_layernorm.weight"])
+        return self.norm(f"{name}.final_layernorm.weight", x)
 
     def block(self, prefix: str, pattern: str, x: Tensor) -> Tensor:
         layers = {"M": self.mamba, "*": self.attention, "-": self.mlp}
@@ -70,30 +85,55 @@ class Oracle:
         return x
 
     def norm_linear(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weights[f"{name}.layer_norm_weight"]) @ self.weights[f"{name}.weight"].t()
+        return self.norm(f"{name}.layer_norm_weight", x) @ self.weights[f"{name}.weight"].t()
 
     def mlp(self, name: str, x: Tensor) -> Tensor:
-        inner = self.norm_linear(f"{name}.mlp.linear_fc1", x).relu() ** 2
+        inner = self.norm_linear(f"{name}.mlp.linear_fc1", x)
+        if self.config.get("gated_linear_unit"):
+            gate, up = inner.chunk(2, -1)
+            inner = F.silu(gate) * up
+        else:
+            inner = inner.relu() ** 2
         return inner @ self.weights[f"{name}.mlp.linear_fc2.weight"].t()
 
     def attention(self, name: str, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         groups, width = self.config["num_query_groups"], self.config["kv_channels"]
         rep = self.config["num_attention_heads"] // groups
-        qkv = self.norm_linear(f"{name}.self_attention.linear_qkv", x).view(batch, length, groups, rep + 2, width)
+        gated, name = self.config.get("attention_output_gate", False), f"{name}.self_attention"
+        qkv = self.norm_linear(f"{name}.linear_qkv", x).view(batch, length, groups, -1, width)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         heads = []
         for group in range(groups):
-            key, value = qkv[:, :, group, rep], qkv[:, :, group, rep + 1]
+            key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
+            key = self.placed(f"{name}.k_layernorm", key)
             for head in range(rep):
-                scores = qkv[:, :, group, head] @ key.transpose(1, 2) / math.sqrt(width)
-                heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+                query = self.placed(f"{name}.q_layernorm", qkv[:, :, group, head])
+                scores = query @ key.transpose(1, 2) / math.sqrt(width)
+                out = scores.masked_fill(future, -math.inf).softmax(-1) @ value
+                heads.append(out * torch.sigmoid(qkv[:, :, group, rep + head]) if gated else out)
+        name = name.removesuffix(".self_attention")
         return torch.cat(heads, -1) @ self.weights[f"{name}.self_attention.linear_proj.weight"].t()
+
+    def placed(self, norm: str, x: Tensor) -> Tensor:
+        """Queries or keys [b, s, d] of one head, normed and rotated: channel i of the first `rotary_percent` of them
+        with the channel half as many further on."""
+        if self.config.get("qk_layernorm"):
+            x = self.norm(f"{norm}.weight", x)
+        if self.config.get("position_embedding_type", "none") == "none":
+            return x
+        half = int(x.shape[-1] * self.config.get("rotary_percent", 1.0)) // 2
+        x = x.clone()
+        for i in range(half):
+            angle = torch.arange(x.shape[1], dtype=torch.float64) * self.config["rotary_base"] ** (-i / half)
+            a, b = x[..., i].clone(), x[..., half + i].clone()
+            x[..., i], x[..., half + i] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        return x
 
     def mamba(self, name: str, x: Tensor) -> Tensor:
         name += ".mixer"
         w = {key.removeprefix(f"{name}."): t for key, t in self.weights.items() if key.startswith(f"{name}.")}
-        u = rms_norm(x, w["in_proj.layer_norm_weight"])
+        u = self.norm(f"{name}.in_proj.layer_norm_weight", x)
         z, dt = (u @ w[f"in_proj.weight.{part}"].t() for part in ("z", "dt"))
         inner, B, C = (self.convolve(u @ w[f"in_proj.weight.{p}"].t(), w, p) for p in "xBC")
         heads, groups = self.config["mamba_num_heads"], self.config["mamba_num_groups"]

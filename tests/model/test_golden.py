@@ -35,13 +35,13 @@ def test_golden_logits_and_depths(case, device):
         assert relative(states[k][:count], want[:count]) < TOLERANCE, k
 
 
-@pytest.mark.parametrize("case", ["tp1/mamba_attention_mlp", "tp1/distinct_heads"])
+@pytest.mark.parametrize("case", ["tp1/mamba_attention_mlp", "tp1/distinct_heads", "tp1/gated_rope"])
 def test_the_oracle_agrees_with_golden(case):
     golden = load_file(GOLDEN / case / "golden.safetensors")
-    oracle, ids = Oracle(GOLDEN / case), golden["ids"]
+    oracle, ids = Oracle.of(GOLDEN / case), golden["ids"]
     state = oracle.hidden(ids)
     assert relative(oracle.logits(state), golden["logits"]) < TOLERANCE
-    for k, want in enumerate(golden["mtp_chain_sbh"].chunk(3)):
+    for k, want in enumerate(golden["mtp_chain_sbh"].chunk(1 + len(oracle.heads))):
         state = oracle.depth(k, state, ids) if k else state
         assert relative(state.transpose(0, 1), want[: LENGTH - k]) < TOLERANCE, k
 
@@ -49,7 +49,7 @@ def test_the_oracle_agrees_with_golden(case):
 @pytest.mark.parametrize("case", ["pp2/mamba_attention_mlp", "tp1/mamba_attention_mlp", "tp1/distinct_heads"])
 def test_the_model_agrees_with_the_oracle(case):
     logits, states = run(case, IDS)
-    oracle = Oracle(GOLDEN / case)
+    oracle = Oracle.of(GOLDEN / case)
     state = oracle.hidden(IDS)
     assert relative(logits, oracle.logits(state)) < TOLERANCE
     for k, have in enumerate(states):
@@ -58,7 +58,7 @@ def test_the_model_agrees_with_the_oracle(case):
 
 
 def test_the_oracle_sees_a_token_read_too_early():
-    oracle = Oracle(GOLDEN / "pp2/mamba_attention_mlp")
+    oracle = Oracle.of(GOLDEN / "pp2/mamba_attention_mlp")
     hidden = oracle.hidden(IDS)
     right, shifted = oracle.depth(1, hidden, IDS), oracle.depth(1, hidden, IDS.roll(1, 1))
     assert relative(shifted, right) > 1e-2

@@ -27,6 +27,13 @@ K, BLOCK_SIZE, NUM_BLOCKS, SLOTS, RING = 2, 4, 48, 6, 15
 TOLERANCE = 1e-5
 CPU = torch.device("cpu")
 MAMBA_HEAD = dict(pattern="MM**", mtp_pattern="M*E")
+GATED = dict(
+    attention_output_gate=True,
+    qk_layernorm=True,
+    layernorm_zero_centered_gamma=True,
+    position_embedding_type="rope",
+    rotary_percent=0.5,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +193,8 @@ def simulate(
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), MAMBA_HEAD],
-    ids=["plain", "rope", "mamba_head"],
+    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), MAMBA_HEAD, GATED],
+    ids=["plain", "rope", "mamba_head", "gated"],
 )
 def test_steps_equal_whole_sequences(changes, rollback):
     assert simulate(toy_model(**changes), rollback) < TOLERANCE

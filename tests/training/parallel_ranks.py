@@ -46,7 +46,14 @@ CASES = {
         ["heads.attention=serving", "loss.kind=ce"],
     ),
     "distinct": Case(
-        dict(pattern="M-*", mtp_pattern="*M-", mtp_use_repeated_layer=False, position_embedding_type="rope"),
+        dict(
+            pattern="M-*",
+            mtp_pattern="*M-",
+            mtp_use_repeated_layer=False,
+            position_embedding_type="rope",
+            attention_output_gate=True,
+            layernorm_zero_centered_gamma=True,
+        ),
         WHOLE,
         ["heads.attention=per_depth", "loss.kind=kl", "loss.top_k=5"],
     ),

@@ -28,6 +28,8 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
         yield linears.gated_norm(shapes)
     if has(AttentionConfig):
         yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes))
+        if shapes.config.attention.attention_output_gate:
+            yield linears.sigmoid_gate(shapes)
     yield linears.rms_norm(shapes)
     if has(MlpConfig):
         yield from linears.activation(shapes)

@@ -60,13 +60,12 @@ def calls(shapes: Shapes) -> Iterator[Call]:
     config = shapes.config
     hidden, inner = config.hidden_size, config.mamba2.inner
     sizes, width = config.attention, config.mlp.ffn_hidden_size
-    queries, keys = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
     if config.has(Mamba2Config):
         yield Call("in_proj", config.mamba2.projected, hidden, norm=True)
         yield Call("out_proj", hidden, inner, gated=True, residual=True)
     if config.has(AttentionConfig):
-        yield Call("linear_qkv", queries + 2 * keys, hidden, norm=True)
-        yield Call("linear_proj", hidden, queries, residual=True)
+        yield Call("linear_qkv", sizes.projected, hidden, norm=True)
+        yield Call("linear_proj", hidden, sizes.num_attention_heads * sizes.kv_channels, residual=True)
     if config.has(MlpConfig):
         rows, relu2 = (2 * width, None) if config.mlp.gated else (width, "relu2")
         yield Call("linear_fc1", rows, hidden, norm=True, activation=relu2)
@@ -93,6 +92,7 @@ def linear_case(shapes: Shapes, of: Call) -> Case:
     def run(op: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
         x, weight, norm_weight, gate, residual = args
         around = dict(eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
+        around["zero_centered"] = of.norm and config.layernorm_zero_centered_gamma
         return op(x, weight, norm_weight=norm_weight, gate=gate, residual=residual, **around)
 
     def in_float(*args: Tensor | None) -> Tensor:
@@ -128,12 +128,13 @@ def _in_and_out(args: Args) -> float:
 
 def rms_norm(shapes: Shapes) -> Case:
     """The norm as a kernel of its own: always after the last layer, before others where the linear does not fuse it."""
-    count, hidden, eps = shapes.count, shapes.config.hidden_size, shapes.config.layernorm_epsilon
+    config, count, hidden = shapes.config, shapes.count, shapes.config.hidden_size
+    rest = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
     fusing = [call.fuses(shapes) for call in calls(shapes) if call.norm]
     return Case(
         norm.rms_norm,
         f"[{count}, {hidden}]",
-        lambda: (shapes.normal(count, hidden), shapes.normal(hidden), eps),
+        lambda: (shapes.normal(count, hidden), shapes.normal(hidden), *rest),
         _in_and_out,
         note=lambda _: "final norm, others fused" if fusing and all(fusing) else "",
     )
@@ -163,6 +164,18 @@ def activation(shapes: Shapes) -> Iterator[Case]:
         )
     elif not any(call.activation and call.fuses(shapes) for call in calls(shapes)):
         yield Case(activations.relu2, f"[{count}, {width}]", lambda: (shapes.normal(count, width),), _in_and_out)
+
+
+def sigmoid_gate(shapes: Shapes) -> Case:
+    """The gate of attention's output, a slice of the projection."""
+    sizes, count = shapes.config.attention, shapes.count
+    groups, width = sizes.num_query_groups, sizes.num_attention_heads * sizes.kv_channels
+
+    def make() -> Args:
+        projected = shapes.normal(count, groups, sizes.projected // groups)
+        return shapes.normal(count, width), projected[..., width // groups : 2 * width // groups]
+
+    return Case(activations.sigmoid_gate, f"[{count}, {width}]", make, lambda args: 3 * size(args[0]))
 
 
 def route(shapes: Shapes, tokens: int) -> Case:

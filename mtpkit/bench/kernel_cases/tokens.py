@@ -20,7 +20,8 @@ def mtp_input(shapes: Shapes) -> Case:
     def more(args: Args) -> Args:
         # The embedding is one, of which a step reads few rows.
         weights = (args[2], shapes.normal(hidden), shapes.normal(hidden))
-        return shapes.ints(vocab_size, count), shapes.normal(count, hidden), *weights, config.layernorm_epsilon
+        rest = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        return shapes.ints(vocab_size, count), shapes.normal(count, hidden), *weights, *rest
 
     return Case(
         norm.mtp_input,

@@ -96,8 +96,11 @@ class Family:
         """Yield one clause for each setting of a model that this family has no key or no names for."""
         letters = config.letters
         yield from (f"layers of kind {kind}" for kind in _kinds(letters) if kind not in self.layers)
+        known: set[str] = set()
         for line in self._lines(letters):
+            known.update(line.fields())
             yield from line.misfits(config)
+        yield from (f"{key} {value}" for key, value in config.departures().items() if key not in known)
 
     def _lines(self, letters: str) -> list[Line]:
         """The lines that count for a model with these layers."""

@@ -1,6 +1,6 @@
 """Lines of a family's `config.json`, each read in both directions: keys of the file, fields of `ModelConfig`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,10 @@ class Line:
     def names(self) -> Mapping[str, str]:
         """Field of `ModelConfig` -> key of the file, for messages that name the key."""
         return {}
+
+    def fields(self) -> Collection[str]:
+        """The fields of `ModelConfig` that the line reads and writes, or refuses."""
+        return self.names().keys()
 
     def read(self, file: Values) -> Settings:
         """Fields of `ModelConfig` from a file, to whose list of problems wrong values are added."""
@@ -66,7 +70,7 @@ class Key(Line):
         return {self.field: self.default if key is None else file.get(key)}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        value = config.values()[self.field]
+        value = config.value(self.field)
         return {self.key: None if value == self.null else value}
 
 
@@ -86,6 +90,9 @@ class Fixed(Line):
     field_value: object = None
     kind: str = ""
 
+    def fields(self) -> Collection[str]:
+        return (self.field,) if self.field else ()
+
     def read(self, file: Values) -> Settings:
         if self.key:
             file.require(self.key, self.value)
@@ -95,7 +102,7 @@ class Fixed(Line):
         return {} if self.value is None else {self.key: self.value}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        if self.field and (value := config.values()[self.field]) != self.field_value:
+        if self.field and (value := config.value(self.field)) != self.field_value:
             yield f"{self.field} {value}"
 
 

@@ -39,9 +39,6 @@ OTHER_NAMES = {
 FIXED = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
-    "apply_layernorm_1p": False,
-    "attention_output_gate": False,
-    "layernorm_zero_centered_gamma": False,
     "multi_latent_attention": False,
     "normalization": "RMSNorm",
     "window_size": None,
@@ -56,6 +53,9 @@ MOE_FIXED = {
     "moe_shared_expert_gate": False,
 }
 """The same, for models with experts."""
+
+_ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
+"""The name in a `TransformerConfig`, and that of Megatron-LM's argument, which sets the former."""
 
 MAMBA_EXPAND = 2
 """Inner width of a Mamba layer in hidden sizes, where the number of its heads is not given."""
@@ -184,6 +184,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
         num_query_groups=groups or heads,
         kv_channels=file.typed("kv_channels", 0) or hidden // heads,
         activation=_activation(file),
+        layernorm_zero_centered_gamma=_zero_centered(file),
         tie_word_embeddings=not file.typed("untie_embeddings_and_output_weights", True),
     )
     raise_problems(file.where, file.problems)
@@ -204,6 +205,11 @@ def _patterns(file: Values) -> tuple[str, str, int]:
     if len(own) > 1 or len(heads) not in (0, depths):
         file.problems.append(f"{shown(text)} must give one pattern to all {shown(depths)} depths")
     return base, own.pop() if depths else "", depths
+
+
+def _zero_centered(file: Values) -> bool:
+    flags = [file.typed(key, False) for key in _ZERO_CENTERED]  # each is checked
+    return any(flags)
 
 
 def _activation(file: Values) -> Literal["relu2", "swiglu"]:

@@ -1,5 +1,6 @@
 """Sizes and switches of attention layers."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,6 +16,7 @@ class AttentionConfig(Section):
     letter, title, in_every_file = "*", "attention", True
     positive = ("num_attention_heads", "num_query_groups", "kv_channels")
     multiples = (("num_attention_heads", "num_query_groups"),)
+    added_later = ("attention_output_gate",)
 
     num_attention_heads: Count = 1
     num_query_groups: Count = 1
@@ -24,3 +26,18 @@ class AttentionConfig(Section):
     rotary_base: Annotated[Number, Field(ge=1, le=1e15)] = 10000.0
     rotary_percent: Annotated[Number, Field(ge=1e-6, le=1)] = 1.0
     qk_layernorm: bool = False
+    attention_output_gate: bool = False
+    """Whether each head's output is multiplied by the sigmoid of a gate, one more part of the projection (Qiu et al.
+    2025, arXiv:2505.06708; Qwen3-Next)."""
+
+    @property
+    def projected(self) -> int:
+        """Width of the input projection: queries, gates, keys and values."""
+        queries = (2 if self.attention_output_gate else 1) * self.num_attention_heads
+        return (queries + 2 * self.num_query_groups) * self.kv_channels
+
+    def requirements(self, layers: int) -> Iterator[str]:
+        yield from super().requirements(layers)
+        rotated = int(self.kv_channels * self.rotary_percent)
+        if self.position_embedding_type == "rope" and rotated % 2:
+            yield f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is odd, {rotated} channels"

@@ -1,5 +1,6 @@
-"""Activations of feed-forward layers."""
+"""Activations of feed-forward layers, and the gate of attention's output."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,3 +14,16 @@ def swiglu(x: Tensor) -> Tensor:
     """silu(first half) * second half (Shazeer 2020, arXiv:2002.05202): x [..., 2f] to [..., f]."""
     gate, value = x.chunk(2, -1)
     return F.silu(gate) * value
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x by sigmoid(gate), computed in fp32 (Qiu et al. 2025, arXiv:2505.06708).
+
+    Args:
+        x: [..., n].
+        gate: [..., g, n / g] of any strides; may be a slice of each group of a fused projection.
+
+    Returns:
+        [..., n] in the dtype of x.
+    """
+    return (x * torch.sigmoid(gate.flatten(-2).float())).to(x.dtype)

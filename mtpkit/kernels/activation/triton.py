@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mtpkit.kernels.device import as_rows
+from mtpkit.kernels.device import as_rows, strided, with_rows
 
 BLOCK, NUM_WARPS = 1024, 4
 """Eight elements per thread: one 16-byte load and one 16-byte store in bf16."""
@@ -82,3 +82,58 @@ def relu2(x: Tensor) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """See the reference."""
     return _Activation.apply(x, _run_swiglu)
+
+
+@triton.jit
+def _gate_kernel(x_rows, gate_rows, grad, out, gate_grad, width, part, blocks, BLOCK: tl.constexpr):
+    """Store x * sigmoid(gate) in out [rows, width]; or, given the gradient `grad` of that, the gradient of x in out and
+    that of the gate in gate_grad, both [rows, width]."""
+    x, x_stride = x_rows
+    gate, gate_stride, part_stride = gate_rows
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    place = row * gate_stride + (column // part) * part_stride + column % part
+    sigmoid = tl.sigmoid(tl.load(gate + place, mask=mask, other=0.0).to(tl.float32))
+    place = row * width + column
+    if grad is None:
+        tl.store(out + place, (value * sigmoid).to(out.dtype.element_ty), mask=mask)
+    else:
+        above = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + place, (above * sigmoid).to(out.dtype.element_ty), mask=mask)
+        slope = above * value * sigmoid * (1 - sigmoid)
+        tl.store(gate_grad + place, slope.to(gate_grad.dtype.element_ty), mask=mask)
+
+
+def _run_gate(x: Tensor, gate: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The gated x [..., n]; or, given its gradient, those of x and of the gate [..., n]."""
+    rows, gates = as_rows(x), with_rows(gate).flatten(0, -3)
+    width, part = rows.shape[1], gate.shape[-1]
+    out, gate_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device), None
+    if grad is not None:
+        grad, gate_grad = grad.contiguous(), torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    blocks = triton.cdiv(width, BLOCK)
+    sizes = dict(width=width, part=part, blocks=blocks, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _gate_kernel[(len(rows) * blocks,)](strided(rows), strided(gates), grad, out, gate_grad, **sizes)
+    return out, gate_grad
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx, x, gate):
+        ctx.save_for_backward(x, gate)
+        return _run_gate(x, gate)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, gate = ctx.saved_tensors
+        x_grad, gate_grad = _run_gate(x, gate, grad)
+        assert gate_grad is not None
+        return x_grad, gate_grad.view(gate.shape)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """See the reference."""
+    return _Gate.apply(x, gate)

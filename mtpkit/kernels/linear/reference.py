@@ -21,6 +21,7 @@ def linear(
     *,
     norm_weight: Tensor | None = None,
     eps: float = 1e-5,
+    zero_centered: bool = False,
     group_size: int | None = None,
     gate: Tensor | None = None,
     activation: Literal["relu2"] | None = None,
@@ -32,6 +33,7 @@ def linear(
         x: [M, K], rows of any stride.
         weight: [N, K].
         norm_weight: [K], weight of the RMS norm of x; None: no norm.
+        zero_centered: the norm, which then is not the gated one, multiplies by 1 + norm_weight.
         group_size, gate: arguments of Mamba2's gated norm, which normalises x * silu(gate) in groups of `group_size`
             channels. gate [M, K] may be a slice of a wider projection.
         activation: `relu2` is max(y, 0)^2.
@@ -41,7 +43,9 @@ def linear(
         [M, N] in the dtype of x. The reference rounds after every op, but adds a residual directly after the product
         before it rounds.
     """
-    return compose(norms, activations, x, weight, norm_weight, eps, group_size, gate, activation, residual)
+    return compose(
+        norms, activations, x, weight, norm_weight, eps, zero_centered, group_size, gate, activation, residual
+    )
 
 
 def compose(
@@ -51,6 +55,7 @@ def compose(
     weight: Tensor,
     norm_weight: Tensor | None,
     eps: float,
+    zero_centered: bool,
     group_size: int | None,
     gate: Tensor | None,
     activation: Literal["relu2"] | None,
@@ -58,10 +63,11 @@ def compose(
 ) -> Tensor:
     """Compute `linear` as separate ops, with the twins of norms and activations that the two modules hold."""
     assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
+    assert gate is None or not zero_centered, "a gated norm multiplies by its weight"
     if gate is not None:
         x = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps)
     elif norm_weight is not None:
-        x = norms.rms_norm(x, norm_weight, eps)
+        x = norms.rms_norm(x, norm_weight, eps, zero_centered)
     if activation is None:
         return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
     y = activations.relu2(F.linear(x, weight))

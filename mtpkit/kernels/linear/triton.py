@@ -98,6 +98,7 @@ def _linear_kernel(
     residual_stride,
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     RELU2: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -128,7 +129,10 @@ def _linear_kernel(
         if NORMED:
             value = x.to(tl.float32)
             squares += value * value
-            x = (value * scale.to(tl.float32)).to(x_ptr.dtype.element_ty)
+            factor = scale.to(tl.float32)
+            if ZERO_CENTERED:
+                factor += 1.0
+            x = (value * factor).to(x_ptr.dtype.element_ty)
             scale = tl.load(scale_ptrs + tl.minimum(start + BLOCK_K, SPAN - BLOCK_K))
         product = tl.dot(w.to(NARROW), x.to(NARROW), product)
     square = tl.sum(squares, 0)
@@ -179,6 +183,7 @@ def linear(
     *,
     norm_weight: Tensor | None = None,
     eps: float = 1e-5,
+    zero_centered: bool = False,
     group_size: int | None = None,
     gate: Tensor | None = None,
     activation: Literal["relu2"] | None = None,
@@ -192,11 +197,12 @@ def linear(
     (rows, width), outputs = x.shape, len(weight)
     chosen = tile or choose_tile(outputs, width)
     if x.dtype != torch.bfloat16 or not 0 < rows <= MAX_ROWS or chosen is None:
-        return compose(norms, activations, x, weight, norm_weight, eps, group_size, gate, activation, residual)
+        around = norm_weight, eps, zero_centered, group_size, gate, activation, residual
+        return compose(norms, activations, x, weight, *around)
     assert chosen.fits(width), f"{chosen} does not divide {width} channels"
     assert weight.stride(1) == 1
     if gate is not None:
-        assert norm_weight is not None and group_size is not None
+        assert norm_weight is not None and group_size is not None and not zero_centered
         x, norm_weight = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps), None
     x = with_rows(x)
     residual = None if residual is None else with_rows(residual)
@@ -222,6 +228,7 @@ def linear(
         0 if residual is None else residual.stride(0),
         WIDTH=width,
         SPAN=width // chosen.splits,
+        ZERO_CENTERED=zero_centered,
         RELU2=activation is not None,
         ROWS=block_m,
         NARROW=NARROW,

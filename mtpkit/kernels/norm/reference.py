@@ -5,9 +5,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight for x [..., h] and weight [h], in the dtype of x."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """Compute x / sqrt(mean(x^2) + eps) * weight for x [..., h] and weight [h], in the dtype of x.
+
+    Args:
+        zero_centered: multiply by 1 + weight instead, in fp32 (Megatron's `layernorm_zero_centered_gamma`).
+    """
+    if not zero_centered:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
@@ -25,7 +31,13 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
 
 
 def mtp_input(
-    token_ids: Tensor, hidden: Tensor, embedding: Tensor, enorm_weight: Tensor, hnorm_weight: Tensor, eps: float
+    token_ids: Tensor,
+    hidden: Tensor,
+    embedding: Tensor,
+    enorm_weight: Tensor,
+    hnorm_weight: Tensor,
+    eps: float,
+    zero_centered: bool = False,
 ) -> Tensor:
     """Make the input of an MTP depth's `eh_proj`: enorm(embedding of the token) beside hnorm(hidden) (DeepSeek-V3,
     arXiv:2412.19437, section 2.2).
@@ -35,9 +47,10 @@ def mtp_input(
         hidden: [T, h] of any row stride, hidden states of the depth before.
         embedding: [V, h].
         enorm_weight, hnorm_weight: [h], weights of the two RMS norms.
+        zero_centered: as for `rms_norm`.
 
     Returns:
         [T, 2h] in the dtype of `hidden`, embedding first.
     """
-    embedded = rms_norm(F.embedding(token_ids, embedding), enorm_weight, eps)
-    return torch.cat([embedded, rms_norm(hidden, hnorm_weight, eps)], -1)
+    embedded = rms_norm(F.embedding(token_ids, embedding), enorm_weight, eps, zero_centered)
+    return torch.cat([embedded, rms_norm(hidden, hnorm_weight, eps, zero_centered)], -1)

@@ -13,19 +13,34 @@ TILE = 2048
 
 
 @triton.jit
-def _normalise(value, weight, column, width, eps):
-    """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column]."""
+def _normalise(value, weight, column, width, eps, ZERO_CENTERED):
+    """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column], or by 1 more
+    where it is ZERO_CENTERED."""
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / width + eps)
-    return value * scale * tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
+    return value * scale * factor
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, eps, rows, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x,
+    weight,
+    out,
+    eps,
+    rows,
+    width,
+    stride,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < width)
     value = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    normed = _normalise(value, weight, column, width, eps)
+    normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED)
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
@@ -40,20 +55,30 @@ def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOC
     start = group * width
     value = tl.load(x + row * x_stride + start + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_stride + start + column, mask=mask, other=0.0).to(tl.float32)
-    normed = _normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps)
+    normed = _normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps, False)
     tl.store(out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _norm_row(source, weight, out, eps, width, BLOCK):
+def _norm_row(source, weight, out, eps, width, ZERO_CENTERED, BLOCK):
     column = tl.arange(0, BLOCK)[None, :]
     value = tl.load(source + column, mask=column < width, other=0.0).to(tl.float32)
-    normed = _normalise(value, weight, column, width, eps)
+    normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED)
     tl.store(out + column, normed.to(out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
-def _mtp_input_kernel(token_ids, hidden_rows, embedding_rows, norms, out, eps, width, BLOCK: tl.constexpr):
+def _mtp_input_kernel(
+    token_ids,
+    hidden_rows,
+    embedding_rows,
+    norms,
+    out,
+    eps,
+    width,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     hidden, hidden_stride = hidden_rows
     embedding, embedding_stride = embedding_rows
     enorm_weight, hnorm_weight = norms
@@ -61,9 +86,9 @@ def _mtp_input_kernel(token_ids, hidden_rows, embedding_rows, norms, out, eps, w
     out += token * 2 * width
     if tl.program_id(1) == 0:
         row = tl.load(token_ids + token).to(tl.int64)
-        _norm_row(embedding + row * embedding_stride, enorm_weight, out, eps, width, BLOCK)
+        _norm_row(embedding + row * embedding_stride, enorm_weight, out, eps, width, ZERO_CENTERED, BLOCK)
     else:
-        _norm_row(hidden + token * hidden_stride, hnorm_weight, out + width, eps, width, BLOCK)
+        _norm_row(hidden + token * hidden_stride, hnorm_weight, out + width, eps, width, ZERO_CENTERED, BLOCK)
 
 
 def _tile(width: int) -> dict[str, int]:
@@ -73,11 +98,11 @@ def _tile(width: int) -> dict[str, int]:
     return dict(ROWS=rows, BLOCK=block, num_warps=min(16, max(1, rows * block // 512)))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """See the reference."""
     rows, out, settings = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), _tile(x.shape[-1])
     grid = (triton.cdiv(len(rows), settings["ROWS"]),)
-    _rms_norm_kernel[grid](rows, weight, out, eps, *rows.shape, rows.stride(0), **settings)
+    _rms_norm_kernel[grid](rows, weight, out, eps, *rows.shape, rows.stride(0), ZERO_CENTERED=zero_centered, **settings)
     return out
 
 
@@ -101,7 +126,13 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
 
 
 def mtp_input(
-    token_ids: Tensor, hidden: Tensor, embedding: Tensor, enorm_weight: Tensor, hnorm_weight: Tensor, eps: float
+    token_ids: Tensor,
+    hidden: Tensor,
+    embedding: Tensor,
+    enorm_weight: Tensor,
+    hnorm_weight: Tensor,
+    eps: float,
+    zero_centered: bool = False,
 ) -> Tensor:
     """See the reference. Gather, both norms and the concatenation are one launch, two programs per token."""
     hidden, token_ids = as_rows(hidden), token_ids.contiguous()
@@ -116,6 +147,7 @@ def mtp_input(
         out,
         eps,
         width,
+        ZERO_CENTERED=zero_centered,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )

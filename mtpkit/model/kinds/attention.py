@@ -44,19 +44,22 @@ class Attention(LayerKind):
         parts = TransformerLayerSubmodules(self_attention=attention, self_attn_bda=get_bias_dropout_add)
         return ModuleSpec(module=AttentionLayer, submodules=parts)
 
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        return dict(attention_output_gate=config.attention.attention_output_gate)
+
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         sizes, hidden = config.attention, config.hidden_size
-        queries, keys = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
         norms = ("q_layernorm", "k_layernorm") if sizes.qk_layernorm else ()
         return {
             "self_attention.linear_qkv.layer_norm_weight": (hidden,),
-            "self_attention.linear_qkv.weight": (queries + 2 * keys, hidden),
+            "self_attention.linear_qkv.weight": (sizes.projected, hidden),
             **{f"self_attention.{norm}.weight": (sizes.kv_channels,) for norm in norms},
-            "self_attention.linear_proj.weight": (hidden, queries),
+            "self_attention.linear_proj.weight": (hidden, sizes.num_attention_heads * sizes.kv_channels),
         }
 
     def activations(self, config: ModelConfig) -> int:
-        return 2 * config.attention.num_attention_heads * config.attention.kv_channels
+        widths = 3 if config.attention.attention_output_gate else 2
+        return widths * config.attention.num_attention_heads * config.attention.kv_channels
 
     def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
         return (PagedKVSpec(max(1, config.attention.num_query_groups // ranks), config.attention.kv_channels),)
@@ -71,8 +74,10 @@ class Attention(LayerKind):
         """Sharpen the scores. As models are initialised, attention averages away nearly all values."""
         module: Any = layer.self_attention
         projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
-        groups = module.num_query_groups_per_partition
+        groups, heads = module.num_query_groups_per_partition, module.num_attention_heads_per_partition
         by_group = module.linear_qkv.weight.unflatten(0, (groups, -1, module.hidden_size_per_attention_head))
-        by_group[:, :-1] *= math.sqrt(_SCORES) / projected
+        sharper = math.sqrt(_SCORES) / projected
+        by_group[:, : heads // groups] *= sharper  # gates lie between queries and keys
+        by_group[:, -2] *= sharper
         by_group[:, -1] /= projected
         module.linear_proj.weight *= _OUTPUT

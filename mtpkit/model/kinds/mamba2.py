@@ -84,6 +84,8 @@ class Mamba2(LayerKind):
 
     def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
         """Draw A, dt and the convolution as the code of Mamba2's paper does."""
+        if name.endswith("mixer.norm.weight"):
+            return torch.ones(shape)  # whatever the norms outside of mixers multiply by
         match name.rpartition(".")[2]:
             case "A_log":
                 return draw.uniform(shape, 1, 16).log()

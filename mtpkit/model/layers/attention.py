@@ -1,14 +1,17 @@
 """Grouped-query self-attention for sequences, MTP depths and paged decoding."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor, nn
 
+from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
 from mtpkit.kernels.kv_store import store_kv
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.layers.base import linear_of
 from mtpkit.model.state import PagedKV
 
 
@@ -69,48 +72,62 @@ class SelfAttention(MegatronSelfAttention):
         """
         inputs = SequenceInput() if inference_context is None else inference_context
         if isinstance(inputs, StepInput):
-            q, k, v = self._project(hidden_states)
+            q, k, v, gate = self._project(hidden_states)
             positions, keep = inputs.positions, inputs.keep
             k = self._rotate(k, positions[None])
             if keep is not None:
-                q, positions, residual = q[keep], positions[keep], None if residual is None else residual[keep]
+                q, positions = q[keep], positions[keep]
+                gate, residual = (None if t is None else t[keep] for t in (gate, residual))
             q = self._rotate(q, positions[None])
             out = self._step(q, k[:, 0], v[:, 0], inputs)[:, None]
             if not len(out) and residual is not None:
                 return residual, None
+            gate = None if gate is None else gate[:, None]
         else:
-            q, k, v = self.get_query_key_value_tensors(hidden_states)
+            q, k, v, *rest = self.get_query_key_value_tensors(hidden_states, output_gate=self._gated)
+            gate = rest[0] if rest else None
             positions = self._positions(q, inputs)
             q, k = self._rotate(q, positions), self._rotate(k, positions)
             if torch.is_grad_enabled() and self.k_layernorm is None:
                 # Or the backward would keep the whole projection for its keys and values; norms keep it anyhow.
                 q, k, v = (t.contiguous() for t in (q, k, v))
+                gate = None if gate is None else gate.contiguous()
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, heads, d]
             if isinstance(inputs, DepthInput):
                 out = self._depth(q, k, v, inputs).transpose(0, 1)
             else:
                 out = self.core_attention(q, k, v, inputs.documents).transpose(0, 1)
-        return self.linear_proj(out.reshape(*out.shape[:2], -1), residual)
+        out = out.reshape(*out.shape[:2], -1)
+        if gate is None:
+            return self.linear_proj(out, residual)
+        return linear_of(partial(self.linear_proj, residual=residual), sigmoid_gate, out, gate)
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a step, as views of the projection: megatron-core's own split copies the queries
-        to have their heads in one dimension.
+    @property
+    def _gated(self) -> bool:
+        return self.config.attention_output_gate
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values and gates of a step, as views of the projection: megatron-core's own split copies the
+        queries to have their heads in one dimension.
 
         Returns:
-            q [T, groups, heads / groups, d]; k, v [T, 1, groups, d].
+            q [T, groups, heads / groups, d]; k, v [T, 1, groups, d]; gate [T, groups, heads / groups * d] or None.
         """
         if self.config.num_query_groups < self.world_size:  # a group's heads are on several ranks
-            q, k, v = self.get_query_key_value_tensors(hidden_states)
-            return q[:, 0].unflatten(1, (k.shape[2], -1)), k, v
+            q, k, v, *rest = self.get_query_key_value_tensors(hidden_states, output_gate=self._gated)
+            return q[:, 0].unflatten(1, (k.shape[2], -1)), k, v, rest[0][:, 0] if rest else None
         qkv, _ = self.linear_qkv(hidden_states)
         width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         qkv = qkv.view(qkv.shape[0], groups, -1, width)
-        q, k, v = qkv[:, :, :-2], qkv[:, None, :, -2], qkv[:, None, :, -1]
+        q, k, v, gate = qkv[:, :, :-2], qkv[:, None, :, -2], qkv[:, None, :, -1], None
+        if self._gated:
+            q, gate = q.chunk(2, 2)
+            gate = gate.flatten(2)
         if self.q_layernorm is not None:
             q = self.q_layernorm(q)
         if self.k_layernorm is not None:
             k = self.k_layernorm(k)
-        return q, k, v
+        return q, k, v, gate
 
     def _positions(self, q: Tensor, inputs: SequenceInput) -> Tensor:
         """[b, s] rotary positions of whole sequences."""

@@ -51,7 +51,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps = config.layernorm_epsilon
+        self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         self.layer_norm_weight = norm_weight(input_size, config)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +59,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         if not args and not kwargs and is_plain(self, input_, self.weight, self.layer_norm_weight):
             return self._fused(input_, None), None
         product = partial(super().forward, *args, **kwargs)
-        return linear_of(product, partial(rms_norm, eps=self.eps), input_, self.layer_norm_weight)
+        norm = partial(rms_norm, eps=self.eps, zero_centered=self.zero_centered)
+        return linear_of(product, norm, input_, self.layer_norm_weight)
 
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
         """The activation of the output, which takes no kernel of its own at few rows."""
@@ -68,8 +69,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return ACTIVATIONS[activation](self(input_)[0])
 
     def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
-        flat, norm = input_.flatten(0, -2), self.layer_norm_weight
-        output = linear(flat, self.weight, norm_weight=norm, eps=self.eps, activation=activation)
+        norm: dict[str, Any] = dict(eps=self.eps, zero_centered=self.zero_centered)
+        flat = input_.flatten(0, -2)
+        output = linear(flat, self.weight, norm_weight=self.layer_norm_weight, activation=activation, **norm)
         return output.view(*input_.shape[:-1], len(self.weight))
 
 

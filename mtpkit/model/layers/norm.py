@@ -13,23 +13,26 @@ ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
 def norm_weight(size: int, config: Any) -> nn.Parameter:
-    """Make the weight of a norm of whole hidden states, on megatron-core's device and in its dtype."""
-    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    """Make the weight of a norm of whole hidden states, on megatron-core's device and in its dtype, such that the norm
+    multiplies by 1."""
+    value = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+    weight = nn.Parameter(torch.full((size,), value, dtype=config.params_dtype, device=torch.cuda.current_device()))
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
 
 class RMSNorm(NoExtraState, nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension."""
+    """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, times its weight or,
+    with `layernorm_zero_centered_gamma`, 1 + its weight."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = norm_weight(hidden_size, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm of x [..., hidden_size], same dtype."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class GatedRMSNorm(SplitOverRanks):

@@ -31,6 +31,7 @@ class RMSNorm(NoExtraState, te.RMSNorm):
         super().__init__(
             hidden_size,
             eps=eps,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
             device=torch.cuda.current_device(),
