@@ -87,3 +87,25 @@ def verify(
             print(f"logits of {name}: largest relative difference {difference:.3g}")
             same = same and difference <= tolerance
     raise typer.Exit(0 if same else 1)
+
+
+@app.command(cls=Command)
+def lint(
+    directory: Annotated[Path, typer.Argument(help="Model directory in the Hugging Face layout.")],
+    server: Annotated[Literal["vllm", "sglang"] | None, typer.Option(help="Server to look for; default: both.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the server.")] = 1,
+) -> None:
+    """Say whether vLLM 0.24 and SGLang 0.5.23 would load a directory and draft with its heads; exit code 2 if not."""
+    from mtpkit.checkpoint.families.serving import VERSIONS
+    from mtpkit.checkpoint.lint import lint as find
+
+    asked = [server] if server else [*VERSIONS]
+    findings = find(directory, server, tensor_parallel_size)
+    for finding in findings:
+        who = ", ".join(VERSIONS[name] for name in finding.servers if name in asked)
+        print(f"{'fails' if finding.fatal else 'warning'} ({who}): {finding.text}")
+    bad = {name for finding in findings if finding.fatal for name in finding.servers}
+    for name in asked:
+        verdict = "would not load it, or draft wrongly" if name in bad else "should load it and draft with its heads"
+        print(f"{VERSIONS[name]} {verdict}")
+    raise typer.Exit(2 if any(finding.fatal for finding in findings) else 0)

@@ -26,11 +26,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mtpkit.config import ModelConfig
-from mtpkit.config.checked import keys_of
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import raise_problems
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.kinds import kinds_in
+from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
 from mtpkit.training.cache import base_states
 from mtpkit.training.config.settings import ParallelConfig
 
@@ -59,31 +58,25 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
 
 
 def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    kinds = kinds_in(model.letters)
-    divided = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
-    shared: dict[str, int] = {}
-    for kind in kinds:
-        section, keys = model.section(kind.section), keys_of(kind.section)
-        divided |= {keys[name]: getattr(section, name) for name in kind.divided}
-        shared |= {keys[name]: getattr(section, name) for name in kind.divided_or_shared}
-    for key, size in divided.items():
-        if size % parallel.tensor:
-            yield (
-                f"the model's {key} {size} cannot be split over tensor={parallel.tensor} ranks; "
-                "set parallel.tensor to a divisor of it"
-            )
-    for key, size in shared.items():
-        if size % parallel.tensor and parallel.tensor % size:
+    whole = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    sizes = [UnevenSize(key, size, False) for key, size in whole.items() if size % parallel.tensor]
+    for key, size, shared in (*sizes, *uneven_sizes(model, parallel.tensor)):
+        if shared:
             yield (
                 f"the model's {key} {size} and tensor={parallel.tensor} do not divide each other; set "
                 "parallel.tensor to a divisor or a multiple of it"
+            )
+        else:
+            yield (
+                f"the model's {key} {size} cannot be split over tensor={parallel.tensor} ranks; "
+                "set parallel.tensor to a divisor of it"
             )
     if parallel.pipeline > len(model.pattern):
         yield (
             f"the base has {len(model.pattern)} layers, too few for pipeline={parallel.pipeline} stages; set "
             f"parallel.pipeline to at most {len(model.pattern)}"
         )
-    experts = [count for kind in kinds if (count := kind.experts(model).count)]
+    experts = [count for kind in kinds_in(model.letters) if (count := kind.experts(model).count)]
     if parallel.expert > 1 and not experts:
         yield f"the model has no experts to split over expert={parallel.expert} ranks; set parallel.expert=1"
     for count in experts:

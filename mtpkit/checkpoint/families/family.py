@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.keys import Line, Settings
+from mtpkit.checkpoint.families.serving import USUAL, Serving
 from mtpkit.checkpoint.families.table import Entry, Table, Ways
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
@@ -51,6 +52,8 @@ class Family:
     copies: Callable[[ModelConfig], Mapping[str, str]] = _no_copies
     """Tensors of the heads that repeat one of the base's: their names, each with that of the base's tensor. An import
     drops them once they are found equal, an export writes them unless the original had none."""
+    serving: Serving = USUAL
+    """What servers expect of a directory, for `mtpkit.checkpoint.lint`."""
     carried: tuple[str, ...] = ()
     """Prefixes of tensors that are not the text model's, such as a vision tower's. They go through both conversions
     unchanged, in any dtype."""

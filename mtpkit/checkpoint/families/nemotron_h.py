@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
+from mtpkit.checkpoint.families.serving import Need, Serving
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
@@ -243,6 +244,17 @@ def _moe(c: ModelConfig) -> Iterator[Entry]:
         yield one(f"mixer.shared_experts.{name}.weight", f"mlp.shared_experts.{fc}.weight")
 
 
+SERVING = Serving(
+    head_patterns=("*E",),
+    fp32=(r"e_score_correction_bias$", r"A_log$"),
+    needs=(
+        Need("hybrid_override_pattern", "the words of layers_block_type are refused", servers=("sglang",)),
+        Need("mtp_hybrid_override_pattern", "the layers of the heads are read from it", heads_only=True),
+        Need("mamba_ssm_cache_dtype", "servers choose the dtype of Mamba's state", fatal=False, kind="mamba2"),
+    ),
+)
+"""vLLM 0.24 and SGLang 0.5.23 build heads of attention and experts alone."""
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -259,4 +271,5 @@ NEMOTRON_H = Family(
     mtp_outside=_mtp_outside,
     mtp_layer=_mtp_layer,
     published_name=_published_name,
+    serving=SERVING,
 )

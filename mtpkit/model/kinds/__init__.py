@@ -1,9 +1,10 @@
 """Layer kinds, one file each, and the table from letters of patterns to kinds."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtpkit.config import SECTIONS, ModelConfig, register_section
+from mtpkit.config.checked import keys_of
 from mtpkit.model.kinds.attention import Attention
 from mtpkit.model.kinds.base import LayerKind
 from mtpkit.model.kinds.mamba2 import Mamba2
@@ -28,6 +29,28 @@ for _kind in (Attention(), Mlp(), Mamba2(), Moe()):
 def kinds_in(pattern: str) -> list[LayerKind]:
     """Return the kinds of a pattern's layers, each once."""
     return [kind for letter, kind in KINDS.items() if letter in pattern]
+
+
+class UnevenSize(NamedTuple):
+    """A size of a model that some number of tensor-parallel ranks cannot divide."""
+
+    key: str
+    """Its key in files."""
+    size: int
+    shared: bool
+    """Whether several ranks may have the same part."""
+
+
+def uneven_sizes(config: ModelConfig, ranks: int) -> Iterator[UnevenSize]:
+    """Yield the sizes of a model's layers that tensor-parallel ranks cannot divide."""
+    for kind in kinds_in(config.letters):
+        section, keys = config.section(kind.section), keys_of(kind.section)
+        for name in kind.divided:
+            if (size := getattr(section, name)) % ranks:
+                yield UnevenSize(keys[name], size, False)
+        for name in kind.divided_or_shared:
+            if (size := getattr(section, name)) % ranks and ranks % size:
+                yield UnevenSize(keys[name], size, True)
 
 
 def caching_length(pattern: str) -> int:

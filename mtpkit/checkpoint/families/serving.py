@@ -1,0 +1,105 @@
+"""What servers expect of a family's directory, as facts that `mtpkit.checkpoint.lint` checks, and rules of its own.
+
+The facts are those of vLLM 0.24 and SGLang 0.5.23, read in their sources.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from mtpkit.checkpoint.families.keys import Settings
+from mtpkit.checkpoint.tensors import Shape, TensorInfo
+from mtpkit.config import ModelConfig
+
+Server = Literal["vllm", "sglang"]
+VERSIONS: dict[Server, str] = {"vllm": "vLLM 0.24", "sglang": "SGLang 0.5.23"}
+"""The servers that are known, with the version whose sources the facts come from."""
+SERVERS: tuple[Server, ...] = tuple(VERSIONS)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a directory that a server would stumble over."""
+
+    text: str
+    fatal: bool = True
+    """Whether the server would not load the directory, or would draft wrongly."""
+    servers: tuple[Server, ...] = SERVERS
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A Hugging Face directory as rules see it."""
+
+    directory: Path
+    hf: Settings
+    """Its `config.json`."""
+    config: ModelConfig
+    found: Mapping[str, TensorInfo]
+    """The tensors of its files, without those that the family carries."""
+    expected: Mapping[str, Shape]
+    """Those that its config calls for."""
+    heads: frozenset[str]
+    """The names of `expected` that belong to the heads."""
+    read: Callable[[str], Tensor]
+    """Reads a tensor of `found`."""
+    ranks: int
+    """Tensor-parallel ranks of the server."""
+
+    def setting(self, key: str) -> object:
+        """A value of the config by its path, such as `text_config.dtype`; None where it is absent."""
+        value: object = self.hf
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+Rule = Callable[[Subject], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Need:
+    """A key that `config.json` must have."""
+
+    key: str
+    """Its path, such as `text_config.mtp_num_hidden_layers`."""
+    why: str
+    """What happens without it."""
+    value: object = None
+    """The value that it must have; None: any."""
+    fatal: bool = True
+    servers: tuple[Server, ...] = SERVERS
+    heads_only: bool = False
+    """Whether it is needed only where there are heads."""
+    kind: str = ""
+    """Name of a layer kind; the key is needed in models that have such layers. Empty: in all models."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What servers expect of a family's directory. Names of tensors are matched by regular expressions."""
+
+    count_key: str = "num_nextn_predict_layers"
+    """Path of the key that counts physical MTP layers."""
+    count_default: int = 0
+    """What servers take where that key is absent."""
+    head_patterns: tuple[str, ...] = ()
+    """Patterns of a depth that servers can build; empty: every pattern."""
+    ties: tuple[Server, ...] = ()
+    """Servers that tie the embeddings of this family."""
+    norm_means: tuple[tuple[str, float], ...] = ((r"norm", 1.0),)
+    """Names of norms -> about what the mean of their weights is; the first that matches counts."""
+    fp32: tuple[str, ...] = ()
+    """Names of tensors that lose what they say when rounded to bf16."""
+    unquantized: tuple[str, ...] = ()
+    """Names of head modules that servers build without quantisation, whatever the config says."""
+    needs: tuple[Need, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    """What the other fields cannot say."""
+
+
+USUAL = Serving()
+"""What holds where a family states nothing."""

@@ -1,0 +1,263 @@
+"""What vLLM and SGLang would do with a Hugging Face directory, found out without running them.
+
+The rules here hold for every family; `Family.serving` states the facts that they need, and rules of the family's own.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+
+from mtpkit.checkpoint.directory import detect_layout, load_config
+from mtpkit.checkpoint.families import Family, get_family
+from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
+from mtpkit.checkpoint.layouts.huggingface import HFReader
+from mtpkit.checkpoint.quantized import CONFIG, FP8, SCALE, BlockFp8, read_block_fp8
+from mtpkit.checkpoint.tensors import FLOATS, is_finite
+from mtpkit.checkpoint.values import Values
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import is_there, read_json
+from mtpkit.model.kinds import kinds_in, uneven_sizes
+
+_WIDTH = 2000
+"""Characters of names in a finding, which is a report and no error line."""
+_NORM_SHIFT = 0.5
+"""A mean of norms that is so far from the usual one may lack, or have twice, an offset of 1."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+
+
+def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) -> list[Finding]:
+    """List what a server would stumble over in a Hugging Face directory, what is fatal first.
+
+    Args:
+        server: the one to look for; None: all that are known.
+        ranks: tensor-parallel ranks of the server.
+
+    Raises:
+        UserError: the directory has another layout, its files are damaged, or its config cannot be represented.
+    """
+    directory = Path(directory)
+    if detect_layout(directory) != "hf":
+        raise UserError(f"{directory} has the Megatron layout, which no server reads; use `export` to convert it")
+    config = load_config(directory)
+    family = get_family(config.family)
+    reader = HFReader(directory, family.published_name, family.carried)
+    table = family.table(config)
+    stored = table.stored_in(reader.tensors)
+    subject = Subject(
+        directory=directory,
+        hf={key: value for key, value in read_json(directory / "config.json").items() if value is not None},
+        config=config,
+        found=reader.tensors,
+        expected=table.hf_shapes(stored),
+        heads=frozenset(table.mtp_names(stored)),
+        read=reader.read,
+        ranks=ranks,
+    )
+    wanted = {server} if server else {*SERVERS}
+    found = [finding for rule in _rules(family) for finding in rule(subject) if wanted & {*finding.servers}]
+    return sorted(found, key=lambda finding: not finding.fatal)
+
+
+def _rules(family: Family) -> list[Rule]:
+    """All rules for a family's directories."""
+    facts = family.serving
+
+    def architecture(subject: Subject) -> Iterator[Finding]:
+        names = subject.hf.get("architectures")
+        if not isinstance(names, list) or names[:1] != [family.architecture]:
+            yield Finding(f"architectures {shown(names)}: servers choose the model by it; write {family.architecture}")
+
+    def depth(subject: Subject) -> Iterator[Finding]:
+        stated = subject.setting(facts.count_key)
+        count, stored = facts.count_default if stated is None else stated, subject.config.mtp.num_layers
+        if count != stored:
+            yield Finding(f"{facts.count_key} is {shown(count)}, but {stored} MTP layers are stored")
+        if not stored:
+            yield Finding(f"{facts.count_key} is 0: there are no heads to draft with")
+        if stored > 1:
+            yield Finding(
+                f"{stored} MTP layers are stored: vLLM runs only the first, SGLang takes no more than 1; export the "
+                "one layer of a repeated head, not its depths"
+            )
+        pattern = subject.config.mtp.pattern
+        if stored and facts.head_patterns and pattern not in facts.head_patterns:
+            yield Finding(f"heads of layers {pattern!r}: servers build {listed(facts.head_patterns)} only")
+
+    def tied(subject: Subject) -> Iterator[Finding]:
+        deaf = tuple(server for server in SERVERS if server not in facts.ties)
+        if subject.config.tie_word_embeddings and deaf:
+            yield Finding("embeddings are tied, which is ignored: store the output layer, and untie", True, deaf)
+
+    def needs(subject: Subject) -> Iterator[Finding]:
+        kinds = {kind.name for kind in kinds_in(subject.config.letters)}
+        for need in facts.needs:
+            if (need.heads_only and not subject.config.mtp.num_layers) or (need.kind and need.kind not in kinds):
+                continue
+            if finding := _unmet(need, subject.setting(need.key)):
+                yield finding
+
+    def fp32(subject: Subject) -> Iterator[Finding]:
+        rounded = [
+            name
+            for name, info in subject.found.items()
+            if info.dtype != torch.float32 and any(re.search(pattern, name) for pattern in facts.fp32)
+        ]
+        if rounded:
+            yield Finding(f"not stored in fp32, and so rounded: {listed(rounded, most=4)}", False)
+
+    def norms(subject: Subject) -> Iterator[Finding]:
+        return _norms(subject, facts.norm_means)
+
+    def quantisation(subject: Subject) -> Iterator[Finding]:
+        return _quantisation(subject, facts.unquantized)
+
+    shared = [architecture, _names, depth, _sizes, tied, needs, quantisation, _dtype, fp32, norms, _files]
+    return [*shared, *facts.rules]
+
+
+def _unmet(need: Need, found: object) -> Finding | None:
+    if found is None:
+        return Finding(f"config.json lacks {need.key}: {need.why}", need.fatal, need.servers)
+    if need.value is not None and found != need.value:
+        return Finding(f"{need.key} {shown(found)} instead of {need.value!r}: {need.why}", need.fatal, need.servers)
+    return None
+
+
+def _names(subject: Subject) -> Iterator[Finding]:
+    """A tensor under another name, or of another shape, is skipped, or stops the server, or stays uninitialised."""
+    found, expected = subject.found, subject.expected
+    scales = {name + SCALE for name, info in found.items() if info.dtype == FP8}
+    for title, names in (
+        ("missing", expected.keys() - found.keys()),
+        ("unexpected", found.keys() - expected.keys() - scales),
+        ("not floating-point numbers", {n for n in found.keys() & expected if found[n].dtype not in (*FLOATS, FP8)}),
+    ):
+        for whose, part in (("of the heads", names & subject.heads), ("", names - subject.heads)):
+            if part:
+                yield Finding(f"{len(part)} tensors {whose} {title}: ".replace("  ", " ") + _listed(part))
+    odd = sorted(n for n in found.keys() & expected.keys() if tuple(found[n].shape) != tuple(expected[n]))
+    if odd:
+        shapes = [f"{name} {list(found[name].shape)} instead of {list(expected[name])}" for name in odd]
+        yield Finding(f"{len(odd)} tensors of another shape: {_listed(shapes)}")
+
+
+def _sizes(subject: Subject) -> Iterator[Finding]:
+    """Sizes that tensor-parallel ranks divide."""
+    ranks, config = subject.ranks, subject.config
+    for size in uneven_sizes(config, ranks):
+        share = "does not divide it, nor the other way round" if size.shared else "does not divide it"
+        yield Finding(f"{size.key} {size.size}: tensor-parallel size {ranks} {share}")
+    block = read_block_fp8(Values(subject.hf, subject.directory))
+    if config.hidden_size % ranks:
+        yield Finding(f"hidden_size {config.hidden_size}: tensor-parallel size {ranks} does not divide it")
+    if block is None or ranks == 1:
+        return
+    for kind in kinds_in(config.letters):
+        for name in (field for field in kind.divided if field.endswith("_size")):
+            width = getattr(config.section(kind.section), name)
+            if width // ranks % block.rows:
+                text = f"{name} {width} over {ranks} ranks is no multiple of the blocks of {block.rows} rows"
+                yield Finding(f"fp8: {text}", True, ("vllm",))
+
+
+def _dtype(subject: Subject) -> Iterator[Finding]:
+    """Servers run in the dtype that the config names."""
+    counts: Counter[torch.dtype] = Counter()
+    for name in subject.found.keys() & subject.expected.keys():
+        counts[subject.found[name].dtype] += subject.found[name].nbytes
+    if not counts:
+        return
+    most = str(counts.most_common(1)[0][0]).removeprefix("torch.")
+    keys = ("dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype")
+    stated = next((subject.setting(key) for key in keys if subject.setting(key) is not None), None)
+    if stated is None:
+        yield Finding("config.json names no dtype: servers choose one", False)
+    elif stated != most and not most.startswith("float8"):
+        yield Finding(f"dtype {shown(stated)}, but most weights are {most}", False)
+
+
+def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[Finding]:
+    """Norms whose mean is far from the usual one may be stored with another offset than servers add."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    endless = []
+    for name in sorted(subject.found.keys() & subject.expected.keys()):
+        pattern = next((pattern for pattern, _ in means if re.search(pattern, name)), None)
+        if pattern is None or len(subject.found[name].shape) != 1 or subject.found[name].dtype not in FLOATS:
+            continue
+        whose = "heads" if name in subject.heads else "base"
+        tensor = subject.read(name)
+        if is_finite(tensor):
+            groups.setdefault((pattern, whose), []).append(tensor.float().mean().item())
+        else:
+            endless.append(name)
+    if endless:
+        yield Finding(f"NaN or infinity in {_listed(endless)}")
+    for (pattern, whose), values in groups.items():
+        usual, middle = dict(means)[pattern], sorted(values)[len(values) // 2]
+        if abs(middle - usual) > _NORM_SHIFT:
+            what = f"norms of the {whose} matching {pattern!r}: median mean {middle:.2f}"
+            yield Finding(f"{what}, usually about {usual:g}; an offset of 1 may be wrong", False)
+
+
+def _quantisation(subject: Subject, unquantized: tuple[str, ...]) -> Iterator[Finding]:
+    """A quantised base needs to be told which of the heads' modules are not."""
+    settings, found = subject.setting(CONFIG), subject.found
+    quantized = {name for name, info in found.items() if info.dtype == FP8}
+    if not isinstance(settings, Mapping):
+        if quantized:
+            yield Finding(f"fp8 weights without {CONFIG} in config.json: {_listed(quantized)}")
+        return
+    keys = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
+    ignored = [str(module) for key in keys for module in settings.get(key) or ()]
+    block = read_block_fp8(Values(subject.hf, subject.directory)) or BlockFp8()
+    matrices = [n for n in subject.heads & found.keys() if len(found[n].shape) > 1 and n.endswith(".weight")]
+    modules = {name: name.removesuffix(".weight") for name in sorted(matrices)}
+    plain = [module for name, module in modules.items() if name not in quantized and _convertible(module)]
+    free = [module for module in plain if not any(re.search(pattern, module) for pattern in unquantized)]
+    if told := [module for module in free if not any(_matches(entry, module) for entry in ignored)]:
+        yield Finding(f"not quantised, and in none of {CONFIG}'s {', '.join(keys[:2])}: {_listed(told)}")
+    for name in sorted(quantized):
+        module = name.removesuffix(".weight")
+        if name in subject.heads and any(re.search(pattern, module) for pattern in unquantized):
+            yield Finding(f"{name} is fp8, but servers build it without quantisation: store it in bf16")
+        elif any(_matches(entry, module) for entry in ignored):
+            yield Finding(f"{name} is fp8, though {CONFIG} says that it is not")
+        scale, shape = found.get(name + SCALE), block.scale_shape(found[name].shape)
+        if scale is None:
+            yield Finding(f"{name} is fp8 without {name}{SCALE}")
+        elif scale.shape != shape:
+            yield Finding(f"{name}{SCALE} {list(scale.shape)} instead of {list(shape)}")
+
+
+def _convertible(module: str) -> bool:
+    """Whether servers would quantise a module: linears, but no embedding, router, convolution or output layer."""
+    return not re.search(r"embed|\.gate$|conv1d|lm_head|\.head$", module)
+
+
+def _matches(entry: str, module: str) -> bool:
+    """Whether an entry of an ignore-list means a module: by name, prefix, wildcard, or a pattern after `re:`."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    return module == entry or module.startswith(entry + ".") or fnmatch(module, entry)
+
+
+def _files(subject: Subject) -> Iterator[Finding]:
+    """What lies beside the weights."""
+    directory = subject.directory
+    if not any(is_there(directory / name) for name in _TOKENIZERS):
+        yield Finding(f"no tokenizer; looked for {listed(_TOKENIZERS)}", False)
+    code = subject.hf.get("auto_map")
+    if isinstance(code, Mapping):
+        names = [name for value in code.values() for name in (value if isinstance(value, list) else [value])]
+        files = {f"{str(name).partition('.')[0]}.py" for name in names if name and "--" not in str(name)}
+        if missing := sorted(name for name in files if not is_there(directory / name)):
+            yield Finding(f"auto_map names code that is not there: {listed(missing)}")
+
+
+def _listed(names: object) -> str:
+    assert isinstance(names, set | frozenset | list)
+    return listed(sorted(names), most=100, width=_WIDTH)
