@@ -192,8 +192,8 @@ def test_what_is_changed_in_place_is_compared_too(name, place):
 def test_a_residual_may_be_overwritten(overwrites):
     right = case("linear linear_fc2")
 
-    def call(x, weight, norm_weight, gate, residual):
-        return right.twin(x, weight, norm_weight, gate, residual if overwrites else residual.clone())
+    def call(x, weight, norm_weight, gate, residual, bias):
+        return right.twin(x, weight, norm_weight, gate, residual if overwrites else residual.clone(), bias)
 
     assert check(broken(right, call), right.make()) == 0
 

@@ -18,7 +18,9 @@ SMALL = (64, 32, 3, 4, 2)
 """A tile that divides the widths below, whose outputs two programs share; it takes the matrix unit of the real ones."""
 
 
-def draw(rows, outputs, width, device="cpu", dtype=torch.bfloat16, norm=False, group=None, residual=False, **rest):
+def draw(
+    rows, outputs, width, device="cpu", dtype=torch.bfloat16, norm=False, group=None, residual=False, bias=False, **rest
+):
     """Arguments of `linear`; x, gate and residual are slices of wider tensors, with NaN around x and the gate."""
 
     def sliced(columns: int) -> torch.Tensor:
@@ -32,6 +34,8 @@ def draw(rows, outputs, width, device="cpu", dtype=torch.bfloat16, norm=False, g
         arguments["norm_weight"] = (1 + 0.5 * torch.randn(width)).to(device, dtype)
     if group:
         arguments |= dict(group_size=group, gate=sliced(width))
+    if bias:
+        arguments["bias"] = torch.randn(outputs).to(device, dtype)
     if residual:
         arguments["residual"] = sliced(outputs)
     return arguments
@@ -45,6 +49,7 @@ def oracle(
     zero_centered=False,
     group_size=None,
     gate=None,
+    bias=None,
     activation=None,
     residual=None,
 ):
@@ -56,7 +61,7 @@ def oracle(
         groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
         groups = groups / torch.sqrt((groups**2).mean(-1, keepdim=True) + eps)
         x = groups.flatten(-2) * (norm_weight.double() + zero_centered)
-    y = x @ weight.double().t()
+    y = x @ weight.double().t() + (0 if bias is None else bias.double())
     y = y.clamp_min(0) ** 2 if activation else y
     return y if residual is None else y + residual.double()
 
@@ -87,6 +92,8 @@ CASES = {
     "plain": {},
     "residual": dict(residual=True),
     "norm": dict(norm=True),
+    "bias": dict(bias=True),
+    "norm, bias, relu^2": dict(norm=True, bias=True, activation="relu2"),
     "norm around zero": dict(norm=True, zero_centered=True),
     "norm, relu^2": dict(norm=True, activation="relu2"),
     "all": dict(norm=True, activation="relu2", residual=True),

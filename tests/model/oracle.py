@@ -85,7 +85,8 @@ class Oracle:
         return x
 
     def norm_linear(self, name: str, x: Tensor) -> Tensor:
-        return self.norm(f"{name}.layer_norm_weight", x) @ self.weights[f"{name}.weight"].t()
+        bias = self.weights.get(f"{name}.bias", torch.zeros(()))
+        return self.norm(f"{name}.layer_norm_weight", x) @ self.weights[f"{name}.weight"].t() + bias
 
     def mlp(self, name: str, x: Tensor) -> Tensor:
         inner = self.norm_linear(f"{name}.mlp.linear_fc1", x)

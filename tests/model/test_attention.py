@@ -13,6 +13,7 @@ CASES = {
     "zero_centered": dict(layernorm_zero_centered_gamma=True, qk_layernorm=True),
     "gate": dict(attention_output_gate=True, num_attention_heads=6, num_query_groups=3),
     "gate_norm": dict(attention_output_gate=True, qk_layernorm=True, num_attention_heads=5, num_query_groups=5),
+    "bias": dict(add_qkv_bias=True, num_attention_heads=6, num_query_groups=3, **ROPE),
     "partial": dict(qk_layernorm=True, rotary_percent=0.5, num_attention_heads=3, num_query_groups=1, **ROPE),
     "qwen3_next": dict(
         layernorm_zero_centered_gamma=True,
@@ -82,6 +83,17 @@ def test_an_option_that_is_missed_would_be_seen(wrong):
     model = fresh(**CASES["qwen3_next"])
     oracle = Oracle.of_model(model)
     oracle.config |= wrong
+    assert min(errors(oracle, model, IDS)) > 1e-2
+
+
+@torch.no_grad()
+def test_biases_by_part_would_be_seen():
+    """The bias lies as the rows do: queries, key and value of a group, then the next group."""
+    model = fresh(**CASES["bias"])
+    oracle = Oracle.of_model(model)
+    name = "decoder.layers.0.self_attention.linear_qkv.bias"
+    grouped = oracle.weights[name].unflatten(0, (3, 4, -1))
+    oracle.weights[name] = torch.cat([grouped[:, :2].flatten(), grouped[:, 2].flatten(), grouped[:, 3].flatten()])
     assert min(errors(oracle, model, IDS)) > 1e-2
 
 

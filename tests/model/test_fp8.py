@@ -11,7 +11,8 @@ from tests.model.toy import CONFIG, toy_tokens
 
 
 def built(device="cpu"):
-    return build_model(CONFIG.replace(pattern="M*-M*-"), dtype=torch.bfloat16, device=device, seed=3)
+    config = CONFIG.replace(pattern="M*-M*-", add_qkv_bias=True)
+    return build_model(config, dtype=torch.bfloat16, device=device, seed=3)
 
 
 @torch.no_grad()

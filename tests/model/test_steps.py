@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 MAMBA_HEAD = dict(pattern="MM**", mtp_pattern="M*E")
 GATED = dict(
     attention_output_gate=True,
+    add_qkv_bias=True,
     qk_layernorm=True,
     layernorm_zero_centered_gamma=True,
     position_embedding_type="rope",
@@ -197,7 +198,11 @@ def simulate(
     ids=["plain", "rope", "mamba_head", "gated"],
 )
 def test_steps_equal_whole_sequences(changes, rollback):
-    assert simulate(toy_model(**changes), rollback) < TOLERANCE
+    model = toy_model(**changes)
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear_qkv.bias"):
+            parameter.copy_(torch.linspace(-1, 1, len(parameter)))
+    assert simulate(model, rollback) < TOLERANCE
 
 
 @torch.no_grad()

@@ -52,6 +52,7 @@ CASES = {
             mtp_use_repeated_layer=False,
             position_embedding_type="rope",
             attention_output_gate=True,
+            add_qkv_bias=True,
             layernorm_zero_centered_gamma=True,
         ),
         WHOLE,

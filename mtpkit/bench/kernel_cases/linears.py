@@ -34,6 +34,7 @@ class Call:
     activation: str | None = None
     """`relu2` or none: others run apart."""
     residual: bool = False
+    bias: bool = False
 
     def fuses(self, shapes: Shapes) -> bool:
         """Whether N tokens are one kernel with norm and activation in it."""
@@ -64,7 +65,7 @@ def calls(shapes: Shapes) -> Iterator[Call]:
         yield Call("in_proj", config.mamba2.projected, hidden, norm=True)
         yield Call("out_proj", hidden, inner, gated=True, residual=True)
     if config.has(AttentionConfig):
-        yield Call("linear_qkv", sizes.projected, hidden, norm=True)
+        yield Call("linear_qkv", sizes.projected, hidden, norm=True, bias=sizes.add_qkv_bias)
         yield Call("linear_proj", hidden, sizes.num_attention_heads * sizes.kv_channels, residual=True)
     if config.has(MlpConfig):
         rows, relu2 = (2 * width, None) if config.mlp.gated else (width, "relu2")
@@ -87,13 +88,14 @@ def linear_case(shapes: Shapes, of: Call) -> Case:
             shapes.normal(of.width) if of.norm or of.gated else None,
             _gate(shapes) if of.gated else None,
             shapes.normal(count, of.outputs) if of.residual else None,
+            shapes.normal(of.outputs) if of.bias else None,
         )
 
     def run(op: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-        x, weight, norm_weight, gate, residual = args
+        x, weight, norm_weight, gate, residual, bias = args
         around = dict(eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
         around["zero_centered"] = of.norm and config.layernorm_zero_centered_gamma
-        return op(x, weight, norm_weight=norm_weight, gate=gate, residual=residual, **around)
+        return op(x, weight, norm_weight=norm_weight, gate=gate, bias=bias, residual=residual, **around)
 
     def in_float(*args: Tensor | None) -> Tensor:
         return run(reference.linear, *(None if arg is None else arg.float() for arg in args)).to(shapes.dtype)

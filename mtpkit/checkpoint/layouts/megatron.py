@@ -38,7 +38,6 @@ OTHER_NAMES = {
 
 FIXED = {
     "add_bias_linear": False,
-    "add_qkv_bias": False,
     "multi_latent_attention": False,
     "normalization": "RMSNorm",
     "window_size": None,

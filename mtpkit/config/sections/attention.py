@@ -16,7 +16,7 @@ class AttentionConfig(Section):
     letter, title, in_every_file = "*", "attention", True
     positive = ("num_attention_heads", "num_query_groups", "kv_channels")
     multiples = (("num_attention_heads", "num_query_groups"),)
-    added_later = ("attention_output_gate",)
+    added_later = ("attention_output_gate", "add_qkv_bias")
 
     num_attention_heads: Count = 1
     num_query_groups: Count = 1
@@ -29,6 +29,9 @@ class AttentionConfig(Section):
     attention_output_gate: bool = False
     """Whether each head's output is multiplied by the sigmoid of a gate, one more part of the projection (Qiu et al.
     2025, arXiv:2505.06708; Qwen3-Next)."""
+
+    add_qkv_bias: bool = False
+    """Whether the input projection has a bias, which no other linear has (Qwen2, GLM-4-MoE, MiMo)."""
 
     @property
     def projected(self) -> int:

@@ -24,10 +24,11 @@ def linear(
     zero_centered: bool = False,
     group_size: int | None = None,
     gate: Tensor | None = None,
+    bias: Tensor | None = None,
     activation: Literal["relu2"] | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute activation(norm(x) @ weight.T) + residual.
+    """Compute activation(norm(x) @ weight.T + bias) + residual.
 
     Args:
         x: [M, K], rows of any stride.
@@ -36,6 +37,7 @@ def linear(
         zero_centered: the norm, which then is not the gated one, multiplies by 1 + norm_weight.
         group_size, gate: arguments of Mamba2's gated norm, which normalises x * silu(gate) in groups of `group_size`
             channels. gate [M, K] may be a slice of a wider projection.
+        bias: [N]; with a residual, there is none.
         activation: `relu2` is max(y, 0)^2.
         residual: [M, N]; the result may overwrite it.
 
@@ -44,7 +46,7 @@ def linear(
         before it rounds.
     """
     return compose(
-        norms, activations, x, weight, norm_weight, eps, zero_centered, group_size, gate, activation, residual
+        norms, activations, x, weight, norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual
     )
 
 
@@ -58,19 +60,21 @@ def compose(
     zero_centered: bool,
     group_size: int | None,
     gate: Tensor | None,
+    bias: Tensor | None,
     activation: Literal["relu2"] | None,
     residual: Tensor | None,
 ) -> Tensor:
     """Compute `linear` as separate ops, with the twins of norms and activations that the two modules hold."""
     assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
     assert gate is None or not zero_centered, "a gated norm multiplies by its weight"
+    assert bias is None or residual is None
     if gate is not None:
         x = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps)
     elif norm_weight is not None:
         x = norms.rms_norm(x, norm_weight, eps, zero_centered)
     if activation is None:
-        return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
-    y = activations.relu2(F.linear(x, weight))
+        return F.linear(x, weight, bias) if residual is None else residual.addmm_(x, weight.t())
+    y = activations.relu2(F.linear(x, weight, bias))
     return y if residual is None else y + residual
 
 

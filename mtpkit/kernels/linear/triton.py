@@ -86,6 +86,7 @@ def _linear_kernel(
     x_ptr,
     weight_ptr,
     norm_ptr,
+    bias_ptr,
     residual_ptr,
     out_ptr,
     parts_ptr,
@@ -149,6 +150,8 @@ def _linear_kernel(
         product, square = _sum_parts(places, last, live, PART, SPLITS, NORMED)
     if NORMED:
         product *= tl.rsqrt(square / WIDTH + eps)[None, :]
+    if bias_ptr is not None:
+        product += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
     if RELU2:
         product = tl.where(product < 0, 0.0, product * product)  # tl.maximum would turn a NaN into 0
     mask = (n < outputs)[:, None] & live
@@ -186,6 +189,7 @@ def linear(
     zero_centered: bool = False,
     group_size: int | None = None,
     gate: Tensor | None = None,
+    bias: Tensor | None = None,
     activation: Literal["relu2"] | None = None,
     residual: Tensor | None = None,
     tile: Tile | None = None,
@@ -193,11 +197,13 @@ def linear(
     """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once, after a kernel for a gated norm;
     other inputs run as separate ops. `tile` overrides the choice of `TILES`.
     """
-    assert activation in (None, "relu2") and (gate is None) == (group_size is None)
+    assert (
+        activation in (None, "relu2") and (bias is None or residual is None) and (gate is None) == (group_size is None)
+    )
     (rows, width), outputs = x.shape, len(weight)
     chosen = tile or choose_tile(outputs, width)
     if x.dtype != torch.bfloat16 or not 0 < rows <= MAX_ROWS or chosen is None:
-        around = norm_weight, eps, zero_centered, group_size, gate, activation, residual
+        around = norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual
         return compose(norms, activations, x, weight, *around)
     assert chosen.fits(width), f"{chosen} does not divide {width} channels"
     assert weight.stride(1) == 1
@@ -216,6 +222,7 @@ def linear(
         x,
         weight,
         norm_weight,
+        bias,
         residual,
         out,
         parts,

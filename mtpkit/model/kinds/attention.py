@@ -45,7 +45,7 @@ class Attention(LayerKind):
         return ModuleSpec(module=AttentionLayer, submodules=parts)
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
-        return dict(attention_output_gate=config.attention.attention_output_gate)
+        return {name: getattr(config.attention, name) for name in ("attention_output_gate", "add_qkv_bias")}
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         sizes, hidden = config.attention, config.hidden_size
@@ -53,6 +53,7 @@ class Attention(LayerKind):
         return {
             "self_attention.linear_qkv.layer_norm_weight": (hidden,),
             "self_attention.linear_qkv.weight": (sizes.projected, hidden),
+            **({"self_attention.linear_qkv.bias": (sizes.projected,)} if sizes.add_qkv_bias else {}),
             **{f"self_attention.{norm}.weight": (sizes.kv_channels,) for norm in norms},
             "self_attention.linear_proj.weight": (hidden, sizes.num_attention_heads * sizes.kv_channels),
         }

@@ -15,16 +15,19 @@ from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
-    """Whether the linear is its matrix product and nothing else: one rank, no bias, no fp8, no gradient to `inputs`."""
-    differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
-    alone = module.tp_group.size() == 1 and module.weight_scale is None
-    return not differentiated and module.bias is None and alone
+    """Whether the linear is its matrix product, perhaps with a bias, and nothing else: one rank, no fp8, no gradient to
+    `inputs` or the bias."""
+    tensors = (*inputs, module.bias)
+    differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return not differentiated and module.tp_group.size() == 1 and module.weight_scale is None
 
 
 def _in_fp8(module: "ColumnParallelLinear | RowParallelLinear", input_: Tensor) -> Tensor:
     """input_ [.., in] to [.., out]."""
     assert module.weight_scale is not None
     output = fp8_linear(input_.flatten(0, -2), module.weight, module.weight_scale)
+    if module.bias is not None:
+        output += module.bias
     return output.view(*input_.shape[:-1], len(module.weight))
 
 
@@ -40,7 +43,7 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         """input_ [s, b, in] to (output [s, b, out / tp], bias for the caller to add)."""
         used = self.weight if weight is None else weight
         if is_plain(self, input_, used):
-            return linear(input_.flatten(0, -2), used).view(*input_.shape[:-1], len(used)), None
+            return linear(input_.flatten(0, -2), used, bias=self.bias).view(*input_.shape[:-1], len(used)), None
         if self.weight_scale is not None:
             return _in_fp8(self, input_), None
         return super().forward(input_, weight, runtime_gather_output)
@@ -69,9 +72,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return ACTIVATIONS[activation](self(input_)[0])
 
     def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
-        norm: dict[str, Any] = dict(eps=self.eps, zero_centered=self.zero_centered)
-        flat = input_.flatten(0, -2)
-        output = linear(flat, self.weight, norm_weight=self.layer_norm_weight, activation=activation, **norm)
+        around: dict[str, Any] = dict(
+            norm_weight=self.layer_norm_weight, eps=self.eps, zero_centered=self.zero_centered
+        )
+        output = linear(input_.flatten(0, -2), self.weight, **around, bias=self.bias, activation=activation)
         return output.view(*input_.shape[:-1], len(self.weight))
 
 
@@ -98,6 +102,7 @@ class RowParallelLinear(MegatronRowParallelLinear):
     def _forward(
         self, input_: Tensor, gate: Tensor | None, norm: GatedRMSNorm | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        assert self.bias is None, "built without"
         if not is_plain(self, input_, self.weight, residual, gate, None if norm is None else norm.weight):
             input_ = input_ if norm is None else norm(input_, gate)
             output, bias = super().forward(input_) if self.weight_scale is None else (_in_fp8(self, input_), None)
