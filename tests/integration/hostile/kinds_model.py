@@ -118,6 +118,17 @@ OWN_CONFIG = Rules(
     },
 )
 
+ORIGINAL = Rules(
+    unknown="accepted",  # names that the family does not have say nothing
+    accepted={
+        "ways": {"removed", "{}"},
+        "lacking": {"removed", "[]"},
+        "ways.*": {"removed", "empty text", "text"},
+        "lacking.0": {"removed", "empty text", "text"},
+    },
+    either={"ways.*": {"surrogate"}, "lacking.0": {"surrogate"}},
+)
+
 MEGATRON_READ = [
     "hidden_size",
     "num_attention_heads",
@@ -605,6 +616,14 @@ KINDS = (
         json_file("meg7/mtpkit.json", OWN_CONFIG, "either"),
         MAKES,
         ("draft-vocab", "roofline", "verify"),
+    ),
+    Kind(
+        "mtpkit_original.json",
+        "meg7/mtpkit_original.json",
+        ("hf8", "meg7", *NEEDS),
+        {"export": MEGATRON_COMMANDS["export"]},
+        json_file("meg7/mtpkit_original.json", ORIGINAL, "accepted"),
+        MAKES,
     ),
     Kind(
         "Megatron's config.json",

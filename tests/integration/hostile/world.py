@@ -93,6 +93,8 @@ def _models() -> None:
         save_hf_model(model, Path(name), size)
         Path(name, "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7], "do_sample": False}))
     _call("convert import hf8 meg7")
+    kept = {"ways": {"mtp.layers.1.mixer.experts": "packed"}, "lacking": ["mtp.head.weight"]}
+    Path("meg7/mtpkit_original.json").write_text(json.dumps(kept, indent=2))
     shutil.copytree(GOLDEN, "bare7", ignore=shutil.ignore_patterns("golden.safetensors"))
     args = {**json.loads((GOLDEN / "config.json").read_text())["config"], "squared_relu": True}
     shutil.copytree(GOLDEN / "checkpoint", "args7")
