@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mtpkit.engine import SamplingParams
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.sampling import apply_penalties
-from mtpkit.model import SequenceInput, base_forward, compute_logits
+from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of
 
@@ -57,7 +57,7 @@ def check_greedy(
         return
     known = torch.tensor([[*prompt, *tokens]], device=next(model.parameters()).device)
     with _compared_experts(model, precision):
-        hidden = base_forward(model, known, SequenceInput())[:, 0]
+        hidden = _normed_base(model, known)
     index = torch.tensor(list(places), device=known.device)
     before = len(prompt) + index - 1
     logits = compute_logits(model, hidden[before])
@@ -74,6 +74,11 @@ def check_greedy(
             f"{wrong} of {len(index)} tokens are not those of a plain forward pass: "
             f"number {int(index[worst])} of the output lies {float(gaps[worst]):.2f} standard deviations below the best"
         )
+
+
+def _normed_base(model: HybridModel, known: Tensor) -> Tensor:
+    """The base's hidden states [s, h] of tokens known [1, s], after its final norm."""
+    return normed_states(model, base_forward(model, known, SequenceInput())[:, 0])
 
 
 def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, params: SamplingParams) -> Tensor:
@@ -135,7 +140,7 @@ def _check_experts(model: HybridModel, known: Tensor, hidden: Tensor, gaps: Tens
 
     hook = model.embedding.register_forward_hook(move)
     try:
-        moved = base_forward(model, known, SequenceInput())[-_NOISE_TOKENS:, 0]
+        moved = _normed_base(model, known)[-_NOISE_TOKENS:]
     finally:
         hook.remove()
     noise = _gaps(compute_logits(model, hidden[-_NOISE_TOKENS:]), compute_logits(model, moved).argmax(-1))

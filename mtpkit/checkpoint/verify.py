@@ -16,7 +16,7 @@ from mtpkit.checkpoint.load import load_model
 from mtpkit.checkpoint.tensors import TensorSource, bits_equal, is_finite
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
-from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states, unroll_depths
 
 Files = dict[str, list[int]]
 """Size and time of change (ns) of each file that weights lie in."""
@@ -102,7 +102,7 @@ def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed
 def _all_logits(model: HybridModel, tokens: Tensor) -> dict[str, Tensor]:
     """Logits [s, 1, v] of the base and of each depth; a depth's last positions, which lack tokens, are cut off."""
     hidden = base_forward(model, tokens, SequenceInput())
-    logits = {"base": compute_logits(model, hidden)}
+    logits = {"base": compute_logits(model, normed_states(model, hidden))}
     depths = model.mtpkit_config.mtp.num_depths
     for depth, g in enumerate(unroll_depths(model, hidden, tokens, depths), start=1):
         logits[f"depth {depth}"] = compute_logits(model, g)[: tokens.shape[1] - depth]

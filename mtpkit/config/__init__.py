@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mtpkit.config.model import ModelConfig, MtpConfig, config_of_file
+from mtpkit.config.model import HEAD_RULES, HiddenState, ModelConfig, MtpConfig, config_of_file
 from mtpkit.config.sections import SECTIONS, Section, known_letters, register_section
 
 LARGEST_COUNT = 2**31 - 1
@@ -18,10 +18,12 @@ Balance = Literal["memory", "time"]
 """Balance pipeline stages by memory (weights, gradients and moments) or by the time of a training step (FLOPs)."""
 
 __all__ = [
+    "HEAD_RULES",
     "LARGEST_COUNT",
     "MOST_DRAFTS",
     "SECTIONS",
     "Balance",
+    "HiddenState",
     "LossKind",
     "ModelConfig",
     "MtpConfig",

@@ -32,13 +32,15 @@ _ADDED_LATER: dict[str, object] = {"layernorm_zero_centered_gamma": False}
 """Fields of `ModelConfig` that files have only where they differ from these defaults, as older ones lack them."""
 
 HiddenState = Literal["after_final_norm", "before_final_norm"]
+HEAD_RULES = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
+"""Fields of `MtpConfig` in which implementations of one model differ: what heads were trained with is right."""
 
 
 @checked("model config", prefix="mtp_")
 class MtpConfig(Part):
     """Layers of an MTP depth, number of depths, and inputs of each depth."""
 
-    added_later = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
+    added_later = HEAD_RULES
 
     pattern: HeadPattern = ""
     """Layers of one MTP depth; empty when the model has no heads."""
@@ -49,9 +51,9 @@ class MtpConfig(Part):
     repeated: bool = Field(default=True, validation_alias="mtp_use_repeated_layer")
     """One physical layer shared by all depths (Nemotron 3), rather than one per depth (DeepSeek-V3)."""
     reads_of_base: HiddenState = "after_final_norm"
-    """The hidden state of the base that depth 1 reads. Only `after_final_norm` can be built."""
+    """The hidden state of the base that depth 1 reads. lm_head reads the one after the final norm in any case."""
     reads_of_depth: HiddenState = "after_final_norm"
-    """The hidden state of a depth that the next one reads. Only `after_final_norm` can be built."""
+    """The hidden state of a depth that the next one reads: after or before the depth's own final norm."""
     zero_first_embedding: bool = False
     """Whether depths read zeros in place of the embedding at position 0. Only False can be built."""
 
@@ -61,11 +63,12 @@ class MtpConfig(Part):
             yield f"mtp_pattern {shown(self.pattern)} and mtp_num_depths {self.num_depths} must be set together"
         if not self.depths_known and not (self.num_depths == 1 and self.repeated):
             yield "mtp_depths_known false is for one repeated head with mtp_num_depths 1"
-        for name in ("reads_of_base", "reads_of_depth"):
-            if getattr(self, name) != "after_final_norm":
-                yield f"mtp_{name} {getattr(self, name)!r} cannot be built yet, only 'after_final_norm'"
         if self.zero_first_embedding:
             yield "mtp_zero_first_embedding true cannot be built yet, only false"
+
+    def hands_on_normed(self, depth: int) -> bool:
+        """Whether what the next depth reads of this one, or of the base at 0, is the state after its final norm."""
+        return (self.reads_of_depth if depth else self.reads_of_base) == "after_final_norm"
 
     @property
     def num_layers(self) -> int:

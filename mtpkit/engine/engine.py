@@ -28,7 +28,7 @@ from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Batch, Plan, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
-from mtpkit.model import base_forward, compute_logits
+from mtpkit.model import base_forward, compute_logits, normed_states
 from mtpkit.model.state import StateLayout
 
 _SEED_BITS = 63
@@ -56,7 +56,7 @@ class Runner:
     def run(self, batch: Batch) -> StepOutput:
         """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`."""
         hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
-        return StepOutput(compute_logits(self.model, hidden[batch.logit_indices, 0]), hidden)
+        return StepOutput(compute_logits(self.model, normed_states(self.model, hidden[batch.logit_indices, 0])), hidden)
 
 
 class _Launched:

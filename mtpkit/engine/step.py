@@ -171,7 +171,7 @@ class StepOutput:
     logits: Tensor
     """[N, V]."""
     hidden: Tensor
-    """[T, 1, h], after the final norm."""
+    """[T, 1, h], what the base hands on to the heads, see `base_forward`."""
 
 
 @dataclass(frozen=True)

@@ -107,12 +107,16 @@ class HybridModel(MegatronHybridModel):
 
 
 class HybridStack(MegatronHybridStack):
-    """megatron-core's stack with the final norm of the backend; the original hard-wires Transformer Engine's."""
+    """megatron-core's stack with the final norm of the backend; the original hard-wires Transformer Engine's.
+
+    Its output is what the heads read, see `MtpConfig.reads_of_base`: if that is the state before the final norm, the
+    norm is there but does not run.
+    """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, norm: type, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, post_layer_norm=False, **kwargs)
         if self.post_process:
-            self.post_layer_norm = True
+            self.post_layer_norm = config.mtpkit.mtp.hands_on_normed(0)
             self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 

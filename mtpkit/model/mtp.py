@@ -1,5 +1,8 @@
 """Forward passes of the base and of its multi-token-prediction heads; the one place the MTP recurrence is written.
 
+The base and each depth *hand on* a hidden state to the next depth: the state after their final norm, or the one before
+it, as `MtpConfig.reads_of_base` and `reads_of_depth` say. lm_head reads the state after it, see `normed_states`.
+
 Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 """
 
@@ -36,7 +39,7 @@ def embed(model: HybridModel, token_ids: Tensor) -> Tensor:
 
 
 def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInput) -> Tensor:
-    """Hidden states of the base after its final norm.
+    """Hidden states that the base hands on.
 
     Args:
         token_ids: [b, s] int64; ignored on a pipeline stage after the first, which reads its input tensor.
@@ -48,6 +51,22 @@ def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInpu
     hidden = embed(model, token_ids) if token_ids is not None and model.pre_process else None
     with model.base_context():
         return model.decoder(hidden_states=hidden, attention_mask=None, inference_context=inputs)
+
+
+def normed_states(model: HybridModel, hidden: Tensor, depth: int = 0) -> Tensor:
+    """Hidden states after the final norm, which lm_head reads.
+
+    Args:
+        hidden: [..., h], what the base (depth 0) or a depth hands on.
+    """
+    if model.mtpkit_config.mtp.hands_on_normed(depth):
+        return hidden
+    return _final_norm(model, hidden, depth)
+
+
+def _final_norm(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
+    norm = head_of(model, depth).final_layernorm if depth else model.decoder.final_norm
+    return norm(hidden) if len(hidden) else hidden
 
 
 def gather_sequence(model: HybridModel, hidden: Tensor) -> Tensor:
@@ -68,7 +87,7 @@ def output_weight(model: HybridModel) -> Tensor:
 
 
 def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
-    """Logits [..., v] of hidden states [..., h], gathered over tensor-parallel ranks."""
+    """Logits [..., v] of `normed_states` [..., h], gathered over tensor-parallel ranks."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
     logits = linear(hidden.reshape(-1, hidden.shape[-1]), output_weight(model))
@@ -92,7 +111,7 @@ def greedy_tokens(
     """The best token of each hidden state, for drafts: see `linear_argmax` for how ties fall.
 
     Args:
-        hidden: [M, h].
+        hidden: [M, h], `normed_states`.
         draft_weight: [D, h], `draft_output_weight` of the tokens to choose among; None: the whole lm_head.
         draft_token_ids: [D] int64, those tokens.
 
@@ -135,17 +154,18 @@ def mtp_forward(
 ) -> Tensor:
     """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding); hnorm(g^{k-1})]))).
 
-    DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth.
+    DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth. Where depths hand on
+    the state before `final_layernorm`, that takes the place of g^{k-1} and g^k.
 
     Args:
         depth: k, from 1.
-        hidden: [s, b, h], g^{k-1}; for depth 1 the base's hidden states after its final norm.
+        hidden: [s, b, h], g^{k-1}: what the depth before hands on, for depth 1 the base.
         token_ids: [b, s], already shifted: element i is t_{i+k}.
         inputs: `SequenceInput`, `DepthInput`, or `StepInput`.
         keep: [N] int64, the tokens of a step whose g^k is wanted; None: all. The others only fill the caches.
 
     Returns:
-        g^k, [s, b, h], or [N, b, h].
+        What the depth hands on, [s, b, h], or [N, b, h]; `normed_states` gives g^k.
 
     Example, tokens A B C D: depth 1 reads hidden h_A h_B h_C with tokens B C D and predicts C D ..
     """
@@ -164,7 +184,19 @@ def mtp_forward(
         x = layer.mtp_model_layer(hidden_states=x, attention_mask=None, inference_context=inputs)
     else:
         x = _kept(model, layer.mtp_model_layer.layers, x, inputs, keep)
-    return layer.final_layernorm(x) if len(x) else x
+    return _final_norm(model, x, depth) if model.mtpkit_config.mtp.hands_on_normed(depth) else x
+
+
+def depth_forward(
+    model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput
+) -> tuple[Tensor, Tensor]:
+    """Run one depth with the arguments of `mtp_forward`.
+
+    Returns:
+        What it hands on and g^k, both [s, b, h].
+    """
+    handed_on = mtp_forward(model, depth, hidden, token_ids, inputs)
+    return handed_on, normed_states(model, handed_on, depth)
 
 
 def _kept(model: HybridModel, layers: Any, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
@@ -206,30 +238,34 @@ def unroll_depths(
     positions: Tensor | None = None,
     mix: Callable[[Tensor, Tensor], Tensor] | None = None,
     recompute: bool = False,
-    forward: Callable[[HybridModel, int, Tensor, Tensor, LayerInput], Tensor] = mtp_forward,
+    forward: Callable[[HybridModel, int, Tensor, Tensor, LayerInput], tuple[Tensor, Tensor]] = depth_forward,
 ) -> Iterator[Tensor]:
-    """Yield g^1 .. g^K over whole sequences.
+    """Yield g^1 .. g^K, each after its final norm, over whole sequences.
 
     g^k_i is meaningful where t_{i+k} exists in the document of i; elsewhere it is finite and to be masked out.
 
     Args:
-        hidden: [s, b, h], the base's after its final norm.
+        hidden: [s, b, h], what the base hands on.
         token_ids: [b, s].
         attention: `serving`, the mask that decoding a repeated head produces, or `per_depth`, causal attention of each
             depth over its own stream: what Megatron trains, and what decoding distinct heads produces. None: what
             decoding this model produces.
         documents, positions: [b, s], see `SequenceInput`.
-        mix: for training, what depth k + 1 reads in place of g^k: a function of g^k and of the base's hidden states
-            that it stands in for, both [s, b, h]; element i of these is h_{i+k}, or 0 past the end.
+        mix: for training, what depth k + 1 reads in place of what depth k hands on: a function of that and of the
+            base's hidden states that it stands in for, both [s, b, h]; element i of these is h_{i+k}, or 0 past the
+            end. They are normed where depths hand on normed states; of a base that hands these on, others cannot be
+            had.
         recompute: keep of each depth what goes in and what later depths read of it, and run it again in the backward
             (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
-        forward: what runs one depth, and does what `mtp_forward` does.
+        forward: what runs one depth, and does what `depth_forward` does.
     """
     repeated = model.mtpkit_config.mtp.repeated
     serving = repeated if attention is None else attention == "serving"
     assert repeated or not serving, "distinct heads have a cache per depth: per_depth"
+    rules = model.mtpkit_config.mtp
     streams: dict = {}
-    base = hidden
+    base = normed_states(model, hidden) if mix is not None and rules.hands_on_normed(1) else hidden
+    assert mix is None or rules.hands_on_normed(1) or not rules.hands_on_normed(0), "see `mix`"
     for depth in range(1, num_depths + 1):
         inputs: LayerInput = SequenceInput(documents, positions)
         if serving:
@@ -237,14 +273,14 @@ def unroll_depths(
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         if recompute:  # nothing in a depth is random
             kept = partial(_keeping_inputs, forward)
-            hidden = checkpoint(kept, *arguments, use_reentrant=False, preserve_rng_state=False)
+            hidden, normed = checkpoint(kept, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            hidden = forward(*arguments)
-        yield hidden
+            hidden, normed = forward(*arguments)
+        yield normed
         if mix is not None and depth < num_depths:
             hidden = mix(hidden, shift_states(model, base, depth))
 
 
-def _keeping_inputs(forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def _keeping_inputs(forward: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
     with keeping_inputs():
         return forward(*arguments)

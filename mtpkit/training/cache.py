@@ -1,4 +1,4 @@
-"""The base's final hidden states of packed sequences on disk, from which heads are trained without the base.
+"""The base's hidden states of packed sequences on disk, as heads read them, from which these are trained without it.
 
     DIR/cache.json                           the manifest: base, data, sizes
     DIR/train-00000-of-00012.safetensors     `hidden` [rows, s, h], in fp8 with `scale` [rows, s] float32
@@ -25,6 +25,7 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mtpkit.config import HiddenState
 from mtpkit.config.checked import checked, from_file
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import UserError, listed, shown
@@ -80,7 +81,7 @@ def _is_finite(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
-    """The base's hidden states [s, b, h] (s / tp under sequence parallelism), cached in the batch or computed."""
+    """What the base hands on, [s, b, h] (s / tp under sequence parallelism), cached in the batch or computed."""
     if batch.hidden is None:
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         return base_forward(model, batch.token_ids, inputs)
@@ -145,6 +146,8 @@ class Manifest:
     hidden_size: Size
     sequence_length: Size
     splits: list[Split]
+    hidden_state: HiddenState = "after_final_norm"
+    """The state of the base that heads read."""
 
     def differences(self, other: "Manifest") -> list[str]:
         """A clause for each difference from another manifest, except for held-out data that one of them lacks."""
@@ -155,6 +158,7 @@ class Manifest:
             "sequence_length": (f"data.sequence_length {self.sequence_length}", str(other.sequence_length)),
             "dtype": (f"dtype {self.dtype}", other.dtype),
             "cache_dtype": (f"cache_dtype {self.cache_dtype}", other.cache_dtype),
+            "hidden_state": (f"hidden states {_words(self.hidden_state)}", _words(other.hidden_state)),
             "hidden_size": (f"hidden size {self.hidden_size}", str(other.hidden_size)),
         }
         found = [f"{was}, not {now}" for key, (was, now) in labels.items() if getattr(self, key) != getattr(other, key)]
@@ -177,6 +181,10 @@ class Manifest:
     def to_json(self) -> str:
         """The text of the file that `read_manifest` reads."""
         return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def _words(hidden_state: str) -> str:
+    return hidden_state.replace("_", " ")
 
 
 def row_bytes(sequence_length: int, hidden_size: int, dtype: str) -> int:

@@ -76,7 +76,7 @@ def attach_cache(
     Collective over all ranks, which need the same file system.
 
     Args:
-        model_config: config of the trained model; its heads do not matter.
+        model_config: config of the trained model; of its heads only what they read of the base matters.
 
     Raises:
         UserError: the cache is of another base or other data, damaged, or being written; or there is too little space.
@@ -120,6 +120,7 @@ def _plan(
         cache_dtype=dtype,
         hidden_size=model_config.hidden_size,
         sequence_length=config.data.sequence_length,
+        hidden_state=model_config.mtp.reads_of_base,
         splits=[Split.plan(name, data.fingerprint, len(data), size, multiple) for name, data in datasets.items()],
     )
     if before is not None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError, listed
-from mtpkit.model import gather_sequence, mtp_forward, output_weight, unroll_depths
+from mtpkit.model import gather_sequence, normed_states, output_weight, unroll_depths
 from mtpkit.model.hybrid import HybridModel
+from mtpkit.model.mtp import depth_forward
 from mtpkit.training.cache import base_states
 from mtpkit.training.config.settings import HeadAttention, LossConfig, MixKind
 from mtpkit.training.loss import head_agreement, head_losses
@@ -214,7 +215,7 @@ def run_depths(
     and sums. Positions that no depth selects do not go through lm_head.
 
     Args:
-        hidden: [s, b, h] (s / tp under sequence parallelism), the base's hidden states; None: the base runs here.
+        hidden: [s, b, h] (s / tp under sequence parallelism), what the base hands on; None: the base runs here.
         recompute: as in `unroll_depths`.
         selection: that of the batch; None: it is made here.
     """
@@ -278,13 +279,13 @@ def _unroll(
         batch.positions,
         mix,
         recompute,
-        training_forward if torch.is_grad_enabled() else mtp_forward,
+        training_forward if torch.is_grad_enabled() else depth_forward,
     )
     students = [
         gather_sequence(model, states).flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)]
         for depth, states in enumerate(drafted, start=1)
     ]
-    teacher = gather_sequence(model, hidden).flatten(0, 1)[rows]
+    teacher = normed_states(model, gather_sequence(model, hidden).flatten(0, 1)[rows])
     targets = batch.token_ids.t().flatten()[rows + batch_size]
     weight, group = output_weight(model), model.pg_collection.tp
     return students, teacher, weight, targets, selection.mask, options, group, selection.mask_on_host

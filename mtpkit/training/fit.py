@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
-from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence
+from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence, normed_states
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.stages import first_layer
 from mtpkit.training.parallel import from_last_stage, own_rows, stream_base
@@ -105,6 +105,8 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
     try:
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         hidden = base_forward(model, batch.token_ids, inputs)
+        if model.post_process:
+            normed_states(model, hidden)  # the hook of the final norm notes the stream, whichever state heads read
     finally:
         for hook in hooks:
             hook.remove()

@@ -25,7 +25,7 @@ from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in
 from mtpkit.platform import default_device, resolve_dtype
-from mtpkit.training.config.settings import HeadAttention, TrainConfig
+from mtpkit.training.config.settings import HeadAttention, HeadsConfig, TrainConfig
 from mtpkit.training.parallel import own_rows
 
 _logger = logging.getLogger(__name__)
@@ -71,6 +71,13 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             f"loss.top_k {config.loss.top_k} exceeds the vocabulary of {config.model}, {model.vocab_size} tokens; set "
             "loss.top_k=0 for all of them"
         )
+    model = _with_rules(model, heads)
+    if config.loss.hidden_mix and model.mtp.hands_on_normed(0) and not model.mtp.hands_on_normed(1):
+        raise UserError(
+            f"loss.hidden_mix {config.loss.hidden_mix} mixes the base's hidden states into those of depths, which are "
+            "before their final norm where the base's are after it; set heads.reads_of_depth=after_final_norm, "
+            "heads.reads_of_base=before_final_norm or loss.hidden_mix=0"
+        )
     attention = resolve_attention(heads.attention, model)
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
@@ -83,6 +90,12 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             "NVIDIA_TF32_OVERRIDE=0 in the environment"
         )
     return dataclasses.replace(config, heads=settled, backend=backend, dtype=dtype), model
+
+
+def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:
+    """The model with the rules that the settings give; `auto` leaves the model's own."""
+    asked = {name: getattr(heads, name) for name in ("reads_of_base", "reads_of_depth")}
+    return model.replace(**{f"mtp_{name}": value for name, value in asked.items() if value != "auto"})
 
 
 def default_pattern(base: ModelConfig) -> str:

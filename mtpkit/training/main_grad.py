@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.inputs import LayerInput
-from mtpkit.model.mtp import head_of, mtp_forward
+from mtpkit.model.mtp import depth_forward, head_of
 from mtpkit.platform import accumulate_weight_gradients
 
 
@@ -78,7 +78,9 @@ def gradients_into_main(module: nn.Module) -> Iterator[None]:
             owner._parameters[name] = parameter
 
 
-def training_forward(model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput) -> Tensor:
-    """`mtp_forward` with gradients into `main_grad`."""
+def training_forward(
+    model: HybridModel, depth: int, hidden: Tensor, token_ids: Tensor, inputs: LayerInput
+) -> tuple[Tensor, Tensor]:
+    """`depth_forward` with gradients into `main_grad`."""
     with gradients_into_main(head_of(model, depth)):
-        return mtp_forward(model, depth, hidden, token_ids, inputs)
+        return depth_forward(model, depth, hidden, token_ids, inputs)

@@ -1,6 +1,7 @@
 """Configs of both sides, and the keys that servers read."""
 
 import argparse
+import dataclasses
 import json
 import logging
 
@@ -11,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from mtpkit import LLM
 from mtpkit.checkpoint import load_config, load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.families.keys import RULE_KEYS
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.verify import compare_weights
@@ -66,6 +68,41 @@ def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
         LLM(hf_dir, num_speculative_tokens=k, device="cpu")
     assert LLM(hf_dir, num_speculative_tokens="auto", device="cpu").engine.config.num_speculative_tokens == 7
     assert "not trained" not in caplog.text
+
+
+BEFORE = "before_final_norm"
+
+
+@pytest.mark.parametrize(
+    ("usual", "own", "found"),
+    [
+        ({}, {}, {}),
+        ({}, {"mtp_reads_of_base": BEFORE}, {"mtp_reads_of_base": BEFORE}),
+        ({"mtp_reads_of_depth": BEFORE}, {}, {"mtp_reads_of_depth": BEFORE}),
+        ({"mtp_reads_of_depth": BEFORE}, {"mtp_reads_of_depth": "after_final_norm"}, {}),
+        ({"mtp_reads_of_base": BEFORE}, {"mtp_reads_of_depth": BEFORE}, dict.fromkeys(RULE_KEYS[:2], BEFORE)),
+    ],
+)
+@pytest.mark.parametrize("depths", [{}, {"mtp_num_depths": 3}])
+def test_heads_read_what_their_family_says_or_their_own_file(hf_dir, usual, own, found, depths):
+    """What differs from the family is written again, and nothing else; so for a base without heads."""
+    family = dataclasses.replace(NEMOTRON_H, head_rules=usual)
+    hf = json.loads((hf_dir / "config.json").read_text()) | {"mtpkit": own | depths}
+    for heads in (1, 0):
+        file = hf | {"num_nextn_predict_layers": heads, **({} if heads else {"mtpkit": own})}
+        config = family.config_from_hf(file)
+        assert {key: value for key, value in config.values().items() if key in RULE_KEYS} == found
+        written = family.config_to_hf(config, file)
+        assert family.config_from_hf(written) == config
+        assert {key: value for key, value in written.get("mtpkit", {}).items() if key in RULE_KEYS} == own
+
+
+def test_a_rule_that_is_none_is_refused_by_its_key(hf_dir):
+    edit_config(hf_dir, mtpkit={"mtp_reads_of_base": "logits"})
+    with pytest.raises(
+        UserError, match=r"config\.json: mtpkit\.mtp_reads_of_base is 'logits', must be 'after_final_no"
+    ):
+        load_config(hf_dir)
 
 
 @pytest.mark.parametrize(

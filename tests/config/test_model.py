@@ -131,8 +131,7 @@ def test_round_trip_through_json(changes):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (dict(mtp_reads_of_base="before_final_norm"), "mtp_reads_of_base 'before_final_norm' cannot be built yet"),
-        (dict(mtp_reads_of_depth="before_final_norm"), "mtp_reads_of_depth 'before_final_norm' cannot be built yet"),
+        (dict(mtp_reads_of_depth="before_norm"), "mtp_reads_of_depth is 'before_norm', must be 'after_final_norm' or"),
         (dict(mtp_reads_of_base="logits"), "mtp_reads_of_base is 'logits', must be 'after_final_norm' or"),
         (dict(mtp_zero_first_embedding=True), "mtp_zero_first_embedding true cannot be built yet, only false"),
         (dict(mtp_zero_first_embedding="no"), "mtp_zero_first_embedding is 'no', must be True or False"),
@@ -153,6 +152,12 @@ def test_files_of_models_that_read_after_the_norm_have_no_key_for_it():
     assert not [key for key in values if "reads" in key or "zero" in key]
     given = {"mtp_reads_of_base": "after_final_norm", "mtp_zero_first_embedding": False}
     assert ModelConfig.from_dict(values | given).to_dict() == values
+
+
+def test_files_say_what_heads_read_where_it_differs():
+    rules = {"mtp_reads_of_base": "before_final_norm", "mtp_reads_of_depth": "before_final_norm"}
+    values = ModelConfig.of(**VALUES | rules).to_dict()
+    assert rules.items() <= values.items() and ModelConfig.from_dict(values).to_dict() == values
 
 
 def test_files_keep_their_keys_in_order_and_numbers_as_written():

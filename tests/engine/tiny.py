@@ -7,7 +7,7 @@ import torch
 
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.step import Drafts
-from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
+from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, normed_states, unroll_depths
 from tests.engine.fakes import KnownTokens
 from tests.toy_config import toy_config
 
@@ -46,6 +46,24 @@ def tiny_model(
     return build_model(config, device=device, seed=1)
 
 
+@functools.cache
+def ruled_model(
+    heads: str = "repeated", mtp_pattern: str = "*-", device: str = "cpu", vocab_size: int = VOCAB_SIZE, **rules
+):
+    """A `tiny_model` (4 distinct heads) whose heads read as `rules`, fields of `MtpConfig`, say.
+
+    The weights of the final norms are far apart: with equal ones norms after them would make all states alike.
+    """
+    config = tiny_model(heads, mtp_pattern=mtp_pattern, distinct=4).mtpkit_config
+    keys = {f"mtp_{name}": value for name, value in rules.items()}
+    model = build_model(config.replace(vocab_size=vocab_size, **keys), device=device, seed=1)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for norm in (model.decoder.final_norm, *(layer.final_layernorm for layer in model.mtp.layers)):
+            norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator).exp())
+    return model
+
+
 def headless_model():
     """The base of `tiny_model`'s kind, without heads."""
     return build_model(tiny_model().mtpkit_config.replace(mtp_pattern="", mtp_num_depths=0))
@@ -62,7 +80,7 @@ def _decode(model, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     with torch.inference_mode():
         for _ in range(max_tokens):
             hidden = base_forward(model, torch.tensor([tokens], device=device), SequenceInput())
-            tokens.append(int(compute_logits(model, hidden[-1, 0]).argmax()))
+            tokens.append(int(compute_logits(model, normed_states(model, hidden[-1, 0])).argmax()))
     return tuple(tokens[len(prompt) :])
 
 

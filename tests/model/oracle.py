@@ -36,15 +36,20 @@ def rms_norm(x: Tensor, weight: Tensor | float) -> Tensor:
 
 
 class Oracle:
-    """Results of a golden case; token ids are [b, s], hidden states [b, s, h]."""
+    """Results of a golden case; token ids are [b, s], hidden states [b, s, h].
 
-    def __init__(self, config: dict, weights: dict[str, Tensor]) -> None:
-        self.config, self.weights = config, weights
+    `normed` says of the base and of a depth whether what they hand on to the next depth is their state after the final
+    norm; golden files have it so. `unroll` and `draft` heed it, the others return what they say.
+    """
+
+    def __init__(self, config: dict, weights: dict[str, Tensor], normed: tuple[bool, bool] = (True, True)) -> None:
+        self.config, self.weights, self.normed = config, weights, normed
         self.base, *self.heads = config["hybrid_layer_pattern"].split("/")
 
     @classmethod
-    def of(cls, case: Path) -> Self:
-        return cls(json.loads((case / "config.json").read_text())["config"], read_tensors(case / "checkpoint"))
+    def of(cls, case: Path, normed: tuple[bool, bool] = (True, True)) -> Self:
+        config = json.loads((case / "config.json").read_text())["config"]
+        return cls(config, read_tensors(case / "checkpoint"), normed)
 
     @classmethod
     def of_model(cls, model) -> Self:
@@ -59,24 +64,56 @@ class Oracle:
 
     def hidden(self, ids: Tensor) -> Tensor:
         """After the final norm."""
-        x = self.block("decoder", self.base, self.weights["embedding.word_embeddings.weight"][ids])
-        return self.norm("decoder.final_norm.weight", x)
+        return self.norm("decoder.final_norm.weight", self.stream(ids))
+
+    def stream(self, ids: Tensor) -> Tensor:
+        """Before the final norm."""
+        return self.block("decoder", self.base, self.weights["embedding.word_embeddings.weight"][ids])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.weights["output_layer.weight"].t()
 
     def depth(self, k: int, previous: Tensor, ids: Tensor) -> Tensor:
         """g^k at the positions i < s - k, from g^{k-1} at as many and the tokens t_{i+k}."""
-        name = f"mtp.layers.{0 if self.config['mtp_use_repeated_layer'] else k - 1}"
-        count = ids.shape[1] - k
-        embedding = self.weights["embedding.word_embeddings.weight"][ids[:, k:]]
+        entries = self.entries(k, previous[:, : ids.shape[1] - k], ids[:, k:])
+        return self.final(k, self.block(f"{self.head(k)}.mtp_model_layer", self.heads[k - 1], entries))
+
+    def head(self, k: int) -> str:
+        return f"mtp.layers.{0 if self.config['mtp_use_repeated_layer'] else k - 1}"
+
+    def entries(self, k: int, previous: Tensor, tokens: Tensor) -> Tensor:
+        """What the block of depth k reads for states and tokens of as many positions."""
+        embedding = self.weights["embedding.word_embeddings.weight"][tokens]
         x = [
-            self.norm(f"{name}.enorm.weight", embedding),
-            self.norm(f"{name}.hnorm.weight", previous[:, :count]),
+            self.norm(f"{self.head(k)}.enorm.weight", embedding),
+            self.norm(f"{self.head(k)}.hnorm.weight", previous),
         ]
-        x = torch.cat(x, -1) @ self.weights[f"{name}.eh_proj.weight"].t()
-        x = self.block(f"{name}.mtp_model_layer", self.heads[k - 1], x)
-        return self.norm(f"{name}.final_layernorm.weight", x)
+        return torch.cat(x, -1) @ self.weights[f"{self.head(k)}.eh_proj.weight"].t()
+
+    def final(self, k: int, x: Tensor) -> Tensor:
+        return self.norm(f"{self.head(k)}.final_layernorm.weight", x)
+
+    def unroll(self, ids: Tensor, depths: int) -> list[Tensor]:
+        """g^1 .. g^K, g^k at the positions i < s - k, each depth over its own stream."""
+        handed_on, found = self.hidden(ids) if self.normed[0] else self.stream(ids), []
+        for k in range(1, depths + 1):
+            entries = self.entries(k, handed_on[:, : ids.shape[1] - k], ids[:, k:])
+            x = self.block(f"{self.head(k)}.mtp_model_layer", self.heads[k - 1], entries)
+            found.append(self.final(k, x))
+            handed_on = found[-1] if self.normed[1] else x
+        return found
+
+    def draft(self, ids: Tensor, i: int, depths: int) -> list[Tensor]:
+        """g^1_i .. g^K_i [b, h] of a repeated head that decodes: depth k adds one entry to those of depth 1 up to i."""
+        handed_on = self.hidden(ids) if self.normed[0] else self.stream(ids)
+        entries, found = self.entries(1, handed_on[:, : i + 1], ids[:, 1 : i + 2]), []
+        for k in range(1, depths + 1):
+            if k > 1:
+                entries = torch.cat([entries, self.entries(k, handed_on, ids[:, i + k : i + k + 1])], 1)
+            x = self.block(f"{self.head(k)}.mtp_model_layer", self.heads[0], entries)[:, -1:]
+            found.append(self.final(k, x)[:, 0])
+            handed_on = found[-1][:, None] if self.normed[1] else x
+        return found
 
     def block(self, prefix: str, pattern: str, x: Tensor) -> Tensor:
         layers = {"M": self.mamba, "*": self.attention, "-": self.mlp}

@@ -19,6 +19,7 @@ from mtpkit.training.step import train_step
 from tests.training.toy import CONFIG, cut, toy_batch
 
 EXPERTS = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16, ffn_hidden_size=48)
+BEFORE = "before_final_norm"
 PACKED, WHOLE = [[7, 10, 7], [4, 18, 2], [11, 2, 11], [1, 22, 1]], [[24]] * 4
 LEARNING = ["model=base", "output=run", "data.train=[a.txt]", "loss.chunk_size=16"]
 
@@ -39,7 +40,11 @@ CASES = {
     "experts": Case(
         dict(pattern="M*E-", mtp_pattern="*E", moe_latent_size=8), PACKED, ["heads.attention=serving", "loss.kind=kl"]
     ),
-    "experts_whole": Case(dict(pattern="*EM", mtp_pattern="E*"), WHOLE, ["heads.attention=serving", "loss.kind=tv"]),
+    "experts_whole": Case(
+        dict(pattern="*EM", mtp_pattern="E*", **dict.fromkeys(("mtp_reads_of_base", "mtp_reads_of_depth"), BEFORE)),
+        WHOLE,
+        ["heads.attention=serving", "loss.kind=tv"],
+    ),
     "mamba": Case(
         dict(pattern="M*-M", mtp_pattern="M-", activation="swiglu", tie_word_embeddings=True),
         PACKED,
@@ -54,12 +59,15 @@ CASES = {
             attention_output_gate=True,
             add_qkv_bias=True,
             layernorm_zero_centered_gamma=True,
+            mtp_reads_of_depth=BEFORE,
         ),
         WHOLE,
         ["heads.attention=per_depth", "loss.kind=kl", "loss.top_k=5"],
     ),
     "mixed": Case(
-        dict(pattern="M-", mtp_pattern="*-"), PACKED, ["heads.attention=serving", "loss.kind=kl", "loss.hidden_mix=0.5"]
+        dict(pattern="M-", mtp_pattern="*-", mtp_reads_of_base=BEFORE),
+        PACKED,
+        ["heads.attention=serving", "loss.kind=kl", "loss.hidden_mix=0.5"],
     ),
 }
 

@@ -83,6 +83,7 @@ def weights(directory, dtype=torch.float32):
         {"loss.hidden_mix": 0.4},
         {"heads.init": "base", "heads.fit_tokens": 512, "loss.kind": "tv"},
         {"heads.repeated": "false", "dtype": "bfloat16"},
+        {"heads.init": "base", "heads.fit_tokens": 512, "heads.reads_of_base": "before_final_norm"},
     ],
 )
 def test_heads_learn_the_same_to_the_bit(settings, tmp_path, changes):

@@ -1,14 +1,14 @@
 """The definition of a model family: its `config.json`, its weight names, and the settings that it cannot express."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtpkit.checkpoint.families.keys import Line, Settings
 from mtpkit.checkpoint.families.serving import USUAL, Serving
 from mtpkit.checkpoint.families.table import Entry, Table, Ways
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
-from mtpkit.config import ModelConfig, config_of_file
+from mtpkit.config import HEAD_RULES, ModelConfig, MtpConfig, config_of_file
 from mtpkit.errors import UserError, listed, raise_problems
 from mtpkit.model.kinds import KINDS, kinds_in
 
@@ -57,6 +57,9 @@ class Family:
     carried: tuple[str, ...] = ()
     """Prefixes of tensors that are not the text model's, such as a vision tower's. They go through both conversions
     unchanged, in any dtype."""
+    head_rules: Settings = field(default_factory=dict)
+    """What published heads read where that differs from the defaults of `MtpConfig`, by keys such as
+    `mtp_reads_of_base`. A checkpoint's own `mtpkit` keys override it."""
 
     def config_from_hf(self, hf: Settings, where: object = "config.json") -> ModelConfig:
         """Read a `config.json`. A key whose value is null counts as absent.
@@ -70,6 +73,7 @@ class Family:
         file = Values(hf, where)
         pattern, mtp_pattern = self.read_patterns(file)
         fields: dict[str, object] = {"family": self.model_type, "pattern": pattern, "mtp_pattern": mtp_pattern}
+        fields |= self.head_rules
         keys: dict[str, str] = {}
         for line in self._lines(pattern + mtp_pattern):
             fields |= line.read(file)
@@ -93,7 +97,15 @@ class Family:
         hf |= {"architectures": [self.architecture], "model_type": self.model_type}
         for line in self._lines(config.letters):
             hf |= line.write(config, original)
-        return hf
+        return hf | self._own_settings(config, hf.get("mtpkit", {}))
+
+    def _own_settings(self, config: ModelConfig, own: object) -> dict[str, object]:
+        """The key `mtpkit` with `own` settings and the rules of heads that differ from the family's; without either
+        there is no such key."""
+        assert isinstance(own, dict)
+        usual, rules = {**_rules(MtpConfig()), **self.head_rules}, _rules(config.mtp)
+        own |= {key: value for key, value in rules.items() if value != usual[key]}
+        return {"mtpkit": own} if own else {}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         """Yield one clause for each setting of a model that this family has no key or no names for."""
@@ -128,6 +140,11 @@ class Family:
                 hf, own = self.mtp_layer(config, depth, number), megatron.mtp_layer(depth, number)
                 yield from (entry.under(hf, own) for entry in layers[letter])
             yield final_norm
+
+
+def _rules(mtp: MtpConfig) -> dict[str, object]:
+    """What heads read, by key."""
+    return {f"mtp_{name}": getattr(mtp, name) for name in HEAD_RULES}
 
 
 def _kinds(letters: str) -> list[str]:

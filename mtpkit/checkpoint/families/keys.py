@@ -6,7 +6,7 @@ from typing import Final
 
 from mtpkit.checkpoint.quantized import read_block_fp8
 from mtpkit.checkpoint.values import Values
-from mtpkit.config import ModelConfig
+from mtpkit.config import HEAD_RULES, ModelConfig
 from mtpkit.errors import shown
 
 Settings = Mapping[str, object]
@@ -14,6 +14,10 @@ Settings = Mapping[str, object]
 
 UNSET: Final = object()
 """Marks the absence of a value."""
+
+
+RULE_KEYS: Final = tuple(f"mtp_{name}" for name in HEAD_RULES)
+"""Keys of what heads read, under `mtpkit` of a file and in `ModelConfig.of`."""
 
 
 class Line:
@@ -139,10 +143,11 @@ def as_token_ids(value: object) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Heads(Line):
-    """The number of MTP layers, and the number of depths that they were trained for.
+    """The number of MTP layers, the number of depths that they were trained for, and what they read.
 
     The key counts physical layers. How many depths a repeated head was trained for is kept under the key `mtpkit`;
-    without it one physical layer counts as a repeated head of unknown depths, several as distinct heads.
+    without it one physical layer counts as a repeated head of unknown depths, several as distinct heads. Rules of what
+    heads read that differ from the family's (`Family.head_rules`) are kept there too.
     """
 
     key: str = "num_nextn_predict_layers"
@@ -150,7 +155,7 @@ class Heads(Line):
     """Key under which the pattern of a depth is written, where the family has one."""
 
     def names(self) -> Mapping[str, str]:
-        return {"mtp_num_depths": "mtpkit.mtp_num_depths"}
+        return {name: f"mtpkit.{name}" for name in ("mtp_num_depths", *RULE_KEYS)}
 
     def read(self, file: Values) -> Settings:
         physical, own = file.typed(self.key, 0), file.get("mtpkit", {})
@@ -159,7 +164,7 @@ class Heads(Line):
             own = {}
         repeated = own.get("mtp_use_repeated_layer", physical <= 1)
         depths = own.get("mtp_num_depths", None if repeated else physical)
-        unknown = sorted(own.keys() - {"mtp_num_depths", "mtp_use_repeated_layer"})
+        unknown = sorted(own.keys() - {"mtp_num_depths", "mtp_use_repeated_layer", *RULE_KEYS})
         problems = [f"mtpkit.{key} is unknown" for key in unknown]
         if type(repeated) is not bool:
             problems.append(f"mtpkit.mtp_use_repeated_layer {shown(repeated)} is not true or false")
@@ -168,9 +173,10 @@ class Heads(Line):
         if not problems and physical and physical != (1 if repeated else depths):
             problems.append(f"{self.key} {shown(physical)} contradicts mtpkit {shown(own)}")
         file.problems.extend(problems)
+        rules = {key: own[key] for key in RULE_KEYS if key in own}
         if problems or not physical:
-            return {"mtp_num_depths": 0}
-        return {
+            return rules | {"mtp_num_depths": 0}
+        return rules | {
             "mtp_num_depths": 1 if depths is None else depths,
             "mtp_depths_known": depths is not None,
             "mtp_use_repeated_layer": repeated,

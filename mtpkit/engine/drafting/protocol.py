@@ -13,7 +13,7 @@ from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Drafts, Verdict
 from mtpkit.kernels import sampling as ops
 from mtpkit.kernels.linear import linear
-from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens
+from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens, normed_states
 
 
 class Drafter(Protocol):
@@ -54,11 +54,12 @@ class MtpDrafter:
         self._draft_weight = None if draft_token_ids is None else draft_output_weight(model, draft_token_ids)
 
     def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Choose draft `depth` of each row from `state` [S, h].
+        """Choose draft `depth` of each row from `state` [S, h], what that depth hands on.
 
         Returns:
             [S] tokens or `NO_TOKEN`; and [S, V] the distributions that they were drawn from, or None.
         """
+        state = normed_states(self.model, state, depth)
         if not self.sample:
             return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
         if self._draft_weight is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from mtpkit.config import Balance, LossKind
+from mtpkit.config import Balance, HiddenState, LossKind
 from mtpkit.config.checked import checked
 
 HeadAttention = Literal["auto", "serving", "per_depth"]
@@ -89,6 +89,11 @@ class HeadsConfig:
     """`serving`: each depth attends to what it attends to in decoding. `per_depth`: causal attention over each depth's
     own stream, which for distinct heads is the same as in decoding. `auto`: `serving` for a repeated head, `per_depth`
     for distinct heads."""
+    reads_of_base: Literal["auto"] | HiddenState = "auto"
+    """The hidden state of the base that the first depth reads: `after_final_norm` or `before_final_norm`; what is
+    served must read the same. `auto`: that of the model's heads, or of its family where it has none."""
+    reads_of_depth: Literal["auto"] | HiddenState = "auto"
+    """The hidden state of a depth that the next depth reads, alike."""
     recompute: bool = False
     """Recompute each depth's activations in the backward pass: a third more work in the heads, and memory for the
     activations of one depth instead of K."""
@@ -226,9 +231,9 @@ class TrainConfig:
     """Multiply in fp8 in the frozen base. Backend `local` keeps the base's matrices in fp8 only, in half the memory;
     `te` keeps bf16 copies too. Checkpoints hold the original weights."""
     cache: str = ""
-    """Directory of the base's final hidden states of all sequences. Missing ones are written first; then heads are
-    trained without the base in memory (`heads.init: base` still loads it for the initial weights). See `mtpkit data
-    cache`. Empty: the base runs in every step."""
+    """Directory of the base's hidden states of all sequences, as heads read them. Missing ones are written first; then
+    heads are trained without the base in memory (`heads.init: base` still loads it for the initial weights). See
+    `mtpkit data cache`. Empty: the base runs in every step."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = "auto"
     """Dtype of the cache; `float8_e4m3fn` has a scale per token. `auto`: `dtype`, which leaves losses the same."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"

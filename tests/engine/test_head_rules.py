@@ -1,0 +1,93 @@
+"""Decoding under each rule of what heads read: the tokens are the base's, the drafts those of whole sequences."""
+
+import pytest
+
+import mtpkit.model.mtp as recurrence
+from tests.engine.replayed import replay_on_cpu
+from tests.engine.tiny import (
+    Recorder,
+    decode,
+    generate,
+    greedy,
+    guide,
+    make_llm,
+    make_prompts,
+    record_drafts,
+    ruled_model,
+    teacher_forced_drafts,
+)
+
+PROMPTS, TOKENS, MOST = make_prompts((1, 2, 9)), 10, 4
+BASE, DEPTH = {"reads_of_base": "before_final_norm"}, {"reads_of_depth": "before_final_norm"}
+RULES = [BASE, DEPTH, BASE | DEPTH]
+HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
+
+
+def same_drafts(model, drafts) -> bool:
+    """Whether drafts are those of whole sequences; which of these follow do not depend on K."""
+    assert len(drafts) > 10
+    return all(found == teacher_forced_drafts(model, known, MOST)[: len(found)] for known, found in drafts.items())
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+def test_tokens_and_drafts(heads, mtp_pattern, rules):
+    """With prompts in chunks and with preemptions."""
+    model = ruled_model(heads, mtp_pattern, **rules)
+    want = [decode(model, prompt, TOKENS) for prompt in PROMPTS]
+    preemptions = 0
+    for k in range(MOST + 1):
+        llm = make_llm(model, k, max_num_batched_tokens=k + 3, block_size=2, num_blocks=13)
+        if not k:
+            assert generate(llm, PROMPTS, greedy(TOKENS)) == want
+            continue
+        recorder = llm.engine.drafter = Recorder(llm.engine.drafter)
+        assert generate(guide(llm, PROMPTS, TOKENS), PROMPTS, greedy(TOKENS)) == want
+        assert same_drafts(model, recorder.drafts)
+        preemptions += llm.stats().preemptions
+    assert preemptions
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+def test_each_rule_has_drafts_of_its_own(heads, mtp_pattern, rules):
+    drafts = record_drafts(make_llm(ruled_model(heads, mtp_pattern, **rules), 3), PROMPTS, TOKENS)
+    others = [{}, *(other for other in RULES if other != rules)]
+    assert not any(same_drafts(ruled_model(heads, mtp_pattern, **other), drafts) for other in others)
+
+
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_that_graphs_replay(heads, device, monkeypatch):
+    if device == "cpu":
+        replay_on_cpu(monkeypatch)
+    model = ruled_model(heads, device=device, **BASE | DEPTH)
+    runs = []
+    for settings in ({"enforce_eager": True}, {}):
+        llm = make_llm(model, 3, max_num_batched_tokens=6, **settings)
+        assert bool(llm.engine.graphs) == (not settings)
+        runs.append((generate(llm, PROMPTS, poison=False), llm.stats().acceptance))
+    assert runs[0] == runs[1] and runs[0][0] == [decode(model, prompt, 20) for prompt in PROMPTS]
+
+
+def normed_after_all(monkeypatch, depth: int) -> None:
+    """The engine's steps hand on the normed state of the base (0) or of depths."""
+    forward = recurrence.mtp_forward
+
+    def normed(model, number, hidden, *args, **kwargs):
+        if bool(number - 1) == bool(depth):
+            hidden = recurrence.normed_states(model, hidden, number - 1)
+        return forward(model, number, hidden, *args, **kwargs)
+
+    for kind in ("repeated", "distinct"):
+        monkeypatch.setattr(f"mtpkit.engine.drafting.{kind}.mtp_forward", normed)
+
+
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+@pytest.mark.parametrize("depth", [None, 0, 1])
+def test_a_normed_state_in_place_of_the_other_is_seen(monkeypatch, heads, depth):
+    model = ruled_model(heads, **BASE | DEPTH)
+    if depth is not None:
+        normed_after_all(monkeypatch, depth)
+    drafts = record_drafts(make_llm(model, 3), PROMPTS, TOKENS)
+    assert same_drafts(model, drafts) == (depth is None)

@@ -1,0 +1,152 @@
+"""Training under each rule of what heads read: losses by hand, gradients, settings, caches and what is written."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mtpkit.checkpoint import load_config as load_model_config
+from mtpkit.checkpoint import load_model
+from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward, unroll_depths
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.config.settings import LossConfig, OptimizerConfig
+from mtpkit.training.depths import HiddenMix, run_depths
+from mtpkit.training.fit import fit_input_projection
+from mtpkit.training.heads import freeze_base, resolve
+from mtpkit.training.loop import train
+from mtpkit.training.optimizer import HeadOptimizer
+from tests.training.toy import toy_batch, toy_model
+
+BASE, DEPTH = {"mtp_reads_of_base": "before_final_norm"}, {"mtp_reads_of_depth": "before_final_norm"}
+RULES = [BASE, DEPTH, BASE | DEPTH]
+KINDS = [("serving", {}), ("per_depth", {}), ("per_depth", {"mtp_use_repeated_layer": False})]
+
+
+def spread_model(**changes):
+    """A toy model whose final norms have weights that are far apart."""
+    model, generator = toy_model(**changes), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for norm in (model.decoder.final_norm, *(layer.final_layernorm for layer in model.mtp.layers)):
+            norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator).exp())
+    return model
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_the_loss_is_between_normed_states(rules):
+    """Of one document, from what lm_head makes of the base's stream, normed by hand, and of each depth's g."""
+    model, batch = spread_model(**rules), toy_batch([[20]], wanted=1.1)
+    streams = []
+    model.decoder.layers[-1].register_forward_hook(
+        lambda _, args, output: streams.append(output[0] if isinstance(output, tuple) else output)
+    )
+    freeze_base(model)
+    losses, _ = run_depths(model, batch, 3, "serving", LossConfig())
+    hidden = base_forward(model, batch.token_ids, SequenceInput())
+    weight, head = model.decoder.final_norm.weight.double(), model.output_layer.weight.double()
+    base = F.rms_norm(streams[0].double(), weight.shape, weight, 1e-5) @ head.t()
+    for depth, states in enumerate(unroll_depths(model, hidden, batch.token_ids, 3, "serving"), start=1):
+        p, q = base[depth:-1].log_softmax(-1), (states.double() @ head.t())[: -depth - 1].log_softmax(-1)
+        assert losses[depth - 1].item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize(("kind", "changes"), KINDS)
+def test_gradients_are_slopes_and_arrive_whole(kind, changes, rules):
+    """By autograd, against a central difference; the same into `main_grad`, and with recomputation."""
+    model, batch = spread_model(**changes, **rules), toy_batch([[9, 4]], wanted=1.1)
+    heads, weights = freeze_base(model), torch.tensor([1.0, 0.6, 0.3])
+
+    def value(recompute=False):
+        return (run_depths(model, batch, 3, kind, LossConfig(), recompute=recompute)[0] * weights).sum()
+
+    grads = torch.autograd.grad(value(), list(heads.values()))
+    generator = torch.Generator().manual_seed(1)
+    directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in heads.values()]
+    ends = []
+    with torch.no_grad():
+        for sign in (1, -2):
+            for parameter, direction in zip(heads.values(), directions, strict=True):
+                parameter.add_(direction, alpha=sign * 1e-3)
+            ends.append(value().item())
+        for parameter, direction in zip(heads.values(), directions, strict=True):
+            parameter.add_(direction, alpha=1e-3)
+    slope = sum((grad * direction).sum() for grad, direction in zip(grads, directions, strict=True)).item()
+    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(slope, rel=2e-2)
+    HeadOptimizer(heads.values(), OptimizerConfig())
+    for times, recompute in enumerate((False, True), start=1):
+        value(recompute).backward()
+        for grad, (name, parameter) in zip(grads, heads.items(), strict=True):
+            assert (parameter.main_grad - times * grad).norm() <= 1e-5 * times * grad.norm(), name
+
+
+def seen(calls, own, base):
+    calls.append(base)
+    return own
+
+
+def test_mixed_in_are_states_of_the_kind_that_depths_hand_on():
+    for rules in (BASE, BASE | DEPTH):
+        model, batch, calls = spread_model(**rules), toy_batch([[9]]), []
+        with torch.no_grad():
+            hidden = base_forward(model, batch.token_ids, SequenceInput())
+            list(unroll_depths(model, hidden, batch.token_ids, 2, "serving", mix=partial(seen, calls)))
+            want = hidden if rules != BASE else model.decoder.final_norm(hidden)
+        assert torch.equal(calls[0][:-1], want[1:])
+    blended = run_depths(spread_model(**BASE), toy_batch([[20]]), 3, "serving", LossConfig(), HiddenMix(0.5, "blend"))
+    assert blended[0].isfinite().all()
+
+
+def test_the_input_projection_is_fitted_on_what_heads_read():
+    """Without the final norm's weights the state before the norm is, to a norm after it, the one after the norm."""
+    batches = [toy_batch([[64]], wanted=1.1, seed=seed) for seed in range(3)]
+    model, plain = spread_model(**BASE), toy_model()
+    shares = [fit_input_projection(each, batches) for each in (model, plain)]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-5) and shares[0] > 0.1
+    weights = [each.mtp.layers[0].eh_proj.weight for each in (model, plain)]
+    assert (weights[0] - weights[1]).norm() < 1e-3 * weights[0].norm()
+
+
+def test_settings_override_what_the_model_says(run_settings):
+    def rules_of(*overrides) -> tuple[str, str]:
+        heads = resolve(load_config(None, [*run_settings(), *overrides]))[1].mtp
+        return heads.reads_of_base[:6], heads.reads_of_depth[:6]
+
+    before = "before_final_norm"
+    assert rules_of() == ("after_", "after_")
+    assert rules_of(f"heads.reads_of_base={before}") == ("before", "after_")
+    assert rules_of(f"heads.reads_of_depth={before}") == ("after_", "before")
+    with pytest.raises(UserError, match=r"heads\.reads_of_base is 'behind', must be 'auto' or 'after_final_norm' or"):
+        rules_of("heads.reads_of_base=behind")
+    with pytest.raises(UserError, match=r"hidden_mix 0\.5 mixes .*; set heads\.reads_of_depth=after_final_norm, heads"):
+        rules_of(f"heads.reads_of_depth={before}", "loss.hidden_mix=0.5")
+
+
+def test_the_rules_go_with_the_heads_and_the_cache(run_settings, tmp_path):
+    """Through a run, the next run on its heads, both layouts, and a cache that other heads cannot use."""
+    short = {"steps": 2, "data.eval": "[]", "cache": tmp_path / "cache", "data.sequence_length": 16}
+    own = {"heads.reads_of_base": "before_final_norm", "heads.reads_of_depth": "before_final_norm"}
+    run = train(load_config(None, run_settings(**short, **own)))
+    first = load_model_config(run).mtp
+    assert (first.reads_of_base, first.reads_of_depth) == ("before_final_norm",) * 2
+    export_checkpoint(run, tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    for directory in (tmp_path / "hf", tmp_path / "megatron"):
+        assert load_model_config(directory).mtp == first
+    assert same_states(run, tmp_path / "hf") and same_states(run, tmp_path / "megatron")
+    further = run_settings(**short | {"model": tmp_path / "hf", "output": tmp_path / "on"})
+    assert load_model_config(train(load_config(None, further))).mtp == first
+    after = run_settings(**short | {"output": tmp_path / "after"})
+    with pytest.raises(UserError, match="hidden states before final norm, not after final norm"):
+        train(load_config(None, after))
+
+
+def same_states(first: Path, second: Path) -> bool:
+    ids, found = torch.arange(9)[None], []
+    for directory in (first, second):
+        model = load_model(directory).requires_grad_(False)
+        found.append(torch.stack(list(unroll_depths(model, base_forward(model, ids, SequenceInput()), ids, 2))))
+    return torch.equal(*found)
