@@ -13,6 +13,7 @@ from mtpkit.config.sections import (
     AttentionConfig,
     HeadPattern,
     Mamba2Config,
+    MlaConfig,
     MlpConfig,
     MoeConfig,
     Number,
@@ -140,6 +141,8 @@ class ModelConfig:
         for letter, section in SECTIONS.items():
             if count := layers.count(letter):
                 yield from self.section(section).requirements(count)
+                for other in set(section.apart) & set(layers):
+                    yield f"{section.title} and {SECTIONS[other].title} ({letter}, {other}) cannot be in one model"
 
     def section[S: Section](self, kind: type[S]) -> S:
         """The sizes and switches of a layer kind."""
@@ -156,6 +159,10 @@ class ModelConfig:
     @property
     def mlp(self) -> MlpConfig:
         return self.section(MlpConfig)
+
+    @property
+    def mla(self) -> MlaConfig:
+        return self.section(MlaConfig)
 
     @property
     def mamba2(self) -> Mamba2Config:

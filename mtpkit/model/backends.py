@@ -12,7 +12,7 @@ from megatron.core.models.backends import LocalSpecProvider
 
 from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.attention import CoreAttention
-from mtpkit.model.layers.linear import ColumnParallelLinear, NormColumnParallelLinear, RowParallelLinear
+from mtpkit.model.layers.linear import ColumnParallelLinear, CopiedLinear, NormColumnParallelLinear, RowParallelLinear
 from mtpkit.model.layers.norm import RMSNorm
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ class Backend:
     column_linear: type
     norm_column_linear: type
     """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
+    copied_linear: Callable[[int, int, Any], Any]
+    """Linear that every tensor-parallel rank has whole, as (input size, output size, config); called without a bias,
+    [..., in] to [..., out]."""
     row_linear: type
     """Row-parallel linear that can add its output to a residual stream, see `layers.linear.RowParallelLinear`."""
     core_attention: type
@@ -36,7 +39,13 @@ class Backend:
 
 def _local() -> Backend:
     return Backend(
-        RMSNorm, ColumnParallelLinear, NormColumnParallelLinear, RowParallelLinear, CoreAttention, LocalSpecProvider()
+        RMSNorm,
+        ColumnParallelLinear,
+        NormColumnParallelLinear,
+        CopiedLinear,
+        RowParallelLinear,
+        CoreAttention,
+        LocalSpecProvider(),
     )
 
 
@@ -50,6 +59,7 @@ def _te() -> Backend:
         te.RMSNorm,
         te.ColumnParallelLinear,
         te.NormColumnParallelLinear,
+        te.CopiedLinear,
         te.RowParallelLinear,
         te.CoreAttention,
         te.SpecProvider(),

@@ -9,6 +9,7 @@ from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.step import Drafts
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, normed_states, unroll_depths
 from tests.engine.fakes import KnownTokens
+from tests.model.toy import MLA
 from tests.toy_config import toy_config
 
 VOCAB_SIZE = 61
@@ -35,6 +36,7 @@ def tiny_model(
     )
     config = toy_config(
         **(experts if "E" in pattern + mtp_pattern else {}),
+        **(MLA | {"qk_layernorm": True} if "+" in pattern + mtp_pattern else {}),
         vocab_size=VOCAB_SIZE,
         pattern=pattern,
         max_position_embeddings=128,

@@ -8,7 +8,7 @@ import torch
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, embed, output_weight, state_specs
 from mtpkit.model.kinds import KINDS
-from mtpkit.model.state import ConvWindowSpec, PagedKVSpec, Part, RecurrentSpec
+from mtpkit.model.state import ConvWindowSpec, PagedKVSpec, PagedLatentSpec, Part, RecurrentSpec
 from tests.model.toy import CONFIG, VOCAB, toy_model, toy_tokens
 
 
@@ -36,6 +36,8 @@ def test_what_is_counted_of_the_past_is_what_the_states_hold(letter):
             elements["state"] += math.prod(spec.shape)
         elif isinstance(spec, PagedKVSpec):
             elements["kv"] += 2 * spec.num_kv_heads * spec.head_dim
+        elif isinstance(spec, PagedLatentSpec):
+            elements["kv"] += spec.latent_width + spec.rotary_width
     memory = kind.memory(CONFIG)
     assert elements == {"state": memory.state, "kv": memory.kv}
 

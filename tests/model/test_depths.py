@@ -8,7 +8,7 @@ from tests.kernels.recurrence import relative
 from tests.model.toy import packed, toy_model, toy_tokens
 
 DEPTHS, TOLERANCE = 4, 1e-5
-PATTERNS = ["*", "*-", "*E", "M-", "*M-", "M*"]
+PATTERNS = ["*", "*-", "*E", "M-", "*M-", "M*", "+-"]
 POSITIONAL = {"none": {}, "rope": dict(position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True)}
 LENGTHS = {"one": (9,), "several": (5, 1, 2, 6)}
 

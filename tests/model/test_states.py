@@ -14,6 +14,7 @@ from mtpkit.model.state import (
     Counter,
     Newest,
     PagedKVSpec,
+    PagedLatentSpec,
     Part,
     RecurrentSpec,
     Replay,
@@ -30,6 +31,7 @@ INPUTS = {"x": Part((4, 8)), "B": Part((2, 16)), "dt": Part((4,), FP32)}
 SPECS = {
     "decoder.0": (ConvWindowSpec(kernel=4, channels=96), RecurrentSpec((4, 8, 16), INPUTS)),
     "decoder.1": (PagedKVSpec(num_kv_heads=2, head_dim=32),),
+    "decoder.2": (PagedLatentSpec(latent_width=48, rotary_width=8),),
 }
 
 
@@ -51,7 +53,8 @@ def test_states_have_what_their_kernels_ask_for(k, rollback):
         "snapshot": {"state": ((5, 1 + k, 4, 8, 16), FP32)},
     }[rollback]
     page = ((7, 8, 2, 32), BF16)
-    assert have == [{"columns": ((5, 3 + k, 96), BF16)}, state, {"key": page, "value": page}]
+    rows = {"rows": ((7, 8, 48 + 8), BF16)}
+    assert have == [{"columns": ((5, 3 + k, 96), BF16)}, state, {"key": page, "value": page}, rows]
     held = {unit: [t for s in states.all() if s.unit == unit for t in s.tensors.values()] for unit in ("slot", "block")}
     taken = {unit: sum(tensor.nbytes for tensor in tensors) for unit, tensors in held.items()}
     assert (5 * layout.slot_bytes, 7 * layout.block_bytes) == (taken["slot"], taken["block"])

@@ -26,6 +26,7 @@ from tests.model.toy import VOCAB, toy_model
 K, BLOCK_SIZE, NUM_BLOCKS, SLOTS, RING = 2, 4, 48, 6, 15
 TOLERANCE = 1e-5
 CPU = torch.device("cpu")
+LATENT = dict(pattern="M+-+", mtp_pattern="+E", qk_layernorm=True, layernorm_zero_centered_gamma=True)
 MAMBA_HEAD = dict(pattern="MM**", mtp_pattern="M*E")
 GATED = dict(
     attention_output_gate=True,
@@ -194,8 +195,8 @@ def simulate(
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), MAMBA_HEAD, GATED],
-    ids=["plain", "rope", "mamba_head", "gated"],
+    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), MAMBA_HEAD, GATED, LATENT],
+    ids=["plain", "rope", "mamba_head", "gated", "latent"],
 )
 def test_steps_equal_whole_sequences(changes, rollback):
     model = toy_model(**changes)
@@ -251,7 +252,7 @@ def test_layers_that_cache_are_known_by_their_letters(letter):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mtp_pattern", ["*", "*-", "-*", "M*-E", "-", "M--", "E"])
+@pytest.mark.parametrize("mtp_pattern", ["*", "*-", "-*", "M*-E", "-", "M--", "E", "+-"])
 @pytest.mark.parametrize("keep", [[], [2], [1, 3, 4]])
 def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
     model = toy_model(mtp_pattern=mtp_pattern)
@@ -296,7 +297,7 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("letter, product", [("*", "linear_proj"), ("M", "out_proj")])
+@pytest.mark.parametrize("letter, product", [("*", "linear_proj"), ("M", "out_proj"), ("+", "linear_proj")])
 @pytest.mark.parametrize("keep", [[], [2], [1, 3, 4]])
 def test_the_last_layer_with_a_cache_multiplies_kept_tokens_alone(letter, product, keep):
     model = toy_model(mtp_pattern=letter)

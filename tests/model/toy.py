@@ -9,6 +9,18 @@ from tests.toy_config import toy_config
 
 VOCAB = 40
 
+MLA = dict(
+    q_lora_rank=12,
+    kv_lora_rank=20,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=10,
+    rotary_scaling_factor=4,
+    original_max_position_embeddings=6,
+    mscale=0.8,
+    mscale_all_dim=0.5,
+)
+
 CONFIG = toy_config(
     vocab_size=VOCAB,
     pattern="M*-E",
@@ -18,12 +30,15 @@ CONFIG = toy_config(
     moe_ffn_hidden_size=24,
     moe_shared_expert_intermediate_size=16,
     moe_router_topk_scaling_factor=2.5,
+    **MLA,
 )
 
 
 @functools.cache
 def toy_model(**changes):
-    """Read-only: tests share it."""
+    """Read-only: tests share it. Beside heads of latent attention the base has it, too."""
+    if "+" in changes.get("mtp_pattern", ""):
+        changes = {"pattern": "M+-E", **changes}
     return build_model(CONFIG.replace(**changes), device="cpu", seed=3).requires_grad_(False)
 
 

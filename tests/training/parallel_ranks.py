@@ -16,6 +16,7 @@ from mtpkit.training.loop import train
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import stream_base
 from mtpkit.training.step import train_step
+from tests.model.toy import MLA
 from tests.training.toy import CONFIG, cut, toy_batch
 
 EXPERTS = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16, ffn_hidden_size=48)
@@ -64,6 +65,7 @@ CASES = {
         WHOLE,
         ["heads.attention=per_depth", "loss.kind=kl", "loss.top_k=5"],
     ),
+    "latent": Case(dict(pattern="+E", mtp_pattern="+E", **MLA), PACKED, ["heads.attention=serving", "loss.kind=kl"]),
     "mixed": Case(
         dict(pattern="M-", mtp_pattern="*-", mtp_reads_of_base=BEFORE),
         PACKED,

@@ -15,7 +15,7 @@ from mtpkit.checkpoint.tensors import Shape
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import SECTIONS, ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
-from mtpkit.config.sections import Mamba2Config, MoeConfig
+from mtpkit.config.sections import Mamba2Config, MlaConfig, MoeConfig
 from mtpkit.errors import UserError, raise_problems, shown
 from mtpkit.model.kinds import KINDS
 
@@ -38,7 +38,6 @@ OTHER_NAMES = {
 
 FIXED = {
     "add_bias_linear": False,
-    "multi_latent_attention": False,
     "normalization": "RMSNorm",
     "window_size": None,
     "rotary_interleaved": False,
@@ -52,6 +51,12 @@ MOE_FIXED = {
     "moe_shared_expert_gate": False,
 }
 """The same, for models with experts."""
+
+MLA_FIXED = {"rotary_percent": 1.0, "multi_latent_attention": True, "attention_output_gate": False}
+"""The same, for models with multi-head latent attention."""
+
+NO_MLA_FIXED = {"multi_latent_attention": False}
+"""The same, for models without."""
 
 _ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 """The name in a `TransformerConfig`, and that of Megatron-LM's argument, which sets the former."""
@@ -159,7 +164,9 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
         raise UserError(f"{where}: {shown(values)} is not an object of Megatron's settings")
     file = Values(values, where)
     pattern, mtp_pattern, depths = _patterns(file)
-    for key, value in (FIXED | (MOE_FIXED if MoeConfig.letter in pattern + mtp_pattern else {})).items():
+    letters = pattern + mtp_pattern
+    latent = MLA_FIXED if MlaConfig.letter in letters else NO_MLA_FIXED
+    for key, value in (FIXED | (MOE_FIXED if MoeConfig.letter in letters else {}) | latent).items():
         file.require(key, value)
     same = [key for section in SECTIONS.values() for key in keys_of(section).values()]
     names = {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES
@@ -170,7 +177,10 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     hidden, heads = file.typed("hidden_size", 0), file.typed("num_attention_heads", 0) or 1
     groups = file.typed("num_query_groups", 0) if file.typed("group_query_attention", True) else 0
     fields: dict[str, object] = {}
-    if Mamba2Config.letter in pattern + mtp_pattern:  # as Megatron-LM derives it
+    if MlaConfig.letter in letters:
+        normed = file.typed("qk_layernorm", False)
+        fields["q_proj_layernorm"] = normed and not file.typed("q_lora_rank", 0)
+    if Mamba2Config.letter in letters:  # as Megatron-LM derives it
         width = max(1, file.typed("mamba_head_dim", Mamba2Config.head_dim))
         fields["mamba_num_heads"] = MAMBA_EXPAND * hidden // width
     fields |= {field: file.get(key) for field, key in keys.items() if key is not None}

@@ -13,6 +13,7 @@ from mtpkit.config.sections.base import (
     up_to,
 )
 from mtpkit.config.sections.mamba2 import Mamba2Config
+from mtpkit.config.sections.mla import MlaConfig
 from mtpkit.config.sections.mlp import MlpConfig
 from mtpkit.config.sections.moe import MOST_IN_A_LAYER, MoeConfig
 
@@ -22,6 +23,7 @@ __all__ = [
     "AttentionConfig",
     "HeadPattern",
     "Mamba2Config",
+    "MlaConfig",
     "MlpConfig",
     "MoeConfig",
     "Number",
@@ -33,5 +35,5 @@ __all__ = [
     "up_to",
 ]
 
-for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig):  # in the order of files
+for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig, MlaConfig):  # in the order of files
     register_section(_section)

@@ -50,6 +50,8 @@ class Section(Part):
     """Name of the kind in messages."""
     in_every_file: ClassVar[bool] = False
     """Whether files of models without such layers have its keys too, as they had when there were four kinds."""
+    apart: ClassVar[tuple[str, ...]] = ()
+    """Letters of layer kinds that no model has beside this one."""
     positive: ClassVar[tuple[str, ...]] = ()
     """Fields that must be positive where the model has such layers."""
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()

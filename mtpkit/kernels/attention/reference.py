@@ -1,6 +1,7 @@
 """Attention: over whole sequences, over a paged cache, and over the depths of a multi-token-prediction head."""
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -88,7 +89,22 @@ def paged_attention(
     Returns:
         [R, T, heads, d].
     """
-    q = q.flatten(2, -2)
+    return attend_paged(q.flatten(2, -2), key_cache, value_cache, block_tables, context_lens)
+
+
+def attend_paged(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """`paged_attention` of q [R, T, heads, d] with values [num_blocks, block_size, kv_heads, e], to [R, T, heads, e].
+
+    Args:
+        scale: factor of the scores; None: 1 / sqrt(d).
+    """
     rows, tokens, heads, width = q.shape
     block_size, groups = key_cache.shape[1:3]
     span = block_tables.shape[1] * block_size
@@ -96,15 +112,16 @@ def paged_attention(
     # Free blocks and blocks of other requests may hold NaN, so that a mask alone would not do.
     used = places < (context_lens + tokens)[:, None]
     keys, values = (
-        torch.where(used[..., None, None], cache[block_tables].view(rows, span, groups, width), 0).to(q.dtype)
+        torch.where(used[..., None, None], cache[block_tables].view(rows, span, groups, -1), 0).to(q.dtype)
         for cache in (key_cache, value_cache)
     )
     mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
     # Heads of a group share keys: stack them as additional queries.
     rep = heads // groups
-    stacked = q.view(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    stacked = q.reshape(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = mask.repeat(1, rep, 1)[:, None]
-    out = F.scaled_dot_product_attention(stacked, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
     return out.unflatten(2, (rep, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -134,11 +151,21 @@ def prefill_attention(
     Returns:
         [T, heads, d].
     """
-    bounds = (query_start - query_start[0]).tolist()
-    assert bounds[-1] == len(q), f"rows end at token {bounds[-1]} of {len(q)}"
     out = torch.zeros_like(q.flatten(1, -2))
+    for row, tokens in chunk_rows(query_start, context_lens, len(q)):
+        own = block_tables[row], context_lens[row]
+        out[tokens] = paged_attention(q[None, tokens], key_cache, value_cache, *own)[0]
+    return out
+
+
+def chunk_rows(query_start: Tensor, context_lens: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (row, its tokens), as slices, of each row that has tokens and a context; see `prefill_attention`.
+
+    Args:
+        count: tokens of all rows.
+    """
+    bounds = (query_start - query_start[0]).tolist()
+    assert bounds[-1] == count, f"rows end at token {bounds[-1]} of {count}"
     for row, (begin, end) in enumerate(pairwise(bounds)):
         if begin < end and context_lens[row] >= 0:
-            own = block_tables[row, None], context_lens[row, None]
-            out[begin:end] = paged_attention(q[None, begin:end], key_cache, value_cache, *own)[0]
-    return out
+            yield slice(row, row + 1), slice(begin, end)

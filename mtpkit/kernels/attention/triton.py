@@ -18,9 +18,9 @@ from mtpkit.kernels.device import PROGRAMS, padded, row_of_tile, strided
 
 __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]
 
-_UNSPECIALIZED = ["tokens", "span", "fill", "longest", "width", "rows"]
+UNSPECIALIZED = ["tokens", "span", "fill", "longest", "width", "rows"]
 """Numbers that change from step to step and must not trigger a recompilation."""
-_UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr"]
+UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr"]
 """Tensors that may be slices, whose alignment must not trigger a recompilation."""
 _MAX_PROGRAMS = 1024
 """Limit on programs that are added to shorten the longest split: empty programs are not free."""
@@ -38,14 +38,17 @@ def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
     return Tiles(m, 64 if width <= 128 else 32, num_warps=4, num_stages=3)
 
 
-def split_plan(programs: int, span: int, n: int) -> tuple[int, int, int]:
+def split_plan(programs: int, span: int, n: int, resident: int = 2) -> tuple[int, int, int]:
     """Plan the splits of rows of up to `span` positions, where one split per row makes `programs` programs.
+
+    Args:
+        resident: programs that a multiprocessor holds at once.
 
     Returns:
         (splits launched per row, splits that a row should use, positions of the longest split)
     """
     most = triton.cdiv(span, n)
-    fill = min(most, triton.cdiv(PROGRAMS, programs))
+    fill = min(most, triton.cdiv(PROGRAMS * resident // 2, programs))
     splits = max(fill, min(triton.cdiv(span, _LONG), triton.cdiv(_MAX_PROGRAMS, programs)))
     return splits, fill, triton.cdiv(triton.cdiv(span, splits), n) * n
 
@@ -75,7 +78,7 @@ def _sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
 
 
 @triton.jit
-def _load_queries(q_ptr, m, count, q_token, q_head, REP, WIDTH, D):
+def load_queries(q_ptr, m, count, q_token, q_head, REP, WIDTH, D):
     """Load the queries `m` [M] of the row and group at `q_ptr` as [M, D]; zero from query `count` and from channel
     WIDTH on."""
     channel = tl.arange(0, D)[None, :]
@@ -84,22 +87,22 @@ def _load_queries(q_ptr, m, count, q_token, q_head, REP, WIDTH, D):
 
 
 @triton.jit
-def _line(group, m, GROUPS, REP):
+def line_of(group, m, GROUPS, REP):
     """Place of query m [M] of a group among the heads of all tokens of its row."""
     return m // REP * (GROUPS * REP) + group * REP + m % REP
 
 
 @triton.jit
-def _store(out_ptr, values, token, group, m, count, GROUPS, REP, WIDTH):
+def store_lines(out_ptr, values, token, group, m, count, GROUPS, REP, WIDTH):
     """Store values [M, D] of the queries m [M] below `count` of the row that begins at a token of out [.., WIDTH]."""
     channel = tl.arange(0, values.shape[1])[None, :]
-    place = (token * (GROUPS * REP) + _line(group, m, GROUPS, REP)) * WIDTH
+    place = (token * (GROUPS * REP) + line_of(group, m, GROUPS, REP)) * WIDTH
     mask = (m < count)[:, None] & (channel < WIDTH)
     tl.store(out_ptr + place[:, None] + channel, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _load_blocks(table_ptr, place, last, BLOCK_SIZE):
+def load_blocks(table_ptr, place, last, BLOCK_SIZE):
     """Load the int64 block numbers of the positions `place` [N] below `last`. Unsigned division is cheaper."""
     return tl.load(table_ptr + place.to(tl.uint32) // BLOCK_SIZE, mask=place < last, other=0)
 
@@ -125,7 +128,7 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
     channel = tl.arange(0, D)[None, :]
     place = first + tl.arange(0, N)
     # Loaded one round ahead, so that the addresses of keys and values are ready in time.
-    block = _load_blocks(table_ptr, place, last, BLOCK_SIZE)
+    block = load_blocks(table_ptr, place, last, BLOCK_SIZE)
     for start in range(first, last, N):
         place = start + tl.arange(0, N)
         slot = block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE
@@ -141,7 +144,7 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
         else:
             keys = tl.load(key_ptr + offset)
             values = tl.load(value_ptr + offset)
-        block = _load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
+        block = load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
         if MASKED:
             scores = tl.where(place[None, :] <= newest[:, None], scores, float("-inf"))
@@ -150,7 +153,7 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
 
 
 @triton.jit
-def _row_range(lens_ptr, row, plan, N):
+def row_range(lens_ptr, row, plan, N):
     """Context length of a row, its number of positions with the new tokens, and positions per split; no positions if
     the context is -1."""
     tokens, span, fill, longest = plan
@@ -160,7 +163,7 @@ def _row_range(lens_ptr, row, plan, N):
     return context, end, tl.minimum(tl.maximum(length, N), longest)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def _decode_kernel(
     q_rows,
     key_ptr,
@@ -193,17 +196,17 @@ def _decode_kernel(
     q_ptr, q_row, q_token, q_group, q_head = q_rows
     row, split = tl.program_id(1), tl.program_id(2)
     group = tl.program_id(0) % GROUPS
-    context, end, length = _row_range(lens_ptr, row, (tokens, span, fill, longest), N)
+    context, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), N)
     first = split * length
     m = tl.program_id(0) // GROUPS * M + tl.arange(0, M)
     count = tokens * REP
     token = row.to(tl.int64) * tokens
     if first >= end:
         if first == 0:
-            _store(out_ptr, tl.zeros([M, D], tl.float32), token, group, m, count, GROUPS, REP, WIDTH)
+            store_lines(out_ptr, tl.zeros([M, D], tl.float32), token, group, m, count, GROUPS, REP, WIDTH)
         return
     q_base = q_ptr + row.to(tl.int64) * q_row + group * q_group
-    q = _load_queries(q_base, m, count, q_token, q_head, REP, WIDTH, D)
+    q = load_queries(q_base, m, count, q_token, q_head, REP, WIDTH, D)
     last = tl.minimum(first + length, end)
     cache = key_ptr + group * WIDTH, value_ptr + group * WIDTH, table_ptr + row.to(tl.int64) * width
     slot: tl.constexpr = GROUPS * WIDTH
@@ -214,15 +217,15 @@ def _decode_kernel(
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     if length >= end:
-        _store(out_ptr, acc, token, group, m, count, GROUPS, REP, WIDTH)
+        store_lines(out_ptr, acc, token, group, m, count, GROUPS, REP, WIDTH)
     else:
         token = (row.to(tl.int64) * tl.num_programs(2) + split) * tokens
-        _store(part_ptr, acc, token, group, m, count, GROUPS, REP, WIDTH)
-        place = token * (GROUPS * REP) + _line(group, m, GROUPS, REP)
+        store_lines(part_ptr, acc, token, group, m, count, GROUPS, REP, WIDTH)
+        place = token * (GROUPS * REP) + line_of(group, m, GROUPS, REP)
         tl.store(lse_ptr + place, best + tl.log2(total), mask=m < count)
 
 
-@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "splits"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "splits"], do_not_specialize_on_alignment=UNALIGNED)
 def _combine_kernel(
     lens_ptr,
     out_ptr,
@@ -242,7 +245,7 @@ def _combine_kernel(
 ):
     """Combine the splits of L of the row's `lines` = tokens * heads per program, S splits at a time."""
     row = tl.program_id(0)
-    _, end, length = _row_range(lens_ptr, row, (tokens, span, fill, longest), N)
+    _, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), N)
     if length >= end:
         return
     used = (end + length - 1) // length
@@ -270,6 +273,35 @@ def _combine_kernel(
     channel = tl.arange(0, D)[None, :]
     place = (row.to(tl.int64) * lines + line)[:, None] * WIDTH + channel
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(line < lines)[:, None] & (channel < WIDTH))
+
+
+def combine(
+    context_lens: Tensor, out: Tensor, part: Tensor, lse: Tensor, plan: tuple[int, ...], splits: int, n: int
+) -> None:
+    """Combine the results of split rows into out [R, T, heads, d]; see `_decode_kernel` for the arguments.
+
+    Args:
+        plan: tokens, span, and the rest of `split_plan`.
+        n: positions that the kernel reads at a time.
+    """
+    rows, tokens, heads, width = out.shape
+    lines = tokens * heads
+    at_once = 1 if rows * lines <= _FEW_LINES else 8
+    _combine_kernel[(rows, triton.cdiv(lines, at_once))](
+        context_lens,
+        out,
+        part,
+        lse,
+        *plan,
+        splits,
+        lines,
+        WIDTH=width,
+        N=n,
+        L=at_once,
+        S=16 // at_once,
+        D=padded(width),
+        num_warps=4,
+    )
 
 
 def paged_attention(
@@ -313,26 +345,11 @@ def paged_attention(
         **_sizes(q, key_cache, tiles),
     )
     if splits > 1:
-        at_once = 1 if rows * lines <= _FEW_LINES else 8
-        _combine_kernel[(rows, triton.cdiv(lines, at_once))](
-            context_lens,
-            out,
-            part,
-            lse,
-            *plan,
-            splits,
-            lines,
-            WIDTH=width,
-            N=tiles.n,
-            L=at_once,
-            S=16 // at_once,
-            D=padded(width),
-            num_warps=4,
-        )
+        combine(context_lens, out, part, lse, plan, splits, tiles.n)
     return out
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def _prefill_kernel(
     q_rows,
     key_ptr,
@@ -363,9 +380,9 @@ def _prefill_kernel(
     m = first + tl.arange(0, M)
     context = tl.load(lens_ptr + row).to(tl.int32)
     if context < 0:
-        _store(out_ptr, tl.zeros([M, D], tl.float32), begin, group, m, count, GROUPS, REP, WIDTH)
+        store_lines(out_ptr, tl.zeros([M, D], tl.float32), begin, group, m, count, GROUPS, REP, WIDTH)
         return
-    q = _load_queries(q_ptr + begin * q_token + group * q_group, m, count, q_token, q_head, REP, WIDTH, D)
+    q = load_queries(q_ptr + begin * q_token + group * q_group, m, count, q_token, q_head, REP, WIDTH, D)
     newest = context + m // REP
     cache = key_ptr + group * WIDTH, value_ptr + group * WIDTH, table_ptr + row.to(tl.int64) * width
     slot: tl.constexpr = GROUPS * WIDTH
@@ -374,7 +391,7 @@ def _prefill_kernel(
     state = empty_state(M, D)
     state = _attend(q, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False)
     acc, _, total = _attend(q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True)
-    _store(out_ptr, acc / total[:, None], begin, group, m, count, GROUPS, REP, WIDTH)
+    store_lines(out_ptr, acc / total[:, None], begin, group, m, count, GROUPS, REP, WIDTH)
 
 
 def prefill_attention(

@@ -8,6 +8,7 @@ from mtpkit.config.checked import keys_of
 from mtpkit.model.kinds.attention import Attention
 from mtpkit.model.kinds.base import LayerKind
 from mtpkit.model.kinds.mamba2 import Mamba2
+from mtpkit.model.kinds.mla import Mla
 from mtpkit.model.kinds.mlp import Mlp
 from mtpkit.model.kinds.moe import Moe
 
@@ -22,7 +23,7 @@ def register(kind: LayerKind) -> None:
     KINDS[kind.letter] = kind
 
 
-for _kind in (Attention(), Mlp(), Mamba2(), Moe()):
+for _kind in (Attention(), Mla(), Mlp(), Mamba2(), Moe()):
     register(_kind)
 
 
@@ -45,9 +46,9 @@ def uneven_sizes(config: ModelConfig, ranks: int) -> Iterator[UnevenSize]:
     """Yield the sizes of a model's layers that tensor-parallel ranks cannot divide."""
     for kind in kinds_in(config.letters):
         section, keys = config.section(kind.section), keys_of(kind.section)
-        for name in kind.divided:
-            if (size := getattr(section, name)) % ranks:
-                yield UnevenSize(keys[name], size, False)
+        for key, size in kind.divided_sizes(config).items():
+            if size % ranks:
+                yield UnevenSize(key, size, False)
         for name in kind.divided_or_shared:
             if (size := getattr(section, name)) % ranks and ranks % size:
                 yield UnevenSize(keys[name], size, True)

@@ -18,7 +18,7 @@ from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedKVSpec, StateSpec
 
-_SCORES, _OUTPUT = 3.5, 8.0
+SCORES, OUTPUT = 3.5, 8.0
 """For `depend_on_context`: the standard deviation of scores, which leaves each query a few keys; and the factor of the
 output projection, as there are few such layers."""
 
@@ -77,8 +77,8 @@ class Attention(LayerKind):
         projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
         groups, heads = module.num_query_groups_per_partition, module.num_attention_heads_per_partition
         by_group = module.linear_qkv.weight.unflatten(0, (groups, -1, module.hidden_size_per_attention_head))
-        sharper = math.sqrt(_SCORES) / projected
+        sharper = math.sqrt(SCORES) / projected
         by_group[:, : heads // groups] *= sharper  # gates lie between queries and keys
         by_group[:, -2] *= sharper
         by_group[:, -1] /= projected
-        module.linear_proj.weight *= _OUTPUT
+        module.linear_proj.weight *= OUTPUT

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from mtpkit.config import ModelConfig, Section
+from mtpkit.config.checked import keys_of
 from mtpkit.model.backends import Backend
 from mtpkit.model.state import StateSpec
 
@@ -105,7 +107,7 @@ class LayerKind(ABC):
     writes_residual: ClassVar[tuple[str, ...]] = ()
     """Modules whose output is added to the residual stream."""
     divided: ClassVar[tuple[str, ...]] = ()
-    """Fields of the section that tensor-parallel ranks divide among themselves."""
+    """Fields of the section that tensor-parallel ranks divide among themselves, see `divided_sizes`."""
     divided_or_shared: ClassVar[tuple[str, ...]] = ()
     """Fields that tensor-parallel ranks divide, or of which several ranks share one."""
 
@@ -130,6 +132,11 @@ class LayerKind(ABC):
     @abstractmethod
     def activations(self, config: ModelConfig) -> int:
         """Count the elements that a layer holds per token at its widest point."""
+
+    def divided_sizes(self, config: ModelConfig) -> Mapping[str, int]:
+        """Return the sizes, by their keys in files, that tensor-parallel ranks divide among themselves."""
+        section, keys = config.section(self.section), keys_of(self.section)
+        return {keys[name]: getattr(section, name) for name in self.divided}
 
     def experts(self, config: ModelConfig) -> Experts:
         """Describe the routed experts of a layer."""

@@ -12,38 +12,20 @@ from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_a
 from mtpkit.kernels.kv_store import store_kv
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import linear_of
+from mtpkit.model.layers.rotary import apply_rotary
 from mtpkit.model.state import PagedKV
 
 
 class CoreAttention(nn.Module):
     """Attention over sequences. What depths and decoding need beside it `SelfAttention` calls itself."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
+        self.scale = softmax_scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """See `sequence_attention`."""
-        return sequence_attention(q, k, v, documents)
-
-
-def apply_rotary(x: Tensor, positions: Tensor, base: float, percent: float) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves rotated against each other.
-
-    Args:
-        x: [s, b, heads, d]; the first percent * d channels are rotated. Of one sequence, b may be another dimension of
-            heads.
-        positions: [b, s] int64.
-
-    Returns:
-        [s, b, heads, d] in the dtype of x.
-    """
-    width = int(x.shape[-1] * percent)
-    frequencies = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
-    angles = (positions.t()[..., None].float() * frequencies)[:, :, None]  # [s, b, 1, width / 2]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x[..., : width // 2].float(), x[..., width // 2 : width].float()
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return torch.cat([rotated.to(x.dtype), x[..., width:]], -1)
+        return sequence_attention(q, k, v, documents, self.scale)
 
 
 class SelfAttention(MegatronSelfAttention):

@@ -4,13 +4,14 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear as MegatronColumnParallelLinear
 from megatron.core.tensor_parallel import RowParallelLinear as MegatronRowParallelLinear
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtpkit.kernels.linear import fp8_linear, linear
 from mtpkit.kernels.norm import rms_norm
-from mtpkit.model.layers.base import linear_of
+from mtpkit.model.layers.base import NoExtraState, linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
 
 
@@ -65,6 +66,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         norm = partial(rms_norm, eps=self.eps, zero_centered=self.zero_centered)
         return linear_of(product, norm, input_, self.layer_norm_weight)
 
+    def normed(self, input_: Tensor) -> Tensor:
+        """The norm of input_ [..., input_size] alone."""
+        return rms_norm(input_, self.layer_norm_weight, self.eps, self.zero_centered)
+
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
         """The activation of the output, which takes no kernel of its own at few rows."""
         if activation == "relu2" and is_plain(self, input_, self.weight, self.layer_norm_weight):
@@ -77,6 +82,23 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         )
         output = linear(input_.flatten(0, -2), self.weight, **around, bias=self.bias, activation=activation)
         return output.view(*input_.shape[:-1], len(self.weight))
+
+
+class CopiedLinear(NoExtraState, nn.Module):
+    """Linear without bias that every tensor-parallel rank has whole."""
+
+    def __init__(self, input_size: int, output_size: int, config: Any) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        # Under sequence parallelism ranks see parts of the sequence, whose gradients are added up.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """input_ [..., in] to [..., out]."""
+        if torch.is_grad_enabled():
+            return F.linear(input_, self.weight)
+        return linear(input_.flatten(0, -2), self.weight).view(*input_.shape[:-1], len(self.weight))
 
 
 class RowParallelLinear(MegatronRowParallelLinear):

@@ -47,7 +47,8 @@ class AttentionLayer(_StepTransformerLayer):
     """Self-attention and its residual connection."""
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        return self.self_attention(x, inference_context=step, residual=x)[0]
+        # A norm that stands alone, or nothing.
+        return self.self_attention(self.input_layernorm(x), inference_context=step, residual=x)[0]
 
 
 class MLP(MegatronMLP):

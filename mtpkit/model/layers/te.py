@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from mtpkit.errors import UserError, listed
+from mtpkit.kernels.norm import rms_norm
 from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm
 
@@ -45,9 +46,33 @@ class ColumnParallelLinear(NoExtraState, megatron_te.TEColumnParallelLinear):
 class NormColumnParallelLinear(NoExtraState, megatron_te.TELayerNormColumnParallelLinear):
     """Column-parallel linear of the RMS norm of its input, in one module."""
 
+    def normed(self, input_: Tensor) -> Tensor:
+        """The norm of input_ [..., input_size] alone."""
+        return rms_norm(input_, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
         """The activation of the output."""
         return ACTIVATIONS[activation](self(input_)[0])
+
+
+class CopiedLinear(NoExtraState, megatron_te.TELinear):
+    """Linear without bias that every tensor-parallel rank has whole."""
+
+    def __init__(self, input_size: int, output_size: int, config: Any) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            parallel_mode="duplicated",
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+        )
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """input_ [..., in] to [..., out]."""
+        return super().forward(input_)[0]
 
 
 class RowParallelLinear(NoExtraState, megatron_te.TERowParallelLinear):

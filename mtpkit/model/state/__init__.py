@@ -18,6 +18,7 @@ from mtpkit.model.state.base import (
 from mtpkit.model.state.conv_window import ConvWindow, ConvWindowSpec
 from mtpkit.model.state.layout import SavedRequest, StateLayout, States
 from mtpkit.model.state.paged_kv import PagedKV, PagedKVSpec
+from mtpkit.model.state.paged_latent import PagedLatent, PagedLatentSpec
 from mtpkit.model.state.recurrent import RecurrentSpec
 from mtpkit.model.state.replay import Replay, ReplaySpec, Ring
 from mtpkit.model.state.snapshot import Snapshot, SnapshotSpec
@@ -30,6 +31,8 @@ __all__ = [
     "Newest",
     "PagedKV",
     "PagedKVSpec",
+    "PagedLatent",
+    "PagedLatentSpec",
     "Part",
     "RecurrentSpec",
     "Replay",

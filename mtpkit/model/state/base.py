@@ -174,6 +174,18 @@ class State:
             self.tensors[name][unit] = value
 
 
+@dataclass(frozen=True)
+class PagedState(State):
+    """A state with an entry for each position, in blocks. Rejected tokens are taken back by forgetting their positions,
+    which later tokens overwrite."""
+
+    unit = "block"
+
+    def fork(self, slots: Tensor) -> Self:
+        """Itself: what a depth writes beyond the committed positions is overwritten before anything reads it."""
+        return self
+
+
 class StateSpec(ABC):
     """The sizes of one state of a layer. Subclasses are frozen dataclasses."""
 

@@ -1,18 +1,15 @@
-"""Paged keys and values. Rejected tokens are taken back by forgetting their positions, which later tokens overwrite."""
+"""Paged keys and values."""
 
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Part, State, StateSizes, StateSpec
+from mtpkit.model.state.base import PagedState, Part, StateSizes, StateSpec
 
 
 @dataclass(frozen=True)
-class PagedKV(State):
+class PagedKV(PagedState):
     """Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
-
-    unit = "block"
 
     @property
     def key(self) -> Tensor:
@@ -23,10 +20,6 @@ class PagedKV(State):
     def value(self) -> Tensor:
         """Values."""
         return self.tensors["value"]
-
-    def fork(self, slots: Tensor) -> Self:
-        """Itself: what a depth writes beyond the committed positions is overwritten before anything reads it."""
-        return self
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,263 @@
+# mypy: disable-error-code="attr-defined"
+"""Multi-head latent attention over a paged cache in Triton, for decode steps and prefill chunks.
+
+As in `kernels.attention.triton`, all queries of a row are stacked in one dimension: query m belongs to token m // HEADS
+and head m % HEADS. All of them read the same rows, so that the heads of one token alone fill tensor core tiles. A row
+is both key and value: one load of its latent serves the scores and the output. With 512 channels a program's
+accumulator takes half a multiprocessor's registers, and one program runs on each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
+from mtpkit.kernels.attention.triton import (
+    UNALIGNED,
+    UNSPECIALIZED,
+    combine,
+    load_blocks,
+    load_queries,
+    row_range,
+    split_plan,
+    store_lines,
+)
+from mtpkit.kernels.device import MULTIPROCESSORS, padded, row_of_tile, strided
+
+_RESIDENT = 1
+"""Programs that a multiprocessor holds at once."""
+
+
+def latent_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for `queries` queries per row whose latents have `width` channels. Queries and two or three tiles of rows
+    lie in an H200's 227 KB of shared memory."""
+    if dtype.itemsize > 2:
+        return Tiles(16, 16, num_warps=8, num_stages=2)
+    if width > 512:
+        return Tiles(16, 16, num_warps=4, num_stages=2)
+    m = min(64, padded(queries))
+    return Tiles(m, 32, num_warps=8 if m == 64 else 4, num_stages=3)
+
+
+@triton.jit
+def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, MASKED):
+    """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
+
+    Args:
+        queries: [M, C] and [M, P].
+        newest: [M], the last position that each query sees, used if MASKED. If not, all queries see all positions, and
+            last is a multiple of N.
+        state: as from `empty_state`.
+        cache: pointers to the rows, and to the row's block table.
+        scale: scale of the scores times log2(e).
+        WIDTHS: channels of the latent and of the rotary key.
+    """
+    q_latent, q_rotary = queries
+    rows_ptr, table_ptr = cache
+    channel = tl.arange(0, q_latent.shape[1])[None, :]
+    turned = tl.arange(0, q_rotary.shape[1])[None, :]
+    block = load_blocks(table_ptr, first + tl.arange(0, N), last, BLOCK_SIZE)
+    for start in range(first, last, N):
+        place = start + tl.arange(0, N)
+        slot = block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE
+        row = rows_ptr + (slot * (WIDTHS[0] + WIDTHS[1]))[:, None]
+        # Entries beyond may be NaN, and NaN times a weight of zero is NaN.
+        inside = (place < last)[:, None]
+        latents = tl.load(row + channel, mask=inside & (channel < WIDTHS[0]), other=0.0).to(q_latent.dtype)
+        keys = tl.load(row + WIDTHS[0] + turned, mask=inside & (turned < WIDTHS[1]), other=0.0).to(q_latent.dtype)
+        block = load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
+        scores = tl.dot(q_latent, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(q_rotary, tl.trans(keys), scores, input_precision="ieee")
+        if MASKED:
+            scores = tl.where(place[None, :] <= newest[:, None], scores, float("-inf"))
+        state = fold(state, scores, latents, scale, MASKED)
+    return state
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def _decode_kernel(
+    latent_rows,
+    rotary_rows,
+    cache_ptr,
+    table_ptr,
+    lens_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    scale,
+    tokens,
+    span,
+    fill,
+    longest,
+    width,
+    HEADS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Compute one split of a row for M queries per program; results as those of `kernels.attention.triton`."""
+    q_ptr, q_row, q_token, q_head = latent_rows
+    p_ptr, p_row, p_token, p_head = rotary_rows
+    row, split = tl.program_id(1), tl.program_id(2)
+    context, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), N)
+    first = split * length
+    m = tl.program_id(0) * M + tl.arange(0, M)
+    count = tokens * HEADS
+    token = row.to(tl.int64) * tokens
+    if first >= end:
+        if first == 0:
+            store_lines(out_ptr, tl.zeros([M, C], tl.float32), token, 0, m, count, 1, HEADS, WIDTHS[0])
+        return
+    row = row.to(tl.int64)
+    q_latent = load_queries(q_ptr + row * q_row, m, count, q_token, q_head, HEADS, WIDTHS[0], C)
+    q_rotary = load_queries(p_ptr + row * p_row, m, count, p_token, p_head, HEADS, WIDTHS[1], P)
+    last = tl.minimum(first + length, end)
+    queries, cache = (q_latent, q_rotary), (cache_ptr, table_ptr + row * width)
+    newest, state = context + m // HEADS, empty_state(M, C)
+    acc, best, total = _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, True)
+    # Queries that see no position of this split have best = -inf; lse becomes -inf too.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None]
+    if length >= end:
+        store_lines(out_ptr, acc, token, 0, m, count, 1, HEADS, WIDTHS[0])
+    else:
+        token = (row * tl.num_programs(2) + split) * tokens
+        store_lines(part_ptr, acc, token, 0, m, count, 1, HEADS, WIDTHS[0])
+        tl.store(lse_ptr + token * HEADS + m, best + tl.log2(total), mask=m < count)
+
+
+def _sizes(q_latent: Tensor, q_rotary: Tensor, cache: Tensor, tiles: Tiles) -> dict[str, object]:
+    """Compile-time arguments of a kernel."""
+    heads, latent, rotary = q_latent.shape[-2], q_latent.shape[-1], q_rotary.shape[-1]
+    assert cache.is_contiguous() and cache.shape[2] == latent + rotary
+    widths: dict[str, object] = dict(WIDTHS=(latent, rotary), C=padded(latent), P=padded(rotary))
+    return dict(HEADS=heads, BLOCK_SIZE=cache.shape[1], **widths, **tiles.launch())
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rotary: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """See the reference. `splits` fixes the number of splits per row, whatever the batch."""
+    rows, tokens, heads, width = q_latent.shape
+    tiles = tiles or latent_tiles(tokens * heads, width, q_latent.dtype)
+    across, span = triton.cdiv(tokens * heads, tiles.m), block_tables.shape[1] * cache.shape[1]
+    fill, longest = splits or 1, span + tiles.n
+    if splits is None:
+        splits, fill, longest = split_plan(rows * across, span, tiles.n, _RESIDENT)
+    plan = tokens, span, fill, longest
+    out = q_latent.new_empty(rows, tokens, heads, width)
+    joined = rows * splits * tokens * heads if splits > 1 else 0
+    part, lse = (q_latent.new_empty(size, dtype=torch.float32) for size in (joined * width, joined))
+    if out.numel() == 0:
+        return out
+    _decode_kernel[(across, rows, splits)](
+        strided(q_latent),
+        strided(q_rotary),
+        cache,
+        block_tables,
+        context_lens,
+        out,
+        part,
+        lse,
+        score_scale(1, scale),
+        *plan,
+        block_tables.stride(0),
+        **_sizes(q_latent, q_rotary, cache, tiles),
+    )
+    if splits > 1:
+        combine(context_lens, out, part, lse, plan, splits, tiles.n)
+    return out
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def _prefill_kernel(
+    latent_rows,
+    rotary_rows,
+    cache_ptr,
+    table_ptr,
+    lens_ptr,
+    start_ptr,
+    out_ptr,
+    scale,
+    rows,
+    width,
+    HEADS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Compute M queries of one row per program, see `row_of_tile`. A row's tiles with the longest context run first."""
+    q_ptr, q_token, q_head = latent_rows
+    p_ptr, p_token, p_head = rotary_rows
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, begin, tokens, first = row_of_tile(start_ptr, rows, tile, HEADS, M, 1)
+    count = tokens * HEADS
+    if first >= count:
+        return
+    m = first + tl.arange(0, M)
+    context = tl.load(lens_ptr + row).to(tl.int32)
+    if context < 0:
+        store_lines(out_ptr, tl.zeros([M, C], tl.float32), begin, 0, m, count, 1, HEADS, WIDTHS[0])
+        return
+    q_latent = load_queries(q_ptr + begin * q_token, m, count, q_token, q_head, HEADS, WIDTHS[0], C)
+    q_rotary = load_queries(p_ptr + begin * p_token, m, count, p_token, p_head, HEADS, WIDTHS[1], P)
+    newest = context + m // HEADS
+    queries, cache = (q_latent, q_rotary), (cache_ptr, table_ptr + row.to(tl.int64) * width)
+    seen_by_all = (context + first // HEADS + 1) // N * N
+    end = context + (tl.minimum(first + M, count) - 1) // HEADS + 1
+    state = empty_state(M, C)
+    state = _attend(queries, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, WIDTHS, N, False)
+    acc, _, total = _attend(queries, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, WIDTHS, N, True)
+    store_lines(out_ptr, acc / total[:, None], begin, 0, m, count, 1, HEADS, WIDTHS[0])
+
+
+def latent_prefill_attention(
+    q_latent: Tensor,
+    q_rotary: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """See the reference. A single short row runs as a decode row, whose context is split."""
+    (count, heads, width), rows = q_latent.shape, len(context_lens)
+    out = q_latent.new_empty(count, heads, width)
+    if count == 0:
+        return out
+    chosen = tiles or latent_tiles(count * heads, width, q_latent.dtype)
+    blocks = count * heads // chosen.m + rows
+    if tiles is None and rows == 1 and 2 * blocks <= _RESIDENT * MULTIPROCESSORS:
+        whole = q_latent[None], q_rotary[None]
+        return latent_attention(*whole, cache, block_tables, context_lens, scale)[0]
+    _prefill_kernel[(blocks,)](
+        strided(q_latent),
+        strided(q_rotary),
+        cache,
+        block_tables,
+        context_lens,
+        query_start,
+        out,
+        score_scale(1, scale),
+        rows,
+        block_tables.stride(0),
+        **_sizes(q_latent, q_rotary, cache, chosen),
+    )
+    return out

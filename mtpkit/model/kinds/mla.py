@@ -1,0 +1,87 @@
+"""Layers of multi-head latent attention."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import TransformerLayerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import nn
+
+from mtpkit.config import ModelConfig
+from mtpkit.config.sections import MlaConfig
+from mtpkit.model.backends import Backend
+from mtpkit.model.kinds.attention import OUTPUT, SCORES
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.layers.mla import LatentAttention
+from mtpkit.model.layers.residual import AttentionLayer
+from mtpkit.model.state import PagedLatentSpec, StateSpec
+
+
+class Mla(LayerKind):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+
+    name, section, slot, mixer = "mla", MlaConfig, "+", "self_attention"
+    narrows = True
+    writes_residual = ("linear_proj",)
+
+    def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
+        attention = ModuleSpec(LatentAttention, params={"backend": backend})
+        parts = TransformerLayerSubmodules(
+            input_layernorm=backend.norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+        )
+        return ModuleSpec(module=AttentionLayer, submodules=parts)
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        return {"num_query_groups": config.attention.num_attention_heads}
+
+    def divided_sizes(self, config: ModelConfig) -> Mapping[str, int]:
+        return {"num_attention_heads": config.attention.num_attention_heads}
+
+    def tensors(self, config: ModelConfig) -> dict[str, Shape]:
+        sizes, hidden, heads = config.mla, config.hidden_size, config.attention.num_attention_heads
+        norms = config.attention.qk_layernorm
+
+        def linear(name: str, rows: int, columns: int, normed: bool = False) -> dict[str, Shape]:
+            before: dict[str, Shape] = {f"self_attention.{name}.layer_norm_weight": (columns,)} if normed else {}
+            return before | {f"self_attention.{name}.weight": (rows, columns)}
+
+        if rank := sizes.q_lora_rank:
+            queries = linear("linear_q_down_proj", rank, hidden)
+            queries |= linear("linear_q_up_proj", heads * sizes.qk_width, rank, norms)
+        else:
+            queries = linear("linear_q_proj", heads * sizes.qk_width, hidden, sizes.q_proj_layernorm)
+        keys_and_values = heads * (sizes.qk_head_dim + sizes.v_head_dim)
+        return {
+            "input_layernorm.weight": (hidden,),
+            **queries,
+            **linear("linear_kv_down_proj", sizes.row, hidden),
+            **linear("linear_kv_up_proj", keys_and_values, sizes.kv_lora_rank, norms),
+            **linear("linear_proj", hidden, heads * sizes.v_head_dim),
+        }
+
+    def activations(self, config: ModelConfig) -> int:
+        """Count queries before and after absorption, and outputs in latents."""
+        sizes = config.mla
+        return config.attention.num_attention_heads * (sizes.qk_width + sizes.row + sizes.kv_lora_rank)
+
+    def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
+        return (PagedLatentSpec(config.mla.kv_lora_rank, config.mla.qk_pos_emb_head_dim),)
+
+    def memory(self, config: ModelConfig) -> Memory:
+        """Count scores of all heads with one row, and sums of its latent."""
+        sizes = config.mla
+        return Memory(
+            kv=sizes.row, score_flops=2 * config.attention.num_attention_heads * (sizes.row + sizes.kv_lora_rank)
+        )
+
+    def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
+        """Sharpen the scores, as in `Attention`: each projection gives numbers of standard deviation 1, queries of the
+        scores' own."""
+        sizes, module = config.mla, getattr(layer, self.mixer)
+        queries: Any = module.linear_q_up_proj if sizes.q_lora_rank else module.linear_q_proj
+        queries.weight *= SCORES / (config.init_std * math.sqrt(sizes.q_lora_rank or config.hidden_size))
+        module.linear_kv_down_proj.weight /= config.init_std * math.sqrt(config.hidden_size)
+        module.linear_kv_up_proj.weight /= config.init_std * math.sqrt(sizes.kv_lora_rank)
+        module.linear_proj.weight *= OUTPUT

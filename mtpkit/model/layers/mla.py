@@ -1,0 +1,217 @@
+"""Multi-head latent attention for sequences, MTP depths and paged decoding.
+
+DeepSeek-V2 (arXiv:2405.04434, section 2.1). Shape legend: s sequence, b batch, T tokens and N wanted tokens of a step,
+n heads of this rank, C width of the latent, P width of the rotary key.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mtpkit.kernels.attention import depth_attention
+from mtpkit.kernels.kv_store import store_kv
+from mtpkit.kernels.latent_attention import latent_attention, latent_prefill_attention
+from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.layers.base import SplitOverRanks
+from mtpkit.model.layers.rotary import frequencies, rotate, yarn_frequencies, yarn_scale
+from mtpkit.model.state import PagedLatent
+
+
+def sort_pairs(x: Tensor) -> Tensor:
+    """Channels 0, 2, 4, .. 1, 3, 5, .. of x [..., d]: the weights rotate channels 2i and 2i + 1 against each other, and
+    `rotate` the two halves."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+class LatentAttention(SplitOverRanks, MegatronModule):
+    """Attention whose keys and values are made from one latent per token, with Megatron's parameter names.
+
+    Ranks split the heads; each has the whole down projections and computes all of the latents.
+    """
+
+    config: Any
+    frequencies: Tensor
+    """[P / 2], radians per position."""
+    layer_name: str
+    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
+
+    def __init__(self, config: Any, layer_number: int, backend: Any, pg_collection: Any, **_: Any) -> None:
+        super().__init__(config)
+        sizes, shared, self.tp_group = config.mtpkit.mla, config.mtpkit.attention, pg_collection.tp
+        self.sizes, heads, hidden = sizes, shared.num_attention_heads, config.hidden_size
+        self.heads = heads // self.tp_group.size()
+        split = dict(config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group)
+        columns = dict(split, gather_output=False, skip_bias_add=False, is_expert=False)
+        up = backend.norm_column_linear if shared.qk_layernorm else backend.column_linear
+        if sizes.q_lora_rank:
+            self.linear_q_down_proj = backend.copied_linear(hidden, sizes.q_lora_rank, config)
+            self.linear_q_up_proj = up(sizes.q_lora_rank, heads * sizes.qk_width, **columns)
+        else:
+            whole = backend.norm_column_linear if sizes.q_proj_layernorm else backend.column_linear
+            self.linear_q_proj = whole(hidden, heads * sizes.qk_width, **columns)
+        self.linear_kv_down_proj = backend.copied_linear(hidden, sizes.row, config)
+        self.linear_kv_up_proj = up(sizes.kv_lora_rank, heads * (sizes.qk_head_dim + sizes.v_head_dim), **columns)
+        rows = dict(split, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True)
+        self.linear_proj = backend.row_linear(heads * sizes.v_head_dim, hidden, is_expert=False, **rows)
+        self._add_rotary(shared.rotary_base)
+        self.core_attention = backend.core_attention(
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=self.scale,
+            k_channels=sizes.qk_width,
+            v_channels=sizes.v_head_dim,
+            pg_collection=pg_collection,
+        )
+
+    def _add_rotary(self, base: float) -> None:
+        """Set the frequencies, the factor of rotated channels and the scale of scores, as Megatron has them."""
+        sizes = self.sizes
+        factor = sizes.rotary_scaling_factor
+        whole = yarn_scale(factor, sizes.mscale_all_dim)
+        self.scale = whole**2 / sizes.qk_width**0.5
+        if sizes.rope_type == "yarn":
+            betas = sizes.beta_fast, sizes.beta_slow
+            context = sizes.original_max_position_embeddings
+            turns = yarn_frequencies(sizes.qk_pos_emb_head_dim, base, factor, context, *betas)
+            self.rotary_factor = yarn_scale(factor, sizes.mscale) / whole
+        else:
+            turns, self.rotary_factor = frequencies(sizes.qk_pos_emb_head_dim, base), 1.0
+        self.register_buffer("frequencies", turns.to(torch.cuda.current_device()), persistent=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        residual: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [s, b, h], normed (s / tp under sequence parallelism).
+            inference_context: a `SequenceInput`, `DepthInput` or `StepInput` (then b = 1, s = T).
+            residual: [s, b, h], to which the output is added; may be overwritten by the sum.
+
+        Returns:
+            ([s, b, h], or [N, 1, h] of the tokens `StepInput.keep`; bias or None).
+        """
+        inputs = SequenceInput() if inference_context is None else inference_context
+        if isinstance(inputs, StepInput):
+            keep = inputs.keep
+            self._store(hidden_states, inputs)
+            if keep is not None:
+                hidden_states, residual = hidden_states[keep], None if residual is None else residual[keep]
+                if not len(keep):
+                    return (hidden_states if residual is None else residual), None
+            out = self._step(hidden_states, inputs)[:, None]
+        else:
+            q, k, v = (t.transpose(0, 1) for t in self._project(hidden_states, inputs))  # [b, s, n, ..]
+            if isinstance(inputs, DepthInput):
+                out = self._depth(q, k, v, inputs).transpose(0, 1)
+            else:
+                out = self.core_attention(q, k, v, inputs.documents).transpose(0, 1)
+        return self.linear_proj(out.reshape(*out.shape[:2], -1), residual)
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries without position [s, b, n, d] and those to rotate [s, b, n, P], of x [s, b, h]."""
+        if self.sizes.q_lora_rank:
+            q, _ = self.linear_q_up_proj(self.linear_q_down_proj(x))
+        else:
+            q, _ = self.linear_q_proj(x)
+        q = q.unflatten(-1, (self.heads, -1))
+        return q[..., : self.sizes.qk_head_dim], q[..., self.sizes.qk_head_dim :]
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [s, b, heads, P] at positions [b, s], its channels in the order of `sort_pairs`."""
+        return rotate(sort_pairs(x), positions, self.frequencies, self.rotary_factor)
+
+    def _project(self, x: Tensor, inputs: SequenceInput) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [s, b, n, d + P] and values [s, b, n, e] of whole sequences."""
+        sizes = self.sizes
+        plain_q, rotary_q = self._queries(x)
+        latent, rotary_k = self.linear_kv_down_proj(x).split([sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], -1)
+        kv, _ = self.linear_kv_up_proj(latent.contiguous())
+        plain_k, v = kv.unflatten(-1, (self.heads, -1)).split([sizes.qk_head_dim, sizes.v_head_dim], -1)
+        if self.tp_group.size() > 1:  # every rank's heads read it: its gradient is the sum of theirs
+            if self.config.sequence_parallel:
+                rotary_k = gather_from_sequence_parallel_region(rotary_k, group=self.tp_group)
+            else:
+                rotary_k = copy_to_tensor_model_parallel_region(rotary_k, self.tp_group)
+        positions = inputs.positions
+        if positions is None:
+            positions = torch.arange(len(plain_q), device=x.device).expand(plain_q.shape[1], -1)
+        if isinstance(inputs, DepthInput):
+            positions = positions + inputs.depth - 1
+        rotary_q, rotary_k = self._rotate(rotary_q, positions), self._rotate(rotary_k[:, :, None], positions)
+        q = torch.cat([plain_q, rotary_q], -1)
+        return q, torch.cat([plain_k, rotary_k.expand(-1, -1, self.heads, -1)], -1), v.contiguous()
+
+    def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
+        (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
+        if not later:
+            return self.core_attention(q, k, v, inputs.documents)
+        entries = first_k, first_v, [k for k, _ in later], [v for _, v in later]
+        return depth_attention(q, *entries, inputs.documents, self.scale)
+
+    def _cache(self, step: StepInput) -> PagedLatent:
+        (cache,) = step.states[self.layer_name]
+        assert isinstance(cache, PagedLatent)
+        return cache
+
+    def _store(self, x: Tensor, step: StepInput) -> None:
+        """Store the rows of x [T, 1, h]: the normed latent, and the rotated key."""
+        row = self.linear_kv_down_proj(x)[:, :, None]  # [T, 1, 1, C + P]
+        latent, rotary = row.split([self.sizes.kv_lora_rank, self.sizes.qk_pos_emb_head_dim], -1)
+        if self.config.mtpkit.attention.qk_layernorm:
+            latent = self.linear_kv_up_proj.normed(latent)
+        rotary = self._rotate(rotary, step.positions[None])
+        store_kv(latent[:, 0], rotary[:, 0], *self._cache(step).parts, step.kv_slots)
+
+    def _absorbed(self) -> tuple[Tensor, Tensor]:
+        """Each head's projections of latents to keys [n, d, C] and to values [n, e, C]."""
+        weight = self.linear_kv_up_proj.weight
+        if (scale := getattr(self.linear_kv_up_proj, "weight_scale", None)) is not None:
+            weight = (weight.float() * scale).to(self.config.params_dtype)
+        key, value = weight.unflatten(0, (self.heads, -1)).split([self.sizes.qk_head_dim, self.sizes.v_head_dim], 1)
+        return key, value
+
+    def _step(self, x: Tensor, step: StepInput) -> Tensor:
+        """Attend through the cache, with the projections of keys and values absorbed into queries and outputs.
+
+        Returns:
+            [N, n, e], given x [N, 1, h] of the tokens to keep, or of all.
+        """
+        cache, keep = self._cache(step).rows, step.keep
+        positions = step.positions if keep is None else step.positions[keep]
+        plain, rotary = self._queries(x)
+        key_up, value_up = self._absorbed()
+        latent = (plain[:, 0].transpose(0, 1) @ key_up).transpose(0, 1)  # [N, n, C]
+        queries = latent, self._rotate(rotary, positions[None])[:, 0]
+        if keep is not None:
+            kept = torch.searchsorted(step.query_start[1:], keep, right=True)
+            places = step.block_tables[kept], positions
+            out = latent_attention(queries[0][:, None], queries[1][:, None], cache, *places, self.scale)[:, 0]
+        else:
+            out = self._rows(queries, cache, step)
+        return (out.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1)
+
+    def _rows(self, queries: tuple[Tensor, Tensor], cache: Tensor, step: StepInput) -> Tensor:
+        """Outputs [T, n, C] of decode rows, then of chunks."""
+        rows, start = step.num_decode_rows, step.num_decode_tokens
+        outputs = []
+        if rows:
+            latent, rotary = (part[:start].unflatten(0, (rows, step.decode_width)) for part in queries)
+            tables, lengths = step.block_tables[:rows], step.context_lens[:rows]
+            outputs.append(latent_attention(latent, rotary, cache, tables, lengths, self.scale).flatten(0, 1))
+        if step.num_chunk_rows:
+            latent, rotary = (part[start:] for part in queries)
+            places = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
+            outputs.append(latent_prefill_attention(latent, rotary, cache, *places, self.scale))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -1,0 +1,72 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and its frequencies for longer contexts."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary(x: Tensor, positions: Tensor, base: float, percent: float) -> Tensor:
+    """Rotate the first channels of each head, halves against each other.
+
+    Args:
+        x: [s, b, heads, d]; the first percent * d channels are rotated. Of one sequence, b may be another dimension of
+            heads.
+        positions: [b, s] int64.
+
+    Returns:
+        [s, b, heads, d] in the dtype of x.
+    """
+    width = int(x.shape[-1] * percent)
+    rotated = rotate(x[..., :width], positions, frequencies(width, base, x.device))
+    return torch.cat([rotated, x[..., width:]], -1)
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Tensor:
+    """Rotate the first half of x [s, b, heads, d] against the second, times `factor`.
+
+    Args:
+        positions: [b, s] int64.
+        frequencies: [d / 2] fp32, radians per position.
+
+    Returns:
+        [s, b, heads, d] in the dtype of x.
+    """
+    angles = (positions.t()[..., None].float() * frequencies)[:, :, None]  # [s, b, 1, d / 2]
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def frequencies(width: int, base: float, device: torch.device | None = None) -> Tensor:
+    """[width / 2] fp32, radians per position: base ** (-2 i / width)."""
+    return base ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+
+
+def yarn_frequencies(
+    width: int, base: float, factor: float, original_context: int, beta_fast: float, beta_slow: float
+) -> Tensor:
+    """Frequencies for contexts `factor` times as long (YaRN: Peng et al. 2023, arXiv:2309.00071, section 3.2).
+
+    Those that turn more than `beta_fast` times in `original_context` positions stay, those that turn less than
+    `beta_slow` times are divided by the factor, and a ramp over their numbers joins the two.
+
+    Returns:
+        [width / 2] fp32.
+    """
+
+    def number(turns: float) -> float:
+        """The frequency that turns so often in the original context, as a fractional index."""
+        return width * math.log(original_context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(math.floor(number(beta_fast)), 0), min(math.ceil(number(beta_slow)), width - 1)
+    ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low or 1e-3)
+    kept, own = 1 - ramp.clamp(0, 1), frequencies(width, base)
+    return own / factor * (1 - kept) + own * kept
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """m(mscale) = 0.1 mscale ln(factor) + 1, by which YaRN scales attention in longer contexts; 1 up to factor 1."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
