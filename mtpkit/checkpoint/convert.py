@@ -50,7 +50,7 @@ def import_checkpoint(
         UserError: the source does not fit its config (every offending tensor is listed), or the destination is in use.
         StorageError: writing failed; nothing is left behind.
     """
-    source, destination = _check_paths(source, destination, "hf", force)
+    source, destination = check_paths(source, destination, "hf", force)
     config = load_config(source)
     family = get_family(config.family)
     weights = open_weights(source, fp8_as=fp8_as)
@@ -93,7 +93,7 @@ def export_checkpoint(
     Args:
         family: `model_type` to write; None: that of the checkpoint, or the only one that fits it.
     """
-    source, destination = _check_paths(source, destination, "megatron", force)
+    source, destination = check_paths(source, destination, "megatron", force)
     weights, config = open_weights(source), load_config(source)
     chosen, places = find_family(config, family, source), list(beside(source))
     stored = read_stored(places)
@@ -143,10 +143,17 @@ def _hf_view(
     return hf_config, weights
 
 
-def _check_paths(source: Path | str, destination: Path | str, layout: Layout, force: bool) -> tuple[Path, Path]:
-    """Both as paths, after every refusal that costs nothing to find out."""
+def check_paths(source: Path | str, destination: Path | str, layout: Layout | None, force: bool) -> tuple[Path, Path]:
+    """Both as paths, after every refusal that costs nothing to find out.
+
+    Args:
+        layout: that of the source; None: either.
+
+    Raises:
+        UserError: the source has another layout, or the destination is in use or one with the source.
+    """
     source, destination = Path(source), Path(destination)
-    if detect_layout(source) != layout:
+    if detect_layout(source) != layout is not None:
         other, command = ("Megatron", "export") if layout == "hf" else ("Hugging Face", "import")
         raise UserError(f"{source} has the {other} layout already; use `{command}` to convert it")
     refuse_broken_links(destination)

@@ -152,6 +152,11 @@ def load_config(directory: Path | str) -> ModelConfig:
     return _config_from_megatron(getattr(args, "__dict__", args), f"args in {checkpoint}")
 
 
+def hf_settings(directory: Path) -> dict[str, object]:
+    """The `config.json` of a Hugging Face directory; raises as `read_json` does."""
+    return read_json(directory / "config.json")
+
+
 def _config_from_hf(path: Path) -> ModelConfig:
     values = read_json(path)
     return get_family(values.get("model_type"), path, "model_type").config_from_hf(values, path)
@@ -197,7 +202,7 @@ def open_weights(
     config = load_config(directory)
     family = get_family(config.family)
     weights: Tensors = HFReader(directory, family.published_name, family.carried)
-    if block := read_block_fp8(Values(read_json(directory / "config.json"), directory)):
+    if block := read_block_fp8(Values(hf_settings(directory), directory)):
         weights = Dequantized(weights, block, directory, fp8_as)
     checked = CheckedTensors(weights, directory, torch.device(device))
     return family.table(config).to_megatron(checked, directory)

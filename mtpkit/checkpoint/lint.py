@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mtpkit.checkpoint.directory import detect_layout, load_config
+from mtpkit.checkpoint.directory import detect_layout, hf_settings, load_config
 from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
 from mtpkit.checkpoint.layouts.huggingface import HFReader
@@ -19,7 +19,7 @@ from mtpkit.checkpoint.quantized import CONFIG, FP8, SCALE, BlockFp8, read_block
 from mtpkit.checkpoint.tensors import FLOATS, is_finite
 from mtpkit.checkpoint.values import Values
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import is_there, read_json
+from mtpkit.files import is_there
 from mtpkit.model.kinds import kinds_in, uneven_sizes
 
 _WIDTH = 2000
@@ -49,7 +49,7 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
     stored = table.stored_in(reader.tensors)
     subject = Subject(
         directory=directory,
-        hf={key: value for key, value in read_json(directory / "config.json").items() if value is not None},
+        hf={key: value for key, value in hf_settings(directory).items() if value is not None},
         config=config,
         found=reader.tensors,
         expected=table.hf_shapes(stored),

@@ -82,7 +82,7 @@ class Dequantized:
         self._source, self._block, self._dtype = source, block, dtype
         quantized = {name for name, info in source.tensors.items() if info.dtype == FP8 and len(info.shape) > 1}
         if problems := list(self._misfits(quantized)):
-            raise UserError(f"{where}: {listed(problems, width=480, separator='; ')}")
+            raise UserError(f"{where}: {listed(problems, width=240, separator='; ')}")
         scales = {name + SCALE for name in quantized}
         self.tensors = {
             name: TensorInfo(info.shape, dtype) if name in quantized else info

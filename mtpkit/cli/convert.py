@@ -9,7 +9,7 @@ import typer
 
 from mtpkit.checkpoint.layouts.huggingface import MAX_SHARD_BYTES
 from mtpkit.cli.command import Command, new_app
-from mtpkit.errors import counted, listed
+from mtpkit.errors import UserError, counted, listed
 
 app = new_app(no_args_is_help=True, help=__doc__)
 
@@ -61,6 +61,35 @@ def _list_carried(names: Sequence[str]) -> None:
         print(f"carried {counted(len(names), 'tensor')} that are not the text model's: {listed(names, most=40)}")
 
 
+@app.command("stitch", cls=Command)
+def stitch_(
+    source: Annotated[Path, typer.Argument(help="Hugging Face directory to put heads into; it is not changed.")],
+    trained: Annotated[Path, typer.Argument(help="Model directory of either layout, such as a run, with the heads.")],
+    destination: Destination,
+    force: Force = False,
+    link: Annotated[
+        bool,
+        typer.Option(
+            "--link/--copy",
+            help="Link the files without heads instead of copying them: no room is taken, but they are the source's "
+            "own files then.",
+        ),
+    ] = False,
+) -> None:
+    """Put trained heads into a Hugging Face checkpoint; only files with heads, and the index, are written anew."""
+    from mtpkit.checkpoint.stitch import stitch
+
+    done = stitch(source, trained, destination, link, force)
+    print(f"wrote {counted(len(done.heads), 'tensor')} of heads, {done.head_bytes / 1e9:.3g} GB: {listed(done.heads)}")
+    print(f"files written anew: {listed(done.files, most=40)}")
+    linked = done.kept - done.hashed
+    print(
+        f"{counted(done.kept, 'tensor')} unchanged: {done.hashed} by their SHA-256, {linked} in files that are the "
+        f"source's own"
+    )
+    print(f"wrote {destination}")
+
+
 @app.command(cls=Command)
 def verify(
     first: Annotated[Path, typer.Argument(help="Model directory of either layout.")],
@@ -108,4 +137,5 @@ def lint(
     for name in asked:
         verdict = "would not load it, or draft wrongly" if name in bad else "should load it and draft with its heads"
         print(f"{VERSIONS[name]} {verdict}")
-    raise typer.Exit(2 if any(finding.fatal for finding in findings) else 0)
+    if bad.intersection(asked):
+        raise UserError(f"{directory} cannot be served as it is: see what fails, above")

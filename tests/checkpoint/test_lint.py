@@ -79,7 +79,8 @@ def test_every_wrong_tensor_is_named(hf, capsys):
     ):
         assert words in found
     assert convert("lint", hf) == 2
-    out = capsys.readouterr().out
+    out, error = capsys.readouterr()
+    assert error.count("\n") == 1 and f"{hf} cannot be served" in error
     assert f"fails (vLLM 0.24, SGLang 0.5.23): 1 tensors unexpected: {EXTRA}" in out
     assert "SGLang 0.5.23 would not load it, or draft wrongly" in out
 

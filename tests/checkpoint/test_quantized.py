@@ -66,25 +66,20 @@ def test_import_widens_and_export_says_so(fp8_dir, tmp_path, dtype):
     assert load_config(tmp_path / "back") == load_config(fp8_dir)
 
 
-def test_every_missing_and_every_odd_scale_is_named(fp8_dir):
-    queries, gate = "backbone.layers.0.mixer.q_proj.weight", "mtp.layers.1.mixer.up_proj.weight"
-    keys, values = ("backbone.layers.0.mixer.k_proj.weight", "backbone.layers.0.mixer.v_proj.weight")
+@pytest.mark.parametrize("what", ["missing", "odd"])
+def test_every_missing_and_every_odd_scale_is_named(fp8_dir, what):
+    first, second = (f"backbone.layers.0.mixer.{name}_proj.weight{SCALE}" for name in "kv")
 
     def damage(tensors):
-        del tensors[queries + SCALE], tensors[gate + SCALE]
-        tensors[keys + SCALE] = torch.ones(2, 2)
-        tensors[values + SCALE] = tensors[values + SCALE].bfloat16()
+        scales = tensors.pop(first), tensors.pop(second)
+        if what == "odd":
+            tensors |= {first: torch.ones(2, 2), second: scales[1].bfloat16()}
 
     edit(fp8_dir, damage)
     with pytest.raises(UserError) as caught:
         open_weights(fp8_dir)
-    for words in (
-        "2 missing",
-        queries + SCALE,
-        gate + SCALE,
-        f"{keys}{SCALE} [2, 2] float32 instead of [2, 3]",
-        f"{values}{SCALE} [2, 3] bfloat16",
-    ):
+    wrong = (f"{first} [2, 2] float32 instead of [2, 3] float32", f"{second} [2, 3] bfloat16")
+    for words in ("2 missing", first, second) if what == "missing" else wrong:
         assert words in str(caught.value)
 
 

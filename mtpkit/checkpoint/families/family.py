@@ -107,6 +107,18 @@ class Family:
         own |= {key: value for key, value in rules.items() if value != usual[key]}
         return {"mtpkit": own} if own else {}
 
+    def count_heads(self, config: ModelConfig, original: Settings) -> dict[str, object]:
+        """A `config.json` in which only the keys that are about the heads change, to those of `config`.
+
+        Kinds of layers that the base lacks are the heads' own.
+        """
+        base = {"", *_kinds(config.pattern)}
+        lines = [line for line in self._lines(config.letters) if line.counts_heads or line.kind not in base]
+        hf = {key: value for key, value in original.items() if not (key in self.replaced and key.startswith("mtp"))}
+        for line in lines:
+            hf = _merged(hf, line.write(config, original))
+        return hf | self._own_settings(config, hf.get("mtpkit", {}))
+
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         """Yield one clause for each setting of a model that this family has no key or no names for."""
         letters = config.letters
@@ -145,6 +157,15 @@ class Family:
 def _rules(mtp: MtpConfig) -> dict[str, object]:
     """What heads read, by key."""
     return {f"mtp_{name}": getattr(mtp, name) for name in HEAD_RULES}
+
+
+def _merged(settings: Settings, changes: Settings) -> dict[str, object]:
+    """Settings with some changed; what stands beside a nested one stays."""
+    merged = dict(settings)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _kinds(letters: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from mtpkit.checkpoint.quantized import read_block_fp8
 from mtpkit.checkpoint.values import Values
@@ -25,9 +25,11 @@ class Line:
 
     Attributes:
         kind: name of a layer kind; the line counts for models that have such layers. Empty: for all models.
+        counts_heads: whether it is about the heads alone, and so is written where other heads are put into a file.
     """
 
     kind: str = ""
+    counts_heads: ClassVar[bool] = False
 
     def names(self) -> Mapping[str, str]:
         """Field of `ModelConfig` -> key of the file, for messages that name the key."""
@@ -149,6 +151,8 @@ class Heads(Line):
     without it one physical layer counts as a repeated head of unknown depths, several as distinct heads. Rules of what
     heads read that differ from the family's (`Family.head_rules`) are kept there too.
     """
+
+    counts_heads = True
 
     key: str = "num_nextn_predict_layers"
     pattern_key: str = ""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.layouts.mapped import Mappings
-from mtpkit.checkpoint.tensors import TensorInfo, TensorSource, is_file_name
+from mtpkit.checkpoint.tensors import TensorInfo, Tensors, TensorSource, is_file_name
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import copy_file, is_there, read_json
 
@@ -89,7 +89,7 @@ class HFReader:
             for stored, place in sorted(header.items()):
                 self._add(path, stored, place, problems)
         if problems:
-            raise UserError(f"{directory}: {listed(problems, width=400, separator='; ')}; download the files again")
+            raise UserError(f"{directory}: {listed(problems, width=240, separator='; ')}; download the files again")
 
     def _add(self, path: Path, stored: str, place: "_Entry", problems: list[str]) -> None:
         _, canonical, carried, _ = self._arguments
@@ -108,11 +108,20 @@ class HFReader:
         """The tensors that are not the text model's."""
         return CarriedTensors(self, self._carried)
 
+    @property
+    def directory(self) -> Path:
+        """Where the files lie."""
+        return self._arguments[0]
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype of a tensor, carried or not."""
+        return self.tensors.get(name) or self._carried[name]
+
     def __reduce__(self) -> tuple[type["HFReader"], tuple[Path, Callable[[str], str], tuple[str, ...], str]]:
         return HFReader, self._arguments
 
     def read(self, name: str) -> Tensor:
-        info = self.tensors.get(name) or self._carried[name]
+        info = self.info(name)
         place = self.places[name]
         return self._maps.tensor(place.file, place.start, info.shape, info.dtype)
 
@@ -193,6 +202,17 @@ def _weight_map(index: Path) -> dict[str, str]:
     return places
 
 
+def read_total_metadata(directory: Path) -> dict[str, object]:
+    """The `metadata` of a directory's index; empty without an index."""
+    found = read_json(directory / INDEX).get("metadata") if is_there(directory / INDEX) else None
+    return found if isinstance(found, dict) else {}
+
+
+def progress(what: str, nbytes: int) -> tqdm:
+    """A bar that counts bytes and shows them per second."""
+    return tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, disable=None)
+
+
 def write_hf(
     directory: Path, config: Mapping[str, object], source: TensorSource, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
@@ -205,7 +225,7 @@ def write_hf(
     total = sum(info.nbytes for info in source.tensors.values())
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = [SINGLE] if len(shards) == 1 else files
-    with tqdm(total=total, unit="B", unit_scale=True, desc="writing safetensors", disable=None) as bar:
+    with progress("writing safetensors", total) as bar:
         for file, names in zip(files, shards, strict=True):
             write_shard(directory / file, names, source, bar)
     source.require_finite()
@@ -229,7 +249,7 @@ def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list
     return [sorted(names, key=lambda name: -tensors[name].dtype.itemsize) for names in shards]
 
 
-def write_shard(path: Path, names: list[str], source: TensorSource, bar: tqdm) -> None:
+def write_shard(path: Path, names: list[str], source: Tensors, bar: tqdm) -> None:
     """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

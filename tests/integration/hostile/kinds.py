@@ -19,7 +19,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "checkpoint/layouts/torch_dist.py": (".metadata", "distcp", "common.pt"),
     "checkpoint/layouts/torch_dist_index.py": (".metadata", ".metadata of a run"),
     "checkpoint/layouts/mapped.py": ("safetensors", "distcp", "distcp of a run"),
-    "checkpoint/lint.py": ("config.json",),
     "checkpoint/original.py": ("mtpkit_original.json",),
     "checkpoint/run.py": ("trainer state", "metadata.json", ".metadata of a run", "distcp of a run"),
     "cli/data.py": ("chat template",),

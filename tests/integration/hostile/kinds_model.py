@@ -657,6 +657,7 @@ KINDS = (
         ("shards8", "meg7", *NEEDS),
         {
             "import": "convert import shards8 out",
+            "stitch": "convert stitch shards8 meg7 out",
             **{n: commands("shards8")[n] for n in ("generate", "acceptance", "train")},
             "verify": "convert verify shards8 meg7",
         },
@@ -667,7 +668,10 @@ KINDS = (
         "safetensors",
         "hf8/model.safetensors",
         ("hf8", "meg7", *NEEDS),
-        {n: c for n, c in HF_COMMANDS.items() if n not in ("draft-vocab", "roofline")},
+        {
+            **{n: c for n, c in HF_COMMANDS.items() if n not in ("draft-vocab", "roofline")},
+            "stitch": "convert stitch hf8 meg7 out",
+        },
         safetensors("hf8/model.safetensors"),
         MAKES,
     ),

@@ -1,0 +1,283 @@
+"""Trained heads put into an existing Hugging Face checkpoint, of which everything else stays as it is."""
+
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtpkit.checkpoint.convert import check_paths
+from mtpkit.checkpoint.directory import hf_settings, load_config, open_weights
+from mtpkit.checkpoint.families import Family, get_family
+from mtpkit.checkpoint.families.table import MappedTensors
+from mtpkit.checkpoint.layouts import megatron
+from mtpkit.checkpoint.layouts.huggingface import (
+    INDEX,
+    SINGLE,
+    HFReader,
+    copy_companions,
+    progress,
+    read_total_metadata,
+    write_shard,
+)
+from mtpkit.checkpoint.tensors import SeveralSources, TensorInfo, TensorSource, require_same_names
+from mtpkit.config import ModelConfig
+from mtpkit.config.checked import keys_of
+from mtpkit.errors import MtpkitError, StorageError, UserError, listed, shown
+from mtpkit.files import staged_directory
+from mtpkit.model.kinds import kinds_in
+
+HEADS_FILE = "model-heads.safetensors"
+"""The file of heads in a checkpoint whose files had none."""
+BASE_FILE = "model-base.safetensors"
+"""What the only file of a checkpoint is called beside it: transformers would read `model.safetensors` alone."""
+
+_THREADS = 4
+
+_WITHOUT_EFFECT = {
+    "family",
+    "vocab_size",
+    "pattern",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "init_std",
+    "bos_token_id",
+    "eos_token_ids",
+    "pad_token_id",
+}
+"""Settings that may differ between a base and the model whose heads it gets: heads do not depend on them."""
+
+
+@dataclass(frozen=True)
+class Stitched:
+    """What `stitch` did."""
+
+    heads: tuple[str, ...]
+    """Names of the tensors that were written."""
+    head_bytes: int
+    files: tuple[str, ...]
+    """The files that were written anew, without the index."""
+    kept_files: tuple[str, ...]
+    """The files that were linked or copied."""
+    kept: int
+    """Number of all other tensors."""
+    hashed: int
+    """How many of them were read again and have the hash of the source's; the others lie in linked files, which are
+    the source's own."""
+
+
+def stitch(
+    source: Path | str, trained: Path | str, destination: Path | str, link: bool = False, force: bool = False
+) -> Stitched:
+    """Write a Hugging Face checkpoint with the heads of another model directory.
+
+    Only the files that hold heads and the index are written anew. Of `config.json` only the keys that count heads
+    change. Every other tensor is proved unchanged: by its SHA-256 after writing, or because its file is the same one.
+
+    Args:
+        source: the checkpoint in the Hugging Face layout; it is not changed.
+        trained: model directory of either layout, such as a training run, whose base has the same sizes.
+        link: link the other files instead of copying them, which takes no room. They are then the source's own files:
+            a program that changes one in place changes both checkpoints.
+        force: replace a checkpoint at the destination.
+
+    Raises:
+        UserError: a directory is damaged or does not fit its config (every offending tensor is named), the two differ
+            in sizes, `trained` has no heads, or the destination is in use; nothing is left behind.
+        StorageError: writing failed, or files cannot be linked; nothing is left behind.
+    """
+    source, destination = check_paths(source, destination, "hf", force)
+    check_paths(trained, destination, None, force)
+    plan = _Plan(source, Path(trained))
+    with staged_directory(destination) as staging:
+        for file in plan.kept_files:
+            _keep(source / file, staging / plan.names.get(file, file), link)
+        plan.write(staging)
+        copy_companions(source, staging)
+        hashed = _prove_unchanged(plan.reader, HFReader(staging, plan.family.published_name, plan.family.carried), plan)
+    return Stitched(
+        heads=tuple(plan.heads),
+        head_bytes=sum(plan.mapped.tensors[name].nbytes for name in plan.heads),
+        files=tuple(plan.written),
+        kept_files=tuple(plan.names.get(file, file) for file in plan.kept_files),
+        kept=len(plan.others),
+        hashed=hashed,
+    )
+
+
+class _Plan:
+    """Which tensor goes into which file.
+
+    Raises:
+        UserError: as `stitch` does.
+    """
+
+    def __init__(self, source: Path, trained: Path) -> None:
+        old = load_config(source)
+        self.config = _with_heads(old, load_config(trained), source, trained)
+        self.family: Family = get_family(self.config.family)
+        if misfits := list(self.family.misfits(self.config)):
+            raise UserError(f"{trained}: a {self.family.model_type} checkpoint cannot have {listed(misfits)}")
+        self.source, self.reader = source, HFReader(source, self.family.published_name, self.family.carried)
+        table = self.family.table(old)
+        stored = table.stored_in(self.reader.tensors)
+        old_heads = table.mtp_names(stored)
+        table = self.family.table(self.config)
+        self.mapped: MappedTensors = table.to_hf(_joined(source, trained, self.config), trained, stored)
+        names = table.mtp_names(stored)
+        self.heads = [name for name in self.mapped.tensors if name in names]
+        self.others = [name for name in self.reader.places if name not in old_heads]
+        self._assign(old_heads)
+
+    def _assign(self, old_heads: set[str]) -> None:
+        """Heads stay in their files; new names go into the last of these, or into a file of their own."""
+        places = self.reader.places
+        files = sorted({place.file for place in places.values()})
+        touched = {places[name].file for name in old_heads if name in places}
+        self.kept_files = [file for file in files if file not in touched]
+        self.names = {SINGLE: BASE_FILE} if self.kept_files == [SINGLE] else {}
+        new = max(touched, default=HEADS_FILE)
+        self.written: dict[str, list[str]] = {file: [] for file in sorted({*touched, new})}
+        for name in self.others:
+            if places[name].file in touched:
+                self.written[places[name].file].append(name)
+        for name in self.heads:
+            self.written[places[name].file if name in old_heads & places.keys() else new].append(name)
+        self.written = {file: names for file, names in self.written.items() if names}
+
+    def write(self, staging: Path) -> None:
+        """Write the files with heads, the index and `config.json`."""
+        heads = set(self.heads)
+        weight_map: dict[str, str] = {}
+        total = 0
+        contents = {file: _Content(self, names, heads) for file, names in self.written.items()}
+        written = sum(info.nbytes for content in contents.values() for info in content.tensors.values())
+        with progress("writing heads", written) as bar:
+            for file, content in contents.items():
+                write_shard(staging / file, list(content.tensors), content, bar)
+                weight_map |= dict.fromkeys(content.tensors, file)
+        self.mapped.require_finite()
+        for name, place in self.reader.places.items():
+            if place.file in self.kept_files:
+                weight_map[place.stored] = self.names.get(place.file, place.file)
+                total += self.reader.info(name).nbytes
+        if [*weight_map.values()].count(SINGLE) < len(weight_map):
+            metadata = read_total_metadata(self.source) | {"total_size": total + written}
+            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        config = self.family.count_heads(self.config, hf_settings(self.source))
+        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class _Content:
+    """The tensors of one file under their names on disk: heads by the table, others byte for byte."""
+
+    def __init__(self, plan: _Plan, names: list[str], heads: set[str]) -> None:
+        self._plan, self._heads = plan, heads
+        self._names = {n if n in heads else plan.reader.places[n].stored: n for n in names}
+        infos = {stored: self._info(name) for stored, name in self._names.items()}
+        order = sorted(infos, key=lambda stored: -infos[stored].dtype.itemsize)  # keeps every tensor aligned
+        self.tensors = {stored: infos[stored] for stored in order}
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._plan.mapped.tensors[name] if name in self._heads else self._plan.reader.info(name)
+
+    def read(self, stored: str) -> Tensor:
+        name = self._names[stored]
+        return self._plan.mapped.read(name) if name in self._heads else self._plan.reader.read(name)
+
+    def require_finite(self) -> None:
+        self._plan.mapped.require_finite()
+
+
+class _Part:
+    """Some tensors of a source."""
+
+    def __init__(self, source: TensorSource, heads: bool) -> None:
+        self._source = source
+        self.tensors = {n: info for n, info in source.tensors.items() if n.startswith("mtp.") == heads}
+
+    def read(self, name: str) -> Tensor:
+        return self._source.read(name)
+
+    def require_finite(self) -> None:
+        self._source.require_finite()
+
+
+def _joined(source: Path, trained: Path, config: ModelConfig) -> SeveralSources:
+    """The base of one directory and the heads of another, under Megatron's names."""
+    base, heads = _Part(open_weights(source), heads=False), _Part(open_weights(trained), heads=True)
+    wanted = {name: shape for name, shape in megatron.parameters(config).items() if name.startswith("mtp.")}
+    require_same_names(trained, heads.tensors, wanted)
+    return SeveralSources(base, heads)
+
+
+def _with_heads(base: ModelConfig, trained: ModelConfig, source: Path, where: Path) -> ModelConfig:
+    """The config of a base with the heads of another model.
+
+    Raises:
+        UserError: the other has none, or sizes that the heads depend on differ; names these.
+    """
+    if not trained.mtp.num_layers:
+        raise UserError(f"{where} has no heads to put into {source}; train some, or name another directory")
+    mine, theirs = base.values(), trained.values()
+    own = {key for kind in kinds_in(base.pattern) for key in keys_of(kind.section).values()}
+    sizes = {key for kind in kinds_in(trained.mtp.pattern) for key in keys_of(kind.section).values()}
+    everywhere = {key for key in keys_of(type(base)).values() if key in mine} - _WITHOUT_EFFECT
+    values = {key: (mine.get(key), theirs.get(key)) for key in sorted(everywhere | (sizes & own))}
+    if odd := [f"{key} {shown(a)} and {shown(b)}" for key, (a, b) in values.items() if a != b]:
+        raise UserError(f"{source} and {where} differ, so that the heads of one do not fit the other: {listed(odd)}")
+    changed = {key: value for key, value in theirs.items() if key.startswith("mtp_") or key in sizes - own}
+    return base.replace(**changed)
+
+
+def _keep(source: Path, target: Path, link: bool) -> None:
+    """Give the destination a file of the source."""
+    source = source.resolve()  # a cache of downloads holds links
+    if link:
+        try:
+            os.link(source, target)
+        except OSError as error:
+            raise StorageError(f"{source} cannot be linked: {error.strerror}; leave --link out to copy it") from error
+    else:
+        shutil.copyfile(source, target)
+
+
+def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
+    """Compare every tensor but the heads with the source's; return how many were hashed.
+
+    Raises:
+        MtpkitError: some differ; names them.
+    """
+    missing = [name for name in plan.others if name not in after.places or before.info(name) != after.info(name)]
+    same = {
+        file
+        for file in plan.kept_files
+        if (before.directory / file).samefile(after.directory / plan.names.get(file, file))
+    }
+    hashed = [name for name in plan.others if name not in missing and before.places[name].file not in same]
+    with (
+        progress("hashing", sum(before.info(name).nbytes for name in hashed)) as bar,
+        ThreadPoolExecutor(_THREADS) as pool,
+    ):
+
+        def differs(name: str) -> bool:
+            bar.update(before.info(name).nbytes)
+            return _sha256(before.read(name)) != _sha256(after.read(name))
+
+        odd = [name for name, wrong in zip(hashed, pool.map(differs, hashed), strict=True) if wrong]
+    if missing or odd:
+        raise MtpkitError(
+            f"{after.directory}: not as in {before.directory}: {listed(missing + odd)}; is the disk sound?"
+        )
+    return len(hashed)
+
+
+def _sha256(tensor: Tensor) -> bytes:
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(content)).digest()
