@@ -143,7 +143,7 @@ def test_a_circle_is_found() -> None:
     assert not circles(import_graph(sources))
 
 
-ENGINE_NEVER = ("ssm_update", "causal_conv1d", "kv_store", "attention")
+ENGINE_NEVER = ("ssm_update", "gated_delta_rule", "ring", "causal_conv1d", "kv_store", "attention")
 """Kernels of states: `mtpkit.model.state` and the layers know them."""
 
 
@@ -156,7 +156,7 @@ def state_imports(source: str) -> list[str]:
 @pytest.mark.parametrize(
     ("source", "seen"),
     [
-        ("from mtpkit.kernels.ssm_update import ring_base", True),
+        ("from mtpkit.kernels.ring import ring_base", True),
         ("from mtpkit.kernels import kv_store", True),
         ("def late():\n    import mtpkit.kernels.attention.decode", True),
         ("from mtpkit.model.layers.mamba import MambaMixer", True),
@@ -189,8 +189,19 @@ def joined_in_errors(source: str) -> list[int]:
     ]
 
 
-LETTERS = "M*-E"
-MIXERS = {"MambaMixer", "SelfAttention", "MLP", "MoELayer", "MambaLayer", "AttentionLayer", "MLPLayer", "MixtureLayer"}
+LETTERS = "M*-EG"
+MIXERS = {
+    "RecurrentMixer",
+    "MambaMixer",
+    "GatedDeltaNet",
+    "SelfAttention",
+    "MLP",
+    "MoELayer",
+    "MambaLayer",
+    "AttentionLayer",
+    "MLPLayer",
+    "MixtureLayer",
+}
 KIND_ROOMS = ("config/", "model/kinds/", "model/layers/")
 """Where letters of patterns and classes of mixers may be named."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpkit.config import SECTIONS, ModelConfig, Section
 from mtpkit.config.checked import checked
-from mtpkit.kernels.ssm_update import ring_base
+from mtpkit.kernels.ring import ring_base
 from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, register

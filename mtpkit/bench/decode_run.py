@@ -20,7 +20,7 @@ from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.kernels.ssm_update import ring_capacity, ring_length
+from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.hybrid import HybridModel
 
 _TOLERANCE = 0.03

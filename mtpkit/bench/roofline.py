@@ -28,7 +28,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.options import Rollback
 from mtpkit.errors import UserError
-from mtpkit.kernels.ssm_update import ring_capacity, ring_length
+from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.flops import FORWARD, eh_proj_matrix
 from mtpkit.model.kinds import KINDS, caching_length
 

@@ -11,6 +11,7 @@ from mtpkit.config.checked import WrongValues, attempt, checked, field_clauses, 
 from mtpkit.config.sections import (
     SECTIONS,
     AttentionConfig,
+    GatedDeltaNetConfig,
     HeadPattern,
     Mamba2Config,
     MlaConfig,
@@ -167,6 +168,10 @@ class ModelConfig:
     @property
     def mamba2(self) -> Mamba2Config:
         return self.section(Mamba2Config)
+
+    @property
+    def gated_delta_net(self) -> GatedDeltaNetConfig:
+        return self.section(GatedDeltaNetConfig)
 
     @property
     def moe(self) -> MoeConfig:

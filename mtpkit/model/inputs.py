@@ -92,6 +92,10 @@ class DepthInput(SequenceInput):
             entries.append(entry)
         return [*entries[: self.depth - 1], entry]
 
+    def left(self, name: str) -> list[Any]:
+        """Entries that depths 1..depth - 1 left under `name`, in order."""
+        return self.streams.get(name, [])[: self.depth - 1]
+
 
 @dataclass(frozen=True)
 class StepInput(LayerInput):

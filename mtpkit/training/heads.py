@@ -101,8 +101,8 @@ def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:
 def default_pattern(base: ModelConfig) -> str:
     """Layers of a depth of new heads: those of the base's heads, else one that mixes tokens and one that does not.
 
-    Both are kinds of the base, attention before Mamba2 and MLPs before experts. Example: `*-` for `M*-`, `*E` for
-    `ME*E`, `M-` for `M-`, `*` for `M*`.
+    Both are kinds of the base, attention before recurrent layers and MLPs before experts. Example: `*-` for `M*-`, `*E`
+    for `ME*E`, `M-` for `M-`, `*` for `M*`.
     """
     kinds = kinds_in(base.pattern)
     pairs = ([kind.letter for kind in kinds if kind.keeps_past is mixes][:1] for mixes in (True, False))

@@ -14,7 +14,7 @@ from mtpkit.bench.settings import RooflineConfig, depth_rates
 from mtpkit.bench.shapes import NEMOTRON_H_8B
 from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
-from mtpkit.kernels.ssm_update import ring_capacity, ring_length
+from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model import build_model
 from mtpkit.model.kinds import KINDS
 from mtpkit.model.state import ReplaySpec

@@ -107,7 +107,9 @@ def test_graphs_change_no_token(device, heads, mtp_pattern, k, rollback, ahead):
         assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
 
 
-@pytest.mark.parametrize("pattern, mtp_pattern", [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E")])
+@pytest.mark.parametrize(
+    "pattern, mtp_pattern", [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E"), ("G*G-", "G-")]
+)
 def test_layers_of_every_kind(device, pattern, mtp_pattern):
     model = tiny_model("repeated", pattern, mtp_pattern, device)
     prompts = make_prompts()

@@ -17,7 +17,9 @@ def truth(model, prompts=PROMPTS, max_tokens=20):
     return [decode(model, prompt, max_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("pattern, mtp_pattern", [("M-*M-", "*-"), ("MM", "*"), ("*-*-", "*-"), ("M*M-", "M-")])
+@pytest.mark.parametrize(
+    "pattern, mtp_pattern", [("M-*M-", "*-"), ("MM", "*"), ("*-*-", "*-"), ("M*M-", "M-"), ("G-*G-", "G-")]
+)
 @pytest.mark.parametrize("rollback", ROLLBACKS)
 def test_plain_decoding_equals_full_recomputation(pattern, mtp_pattern, rollback):
     model = tiny_model("repeated", pattern, mtp_pattern)

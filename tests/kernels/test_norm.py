@@ -50,6 +50,20 @@ def test_rms_norm(twin, dtype, shape, wider):
     assert_close(twin, have, definition(x, weight), reference.rms_norm(x, weight, EPS))
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_gate(twin, dtype, zero_centered):
+    """Norm first, then gate; the other order is not nearly the same."""
+    width, heads = 17, 5
+    x, z = draw((2, 3, heads * width), dtype), draw((2, 3, heads * width), dtype, wider=8)
+    weight = draw((width,), dtype)
+    factor = weight.double().repeat(heads) + zero_centered
+    want = definition(x, factor, width) * z.double() / (1 + torch.exp(-z.double()))
+    have = twin("norm").norm_gate(*place(twin, x, z, weight), EPS, zero_centered)
+    assert_close(twin, have, want, reference.norm_gate(x, z, weight, EPS, zero_centered))
+    assert relative(gated_definition(x, z, factor, width), want) > 0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_around_zero(twin, dtype):
     """1 + w is not rounded to bf16 before it multiplies."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpkit.kernels.ssm_update import ring_base, ring_capacity, ring_length
+from mtpkit.kernels.ring import ring_base, ring_capacity, ring_length
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
 from tests.kernels.test_ssm_update import LIMITS, TOLERANCE, views

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpkit.kernels.ssm_update import reference, ring_base, ring_capacity, ring_length
+from mtpkit.kernels.ring import ring_base, ring_capacity, ring_length
+from mtpkit.kernels.ssm_update import reference
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative, scan
 

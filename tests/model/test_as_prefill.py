@@ -1,11 +1,11 @@
-"""The frozen base's Mamba2 layers through prefill's kernels, document after document."""
+"""The frozen base's recurrent layers through prefill's kernels, document after document."""
 
 import pytest
 import torch
 
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import SequenceInput, base_forward, build_model
-from mtpkit.model.layers.mamba import MambaMixer
+from mtpkit.model.layers.recurrent import RecurrentMixer
 from tests.kernels.recurrence import relative
 from tests.model.toy import CONFIG, VOCAB, packed, toy_model, toy_tokens
 
@@ -21,18 +21,19 @@ def batch(rows):
 def as_prefill(monkeypatch):
     """Take the path of a GPU, with the ops' reference twins; counts how often."""
     calls = []
-    monkeypatch.setattr(MambaMixer, "_as_prefill", lambda self, conv_in: calls.append(1) or True)
+    monkeypatch.setattr(RecurrentMixer, "_as_prefill", lambda self, conv_in: calls.append(1) or True)
     return calls
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", LENGTHS.values(), ids=LENGTHS)
-def test_hidden_states_are_those_of_the_scan(rows, as_prefill, monkeypatch):
-    model, (documents, positions) = toy_model(pattern="M*M-"), batch(rows)
+@pytest.mark.parametrize("pattern", ["M*M-", "G*G-"])
+def test_hidden_states_are_those_of_the_scan(pattern, rows, as_prefill, monkeypatch):
+    model, (documents, positions) = toy_model(pattern=pattern), batch(rows)
     tokens = toy_tokens(14, batch=2)
     have = base_forward(model, tokens, SequenceInput(documents, positions))
     assert len(as_prefill) == 2
-    monkeypatch.setattr(MambaMixer, "_as_prefill", lambda self, conv_in: False)
+    monkeypatch.setattr(RecurrentMixer, "_as_prefill", lambda self, conv_in: False)
     assert relative(have, base_forward(model, tokens, SequenceInput(documents, positions)).double()) < 1e-5
 
 

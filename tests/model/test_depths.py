@@ -8,7 +8,7 @@ from tests.kernels.recurrence import relative
 from tests.model.toy import packed, toy_model, toy_tokens
 
 DEPTHS, TOLERANCE = 4, 1e-5
-PATTERNS = ["*", "*-", "*E", "M-", "*M-", "M*", "+-"]
+PATTERNS = ["*", "*-", "*E", "M-", "*M-", "M*", "+-", "G-", "*GG"]
 POSITIONAL = {"none": {}, "rope": dict(position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True)}
 LENGTHS = {"one": (9,), "several": (5, 1, 2, 6)}
 
@@ -66,7 +66,7 @@ def test_serving_attention_is_what_decoding_does(mtp_pattern, positional, length
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mtp_pattern", ["*-", "M-"])
+@pytest.mark.parametrize("mtp_pattern", ["*-", "M-", "G-"])
 def test_another_mask_would_be_seen(mtp_pattern):
     model = toy_model(mtp_pattern=mtp_pattern)
     assert compare(model, (9,), attention="per_depth") > 1e-2
@@ -128,13 +128,13 @@ def test_shift_tokens(depth, want):
     assert shift_tokens(torch.tensor([[1, 2, 3]]), depth).tolist() == [want]
 
 
-@pytest.mark.parametrize("mtp_pattern", ["*-", "M-"])
+@pytest.mark.parametrize("mtp_pattern", ["*-", "M-", "G-"])
 def test_gradients_reach_every_head_parameter_through_all_depths(mtp_pattern):
     """The gradient of the last depth alone, by autograd against a central difference along a random direction."""
     from mtpkit.model import build_model
-    from tests.model.toy import CONFIG
+    from tests.model.toy import CONFIG, DELTA
 
-    model = build_model(CONFIG.replace(mtp_pattern=mtp_pattern), seed=3)
+    model = build_model(CONFIG.replace(mtp_pattern=mtp_pattern, **DELTA), seed=3)
     tokens = toy_tokens(6)
     hidden = base_forward(model, tokens, SequenceInput()).detach()
     parameters = dict(model.mtp.named_parameters())

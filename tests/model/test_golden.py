@@ -24,7 +24,7 @@ def run(case: str, ids: torch.Tensor, device: str = "cpu"):
     return compute_logits(model, hidden).transpose(0, 1).cpu(), [x.cpu() for x in (hidden, *depths)]
 
 
-@pytest.mark.parametrize("case", ["tp1/gated_rope", "tp1/mamba_attention_mlp", "tp2/moe", "tp1/mla"])
+@pytest.mark.parametrize("case", ["tp1/gated_rope", "tp1/mamba_attention_mlp", "tp2/moe", "tp1/mla", "tp1/gdn"])
 def test_golden_logits_and_depths(case, device):
     golden = load_file(GOLDEN / case / "golden.safetensors")
     logits, states = run(case, golden["ids"], device)

@@ -14,7 +14,7 @@ from tests.kernels.recurrence import relative
 from tests.model import toy
 from tests.ranks import run_ranks
 
-TENSOR_CASES = ["tp2/mamba_attention_mlp", "tp2/moe", "tp1/distinct_heads", "tp1/gated_rope", "tp1/mla"]
+TENSOR_CASES = ["tp2/mamba_attention_mlp", "tp2/moe", "tp1/distinct_heads", "tp1/gated_rope", "tp1/mla", "tp1/gdn"]
 PIPELINE_CASE = "pp2/mamba_attention_mlp"
 LENGTH, TOLERANCE = 24, 1e-5
 LATENT = toy.CONFIG.replace(moe_latent_size=8, activation="swiglu")
@@ -124,6 +124,6 @@ def test_pipeline_parallel(tmp_path):
 
 
 def test_one_process_writes_the_same_parts(tmp_path):
-    for case in ("tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp1/gated_rope", "tp1/mla"):
+    for case in ("tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp1/gated_rope", "tp1/mla", "tp1/gdn"):
         save_model(load_model(GOLDEN / case), tmp_path / case)
         assert_same_parts(case, tmp_path)

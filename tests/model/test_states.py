@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpkit.kernels.ssm_update import ring_capacity, ring_length
+from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.state import (
     Committed,
     ConvWindowSpec,

@@ -28,6 +28,7 @@ TOLERANCE = 1e-5
 CPU = torch.device("cpu")
 LATENT = dict(pattern="M+-+", mtp_pattern="+E", qk_layernorm=True, layernorm_zero_centered_gamma=True)
 MAMBA_HEAD = dict(pattern="MM**", mtp_pattern="M*E")
+DELTA_HEAD = dict(pattern="GM*G", mtp_pattern="G*")
 GATED = dict(
     attention_output_gate=True,
     add_qkv_bias=True,
@@ -195,8 +196,8 @@ def simulate(
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), MAMBA_HEAD, GATED, LATENT],
-    ids=["plain", "rope", "mamba_head", "gated", "latent"],
+    [{}, dict(position_embedding_type="rope", rotary_percent=0.5), MAMBA_HEAD, GATED, LATENT, DELTA_HEAD],
+    ids=["plain", "rope", "mamba_head", "gated", "latent", "delta_head"],
 )
 def test_steps_equal_whole_sequences(changes, rollback):
     model = toy_model(**changes)
@@ -215,8 +216,9 @@ def test_sabotage_would_be_seen(rollback, sabotage):
 
 @torch.no_grad()
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
-def test_a_request_goes_on_where_its_states_are_restored(rollback):
-    assert simulate(toy_model(**MAMBA_HEAD), rollback, moves=True) < TOLERANCE
+@pytest.mark.parametrize("changes", [MAMBA_HEAD, DELTA_HEAD])
+def test_a_request_goes_on_where_its_states_are_restored(changes, rollback):
+    assert simulate(toy_model(**changes), rollback, moves=True) < TOLERANCE
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from mtpkit.model import build_model
-from tests.toy_config import toy_config
+from tests.toy_config import DELTA, toy_config
 
 VOCAB = 40
 
@@ -39,6 +39,8 @@ def toy_model(**changes):
     """Read-only: tests share it. Beside heads of latent attention the base has it, too."""
     if "+" in changes.get("mtp_pattern", ""):
         changes = {"pattern": "M+-E", **changes}
+    letters = changes.get("pattern", "") + changes.get("mtp_pattern", "")
+    changes = DELTA | changes if "G" in letters else changes
     return build_model(CONFIG.replace(**changes), device="cpu", seed=3).requires_grad_(False)
 
 

@@ -17,6 +17,7 @@ from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import stream_base
 from mtpkit.training.step import train_step
 from tests.model.toy import MLA
+from tests.toy_config import DELTA
 from tests.training.toy import CONFIG, cut, toy_batch
 
 EXPERTS = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16, ffn_hidden_size=48)
@@ -46,8 +47,8 @@ CASES = {
         WHOLE,
         ["heads.attention=serving", "loss.kind=tv"],
     ),
-    "mamba": Case(
-        dict(pattern="M*-M", mtp_pattern="M-", activation="swiglu", tie_word_embeddings=True),
+    "recurrent": Case(
+        dict(pattern="M*-G", mtp_pattern="MG-", activation="swiglu", tie_word_embeddings=True, **DELTA),
         PACKED,
         ["heads.attention=serving", "loss.kind=ce"],
     ),

@@ -41,7 +41,7 @@ FOUR_PAIRS = [
     ("tensor_pipeline", "distinct"),
     ("tensor_expert", "experts"),
     ("pipeline_expert", "experts_whole"),
-    ("tensor_data", "mamba"),
+    ("tensor_data", "recurrent"),
     ("tensor_data", "mixed"),
 ]
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # atomic additions and other tiles on a GPU

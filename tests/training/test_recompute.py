@@ -14,6 +14,7 @@ from mtpkit.training.depths import HiddenMix, run_depths
 from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.step import train_step
+from tests.toy_config import DELTA
 from tests.training.test_step import toy_config
 from tests.training.toy import toy_batch, toy_model
 
@@ -21,6 +22,7 @@ MOE = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
 CASES = {
     "attention": ("serving", dict(mtp_pattern="*-")),
     "two layers that leave entries": ("serving", dict(mtp_pattern="*M*")),
+    "gated delta nets": ("serving", dict(mtp_pattern="*G*", **DELTA)),
     "rotary": ("serving", dict(mtp_pattern="*-", position_embedding_type="rope")),
     "experts": ("serving", dict(mtp_pattern="*E", **MOE)),
     "per depth": ("per_depth", dict(mtp_pattern="M*")),

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.bench.settings import depth_rates
 from mtpkit.config import ModelConfig
-from mtpkit.kernels import attention, causal_conv1d, kv_store, ssd, ssm_update
+from mtpkit.kernels import attention, causal_conv1d, kv_store, ring, ssd, ssm_update
 
 _BLOCK = 16
 
@@ -94,7 +94,7 @@ def ring_lens(shapes: Shapes, length: int) -> Tensor:
     lens = shapes.full(0, shapes.rows)
     for _ in range(4 * length):
         accepted = (shapes.uniform(shapes.rows, shapes.k) < rates).long().cumprod(-1).sum(-1)
-        lens = ssm_update.ring_base(lens, shapes.tokens, length) + accepted + 1
+        lens = ring.ring_base(lens, shapes.tokens, length) + accepted + 1
     return lens.clamp_max(shapes.context_len)
 
 
@@ -124,7 +124,7 @@ def _state(shapes: Shapes, *lead: int) -> Tensor:
 def ssm_replay(shapes: Shapes) -> Case:
     """The state update that replays the entries of a ring."""
     rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
-    length = ssm_update.ring_length(tokens)
+    length = ring.ring_length(tokens)
 
     def make() -> Args:
         x, _, _, B, *_ = inputs = _inputs(shapes, rows, tokens)
@@ -135,7 +135,7 @@ def ssm_replay(shapes: Shapes) -> Case:
 
     def count(args: Args) -> float:
         state, ring_x, ring_B, ring_dt, _, _, lens, x, dt, _, B, C, *_ = args
-        folded = int((ssm_update.ring_base(lens, tokens, length) == 0).sum() - (lens == 0).sum())
+        folded = int((ring.ring_base(lens, tokens, length) == 0).sum() - (lens == 0).sum())
         entry = size(ring_x[0, 0], ring_B[0, 0], ring_dt[0, 0])
         return size(state) + folded * size(state[0]) + (int(lens.sum()) + rows * tokens) * entry + size(x, x, dt, B, C)
 

@@ -142,7 +142,7 @@ def extra_states(counts: Mapping[str, int]) -> list[str]:
     plain = ("word_embeddings", "router", "conv1d", "mixer.norm")  # modules that are not Transformer Engine's
     names = []
     for key, count in counts.items():
-        match = re.fullmatch(r"(.+)\.weight(\.z)?", key)
+        match = re.fullmatch(r"(.+)\.weight(\.z|\.query)?", key)
         if match and not match[1].endswith(plain):
             names += [f"{match[1]}._extra_state/shard_{i}_{count}" for i in range(count)]
     return names
@@ -168,7 +168,8 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     latent = MLA_FIXED if MlaConfig.letter in letters else NO_MLA_FIXED
     for key, value in (FIXED | (MOE_FIXED if MoeConfig.letter in letters else {}) | latent).items():
         file.require(key, value)
-    same = [key for section in SECTIONS.values() for key in keys_of(section).values()]
+    there = [kind for letter, kind in SECTIONS.items() if kind.in_every_file or letter in pattern + mtp_pattern]
+    same = [key for section in there for key in keys_of(section).values()]
     names = {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES
     keys = {field: file.first(*names[field]) for field in names}
     for field in ("vocab_size", "hidden_size"):

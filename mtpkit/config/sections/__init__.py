@@ -12,6 +12,7 @@ from mtpkit.config.sections.base import (
     register_section,
     up_to,
 )
+from mtpkit.config.sections.gated_delta_net import GatedDeltaNetConfig
 from mtpkit.config.sections.mamba2 import Mamba2Config
 from mtpkit.config.sections.mla import MlaConfig
 from mtpkit.config.sections.mlp import MlpConfig
@@ -21,6 +22,7 @@ __all__ = [
     "MOST_IN_A_LAYER",
     "SECTIONS",
     "AttentionConfig",
+    "GatedDeltaNetConfig",
     "HeadPattern",
     "Mamba2Config",
     "MlaConfig",
@@ -35,5 +37,6 @@ __all__ = [
     "up_to",
 ]
 
-for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig, MlaConfig):  # in the order of files
+# In the order of files.
+for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig, MlaConfig, GatedDeltaNetConfig):
     register_section(_section)

@@ -30,6 +30,23 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
     return F.rms_norm(gated, (group_size,), eps=eps).flatten(-2).to(x.dtype) * weight
 
 
+def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """Normalise each head of x, then multiply it by silu(z), as gated delta nets do before their output projection.
+
+    Args:
+        x, z: [..., heads * width] of any strides; z may be a slice of a wider projection.
+        weight: [width], the same for all heads.
+        zero_centered: as for `rms_norm`.
+
+    Returns:
+        [..., heads * width] in the dtype of x, computed in fp32.
+    """
+    factor = 1 + weight.float() if zero_centered else weight.float()
+    heads = x.float().unflatten(-1, (-1, len(weight)))
+    normed = F.rms_norm(heads, weight.shape, factor, eps).flatten(-2)
+    return (normed * F.silu(z.float())).to(x.dtype)
+
+
 def mtp_input(
     token_ids: Tensor,
     hidden: Tensor,

@@ -60,6 +60,23 @@ def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOC
 
 
 @triton.jit
+def _norm_gate_kernel(
+    x_rows, z_rows, weight, out, eps, heads, width, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """ROWS heads of one token per program."""
+    x, x_stride = x_rows
+    z, z_stride = z_rows
+    row = tl.program_id(0).to(tl.int64)
+    head, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    mask = (head < heads) & (column < width)
+    place = head * width + column
+    value = tl.load(x + row * x_stride + place, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(z + row * z_stride + place, mask=mask, other=0.0).to(tl.float32)
+    normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED) * gate * tl.sigmoid(gate)
+    tl.store(out + row * heads * width + place, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _norm_row(source, weight, out, eps, width, ZERO_CENTERED, BLOCK):
     column = tl.arange(0, BLOCK)[None, :]
     value = tl.load(source + column, mask=column < width, other=0.0).to(tl.float32)
@@ -121,6 +138,17 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
         group_size,
         BLOCK=block,
         num_warps=min(8, max(1, block // 256)),
+    )
+    return out
+
+
+def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """See the reference."""
+    left, right, width = as_rows(x), as_rows(z), len(weight)
+    out, heads, settings = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1] // width, _tile(width)
+    grid = (len(left), triton.cdiv(heads, settings["ROWS"]))
+    _norm_gate_kernel[grid](
+        strided(left), strided(right), weight, out, eps, heads, width, ZERO_CENTERED=zero_centered, **settings
     )
     return out
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, load, padded, strided
-from mtpkit.kernels.ssm_update.reference import ring_capacity
+from mtpkit.kernels.ring import ring_capacity
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""

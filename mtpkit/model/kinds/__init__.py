@@ -7,6 +7,7 @@ from mtpkit.config import SECTIONS, ModelConfig, register_section
 from mtpkit.config.checked import keys_of
 from mtpkit.model.kinds.attention import Attention
 from mtpkit.model.kinds.base import LayerKind
+from mtpkit.model.kinds.gated_delta_net import GatedDeltaNet
 from mtpkit.model.kinds.mamba2 import Mamba2
 from mtpkit.model.kinds.mla import Mla
 from mtpkit.model.kinds.mlp import Mlp
@@ -23,7 +24,7 @@ def register(kind: LayerKind) -> None:
     KINDS[kind.letter] = kind
 
 
-for _kind in (Attention(), Mla(), Mlp(), Mamba2(), Moe()):
+for _kind in (Attention(), Mla(), Mlp(), Mamba2(), Moe(), GatedDeltaNet()):
     register(_kind)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mtpkit.kernels.ssm_update import ring_base, ring_length
+from mtpkit.kernels.ring import ring_base, ring_length
 from mtpkit.model.state.base import Counter, Part, State, StateSizes, StateSpec
 
 

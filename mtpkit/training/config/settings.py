@@ -81,9 +81,9 @@ class HeadsConfig:
     """Tokens of the training data on which `init: base` fits the input projection of a head; 0: it starts as the sum of
     embedding and hidden state."""
     pattern: str = "auto"
-    """Layers of one depth of new heads: M Mamba2, * attention, + latent attention, - MLP, E mixture of experts. `auto`:
-    the pattern of the model's heads; without heads `*-`, or `*E` for a base with experts and no MLPs, with `+` in place
-    of `*` for a base with latent attention."""
+    """Layers of one depth of new heads: M Mamba2, G gated delta net, * attention, + latent attention, - MLP, E mixture
+    of experts. `auto`: the pattern of the model's heads; without heads `*-`, or `*E` for a base with experts and no
+    MLPs, with `+` in place of `*` for a base with latent attention."""
     repeated: bool = True
     """Fresh heads share one block over all depths, rather than one per depth."""
     attention: HeadAttention = "auto"

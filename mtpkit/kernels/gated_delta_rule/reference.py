@@ -1,0 +1,267 @@
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) in plain PyTorch: whole sequences and decode steps.
+
+A head has a state S [v, k]. A token decays it, corrects what it holds under the key, and reads it:
+
+    S_t = exp(g_t) S_{t-1} + u_t k_t^T,   u_t = beta_t (v_t - exp(g_t) S_{t-1} k_t),   o_t = S_t q_t
+
+Queries and keys have unit length, queries are then scaled by 1 / sqrt(k); g = -exp(A_log) softplus(a + dt_bias) and
+beta = sigmoid(b), see `delta_inputs`. Given the corrections u, which never change once their tokens are committed, the
+state is a decayed sum of outer products: so that a ring keeps u, not v and beta.
+
+Shape legend: R rows, T tokens (of a row, in decode steps), h value heads, j key heads, each of h / j value heads, v and
+k the widths of values and keys, m readouts per token, L ring length.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpkit.kernels.ring import ring_capacity
+
+EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+CHUNK = 64
+"""Tokens that are computed at once; changes rounding only."""
+
+
+def delta_inputs(
+    q: Tensor, k: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Make what the recurrence takes from what a layer projects.
+
+    Args:
+        q, k: [..., j, k] after the convolution; a, b: [..., h]; all may be views. A_log, dt_bias: [h].
+
+    Returns:
+        Queries and keys of unit length, queries scaled, in their own dtype; log decays g [..., h], negative, and beta
+        [..., h], both fp32.
+    """
+    g = -torch.exp(A_log.float()) * F.softplus(a.float() + dt_bias.float())
+    return unit(q, q.shape[-1] ** -0.5), unit(k), g, torch.sigmoid(b.float())
+
+
+def unit(x: Tensor, scale: float = 1.0) -> Tensor:
+    """x [..., k] with length `scale`, in its dtype."""
+    wide = x.float()
+    return (wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON) * scale)).to(x.dtype)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    """Compute the recurrence over R concatenated rows, each from a zero state. Differentiable in all but `starts`.
+
+    Args:
+        q: [T, m, j, k], several readouts of each token's state; k: [T, j, k]; v: [T, h, v]; g, beta: [T, h]. See
+            `delta_inputs`.
+        starts: [R + 1] int64, first token of each row and the end of the last one.
+
+    Returns:
+        o [T, m, h, v] in the dtype of v, computed in fp32.
+    """
+    outputs = []
+    for begin, end in pairwise(starts.tolist()):
+        state = _zeros(v, k)
+        for first in range(begin, end, CHUNK):
+            span = slice(first, min(end, first + CHUNK))
+            o, state = _chunk(q[span], k[span], v[span], g[span], beta[span], state)
+            outputs.append(o)
+    return torch.cat(outputs)
+
+
+def delta_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    starts: Tensor,
+    states: Tensor | None = None,
+    slots: Tensor | None = None,
+    context_lens: Tensor | None = None,
+) -> Tensor:
+    """Compute the recurrence over R concatenated rows, each from the state before it, and leave the state after it in
+    its place. No gradient.
+
+    A row continues states[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros, and its slot may hold
+    anything before. Chunks end at positions (context_lens[r] plus the index in the row) that are multiples of `CHUNK`:
+    with fp32 states, a prompt that is cut there has the same bits in fp32 however it is cut. No size depends on what
+    `starts` holds, so that a CUDA graph can be captured.
+
+    Args:
+        q, k: [T, j, k]; v: [T, h, v]; g, beta: [T, h]; see `delta_inputs`.
+        starts: [R + 1] int64, first token of each row and the end of the last one; tokens begin at starts[0]. Rows may
+            be empty: such a row leaves its state as it is, or makes it zero if it has no context.
+        states: [slots, h, v, k] of any float dtype, may be a view, updated in place at `slots`. None: every row starts
+            from zeros, and no state is kept.
+        slots, context_lens: [R] int64, needed with `states`. The tokens of a row at slot -1 are padding: they touch no
+            state, and their outputs are zero.
+
+    Returns:
+        o [T, h, v] in the dtype of v, computed in fp32.
+    """
+    bounds = (starts - starts[0]).tolist()
+    assert bounds[-1] == len(v), f"rows end at token {bounds[-1]} of {len(v)}"
+    out = torch.zeros_like(v)
+    for row, (begin, end) in enumerate(pairwise(bounds)):
+        context, state = 0, _zeros(v, k)
+        if states is not None:
+            assert slots is not None and context_lens is not None
+            slot, context = int(slots[row]), int(context_lens[row])
+            if slot < 0 or (context > 0 and begin == end):
+                continue
+            if context > 0:
+                state = states[slot].float()
+        while begin < end:
+            stop = min(end, begin + CHUNK - context % CHUNK)
+            span = slice(begin, stop)
+            o, state = _chunk(q[span, None], k[span], v[span], g[span], beta[span], state)
+            out[span] = o[:, 0]
+            context, begin = context + stop - begin, stop
+        if states is not None:
+            states[slot] = state.to(states)
+    return out
+
+
+def _zeros(v: Tensor, k: Tensor) -> Tensor:
+    return v.new_zeros(*v.shape[1:], k.shape[-1], dtype=torch.float32)
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """o [L, m, h, v] of a chunk after `state` [h, v, k], and the next state.
+
+    The corrections of a chunk depend on each other by a unit triangular system, see section 3.3 of the paper: with c
+    the sums of log decays, u_i = beta_i (v_i - exp(c_i) S k_i - sum_{j < i} exp(c_i - c_j) (k_i . k_j) u_j).
+    """
+    rep = v.shape[1] // k.shape[1]
+    keys = k.float().repeat_interleave(rep, 1).transpose(0, 1)  # [h, L, k]
+    queries = q.float().repeat_interleave(rep, 2).permute(1, 2, 0, 3)  # [m, h, L, k]
+    # In fp64: after a token that forgets nearly everything, small decays are differences of two large sums.
+    since = torch.cumsum(g.double(), 0).t()  # [h, L]
+    after = torch.ones(len(v), len(v), dtype=torch.bool, device=v.device).tril()
+    log_pair = (since[:, :, None] - since[:, None]).float()
+    decays = torch.exp(log_pair.masked_fill(~after, float("-inf")))
+    from_start, rate = torch.exp(since.float())[..., None], beta.float().t()[..., None]
+    held = from_start * (keys @ state.transpose(1, 2))
+    system = (rate * decays * (keys @ keys.transpose(1, 2))).tril(-1)
+    wanted = rate * (v.float().transpose(0, 1) - held)
+    u = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [h, L, v]
+    o = from_start * (queries @ state.transpose(1, 2)) + (decays * (queries @ keys.transpose(1, 2))) @ u
+    to_end = torch.exp((since[:, -1:] - since).float())[..., None]
+    state = from_start[:, -1:] * state + (u * to_end).transpose(1, 2) @ keys
+    return o.permute(2, 0, 1, 3).to(v.dtype), state
+
+
+def _steps(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (o [R, h, v], u [R, h, v], state [R, h, v, k]) after each of T tokens of R rows, all fp32."""
+    rep = v.shape[2] // k.shape[2]
+    for t in range(v.shape[1]):
+        key, query = (x[:, t].float().repeat_interleave(rep, 1) for x in (k, q))
+        state = state * torch.exp(g[:, t])[..., None, None]
+        u = beta[:, t, :, None] * (v[:, t].float() - torch.einsum("rhvk,rhk->rhv", state, key))
+        state = state + u[..., None] * key[:, :, None]
+        yield torch.einsum("rhvk,rhk->rhv", state, query), u, state
+
+
+def delta_snapshot_update(
+    state: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> Tensor:
+    """Step token by token from the committed snapshot and keep the state after every token.
+
+    Args:
+        state: [slots, at least T, h, v, k]; row r starts from state[slots[r], committed[r]], and entry t becomes the
+            state after its token t. Updated in place.
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its output is zero.
+        q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
+            A_log, dt_bias: [h].
+
+    Returns:
+        o [R, T, h, v] in the dtype of v.
+    """
+    if bool((slots < 0).any()):
+        live, out = slots >= 0, v.new_zeros(v.shape)
+        slots, committed, q, k, v, a, b = (t[live] for t in (slots, committed, q, k, v, a, b))
+        out[live] = delta_snapshot_update(state, slots, committed, q, k, v, a, b, A_log, dt_bias)
+        return out
+    q, k, g, beta = delta_inputs(q, k, a, b, A_log, dt_bias)
+    outputs = []
+    for t, (o, _, after) in enumerate(_steps(state[slots, committed].float(), q, k, v, g, beta)):
+        state[slots, t] = after.to(state.dtype)
+        outputs.append(o)
+    return torch.stack(outputs, 1).to(v.dtype)
+
+
+def delta_replay_update(
+    state: Tensor,
+    ring_k: Tensor,
+    ring_u: Tensor,
+    ring_g: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    ring_lens: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> Tensor:
+    """Compute the step's outputs from a stored state and a ring of what came after that state.
+
+    The committed state of row r is state[slots[r]] advanced by the keys, corrections and decays at the last
+    ring_lens[r] positions before context_lens[r]. Those of the new tokens have the positions from context_lens[r] on;
+    position i has place i % L of the ring. If they no longer fit, the committed entries are folded into the state,
+    which is written at no other time. To roll back is to drop the ring entries of rejected tokens.
+
+    Args:
+        state: [slots, h, v, k]; ring_k: [slots, L, j, k], of unit length; ring_u: [slots, L, h, v]; ring_g: [slots, L,
+            h], log decays. L - `ring_capacity(L)` is at least T. Updated in place.
+        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, and its output is
+            zero.
+        q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
+            A_log, dt_bias: [h].
+
+    Returns:
+        o [R, T, h, v] in the dtype of v. `ring_base(ring_lens, T, L)` of the old entries are still needed.
+    """
+    if bool((slots < 0).any()):
+        live, out = slots >= 0, v.new_zeros(v.shape)
+        where = (slots[live], context_lens[live], ring_lens[live])
+        q, k, v, a, b = (t[live] for t in (q, k, v, a, b))
+        out[live] = delta_replay_update(state, ring_k, ring_u, ring_g, *where, q, k, v, a, b, A_log, dt_bias)
+        return out
+    tokens, length, rep = v.shape[1], ring_k.shape[1], v.shape[2] // k.shape[2]
+    capacity = ring_capacity(length)
+    assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
+    entries = torch.arange(capacity, device=v.device)
+    stored = (entries < ring_lens[:, None])[..., None]  # [R, E, 1]
+    old = (slots[:, None], (context_lens[:, None] - ring_lens[:, None] + entries) % length)
+    old_g = torch.where(stored, ring_g[old], 0.0).double()
+    old_k, old_u = (torch.where(stored[..., None], ring[old].float(), 0.0) for ring in (ring_k, ring_u))
+    whole = old_g.sum(1)  # [R, h]
+    to_end = torch.exp((whole[:, None] - torch.cumsum(old_g, 1)).float())
+    added = torch.einsum("rehv,rehk->rhvk", old_u * to_end[..., None], old_k.repeat_interleave(rep, 2))
+    folded = state[slots].float() * torch.exp(whole.float())[..., None, None] + added
+    q, k, g, beta = delta_inputs(q, k, a, b, A_log, dt_bias)
+    outputs, corrections, _ = zip(*_steps(folded, q, k, v, g, beta), strict=True)
+
+    full = ring_lens + tokens > capacity
+    if bool(full.any()):
+        state[slots[full]] = folded[full].to(state.dtype)
+    places = (slots[:, None], (context_lens[:, None] + torch.arange(tokens, device=v.device)) % length)
+    for ring, new in ((ring_k, k), (ring_u, torch.stack(corrections, 1)), (ring_g, g)):
+        ring[places] = new.to(ring.dtype)
+    return torch.stack(outputs, 1).to(v.dtype)

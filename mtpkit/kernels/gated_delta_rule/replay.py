@@ -1,0 +1,232 @@
+"""`delta_replay_update` in Triton: the state is streamed once, and everything else is small.
+
+Keys and queries of the step are the columns of one matrix C, so that one product of the state with C, and one of the
+ring's corrections with their scores, give what all of them read of the past. The new tokens then follow one another:
+each takes its correction from its key's column and adds it to the columns of later keys and of its own and later
+queries. What is left in a query's column is the output.
+
+The state is written in place without a barrier, since each element is computed from its own old value. Old and new ring
+entries never share a place, so that the programs of a row may run in any order.
+
+Sizes: E old entries of the ring, T new tokens, O columns (the keys in the first half, the queries in the second), P
+channels of a value head per program, N key width. Entries and tokens that do not exist have zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, load, padded, strided
+from mtpkit.kernels.gated_delta_rule.reference import EPSILON
+from mtpkit.kernels.ring import ring_capacity
+from mtpkit.kernels.ssm_update.replay import dot, places, step_size
+
+_FORGOTTEN = -100.0
+"""Log decay at which nothing is left in fp32."""
+_SMALLEST_HALF = 4
+"""Half of the smallest number of columns of a product of tiles."""
+
+
+@triton.jit
+def log_decay(a, A_log, bias, FORGOTTEN):
+    """Compute g = -exp(A_log) softplus(a + bias) in fp32, bounded from below: so that a token that forgets nearly
+    everything does not swamp the small decays of later tokens in sums."""
+    return tl.maximum(-tl.exp(A_log) * step_size(a, bias, 0.0, float("inf")), FORGOTTEN)
+
+
+@triton.jit
+def unit_scale(x, axis: tl.constexpr, EPSILON):
+    """The factor that gives fp32 vectors along an axis unit length; that axis stays, with size 1."""
+    return tl.rsqrt(tl.sum(x * x, axis, keep_dims=True) + EPSILON)
+
+
+@triton.jit
+def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE, EPSILON):
+    """C [N, O] in the dtype of the inputs: keys of unit length, and scaled queries."""
+    q_ptr, q_row, q_token, q_head = q_in
+    k_ptr, k_row, k_token, k_head = k_in
+    in_n = (n < STATE)[:, None]
+    k_ptrs = k_ptr + row * k_row + group * k_head + o[None, :] * k_token + n[:, None]
+    q_ptrs = q_ptr + row * q_row + group * q_head + (o - HALF)[None, :] * q_token + n[:, None]
+    keys = tl.load(k_ptrs, mask=in_n & (o < TOKENS)[None, :], other=0.0).to(tl.float32)
+    is_query = (o >= HALF) & (o < HALF + TOKENS)
+    queries = tl.load(q_ptrs, mask=in_n & is_query[None, :], other=0.0).to(tl.float32)
+    raw = keys + queries
+    scale = unit_scale(raw, 0, EPSILON) * tl.where(o >= HALF, 1.0 / tl.sqrt(STATE + 0.0), 1.0)[None, :]
+    return (raw * scale).to(q_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _replay_kernel(
+    state_ptr,
+    rings,
+    rows,
+    q_in,
+    k_in,
+    v_in,
+    a_in,
+    b_in,
+    parameters,
+    out_ptr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HALF: tl.constexpr,
+    NARROW: tl.constexpr,
+    FORGOTTEN: tl.constexpr,
+    EPSILON: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute BLOCK_P channels of each of BLOCK_H value heads of one row and key head per program, with STAGES states
+    in flight. WHOLE: every block is full. Longer than 70 lines because its parts share nearly all tiles."""
+    ring_k_ptr, ring_u_ptr, ring_g_ptr = rings
+    k_ptr, k_row, k_token, k_head = k_in
+    v_ptr, v_row, v_token, v_head = v_in
+    a_ptr, a_row, a_token = a_in
+    b_ptr, b_row, b_token = b_in
+    A_log_ptr, bias_ptr = parameters
+    PER_GROUP: tl.constexpr = HEADS // GROUPS
+    part, first, row = tl.program_id(0), tl.program_id(1) * BLOCK_H, tl.program_id(2).to(tl.int64)
+    group = first // PER_GROUP
+    p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    e, t, o = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_T), tl.arange(0, 2 * HALF)
+    in_p, in_n, is_new = p < WIDTH, n < STATE, t < TOKENS
+    state_mask = in_p[:, None] & in_n[None, :]
+    out_ptrs = out_ptr + (row * TOKENS + (o - HALF)[None, :]) * (HEADS * WIDTH) + first * WIDTH + p[:, None]
+    out_mask = in_p[:, None] & ((o >= HALF) & (o < HALF + TOKENS))[None, :]
+    slot, count, old_place, new_place = places(rows, row, e, t, LENGTH)
+    if slot < 0:
+        for head in range(BLOCK_H):
+            zeros = tl.zeros([BLOCK_P, 2 * HALF], out_ptr.dtype.element_ty)
+            tl.store(out_ptrs + head * WIDTH, zeros, mask=out_mask)
+        return
+    state_ptr += (slot * HEADS + first) * (WIDTH * STATE)
+    is_old = e < count
+
+    # The products that the heads share.
+    columns = _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE, EPSILON)
+    key_mask = is_new[:, None] & in_n[None, :]
+    raw = tl.load(k_ptr + row * k_row + group * k_head + t[:, None] * k_token + n[None, :], mask=key_mask, other=0.0)
+    raw = raw.to(tl.float32)
+    keys = (raw * unit_scale(raw, 1, EPSILON)).to(k_ptr.dtype.element_ty)  # [T, N]
+    ring_k_ptr += group * STATE + n[None, :]
+    if (part == 0) & (first % PER_GROUP == 0):
+        new_k_ptrs = ring_k_ptr + new_place[:, None] * (GROUPS * STATE)
+        tl.store(new_k_ptrs, keys.to(ring_k_ptr.dtype.element_ty), mask=key_mask)
+    old_k = tl.load(ring_k_ptr + old_place[:, None] * (GROUPS * STATE), mask=is_old[:, None] & in_n[None, :], other=0.0)
+    scores, old_scores = dot(keys, columns, NARROW), dot(old_k, columns, NARROW)  # [T, O], [E, O]
+    token = o % HALF
+    reads = tl.where(o < HALF, token - 1, token)[None, :] >= t[:, None]  # [T, O]: keys read what came before them
+    of_token = token[None, :] == t[:, None]
+
+    state_ptrs = state_ptr + p[:, None] * STATE + n[None, :]
+    v_ptr += row * v_row + p
+    old_u_ptrs = ring_u_ptr + old_place[None, :] * (HEADS * WIDTH) + p[:, None]
+    old_u_mask = in_p[:, None] & is_old[None, :]
+    new_slot = slot * LENGTH
+    for h in tl.range(BLOCK_H, num_stages=STAGES):
+        head = first + h
+        state = load(state_ptrs + h * (WIDTH * STATE), state_mask, WHOLE)
+        old_u = tl.load(old_u_ptrs + head * WIDTH, mask=old_u_mask, other=0.0)  # [P, E]
+        old_g = tl.load(ring_g_ptr + old_place * HEADS + head, mask=is_old, other=0.0)
+        a = tl.load(a_ptr + row * a_row + t * a_token + head, mask=is_new, other=0.0)
+        A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
+        g = tl.where(is_new, log_decay(a, A_log, bias, FORGOTTEN), 0.0)
+        if part == 0:
+            tl.store(ring_g_ptr + new_place * HEADS + head, g, mask=is_new)
+        beta = tl.sigmoid(tl.load(b_ptr + row * b_row + t * b_token + head, mask=is_new, other=0.0).to(tl.float32))
+        since = tl.cumsum(g, 0)  # [T]
+        to_last, whole = tl.cumsum(old_g, 0, reverse=True) - old_g, tl.sum(old_g, 0)  # [E]
+        of_column = tl.sum(tl.where(of_token, since[:, None], 0.0), 0)  # [O]
+        between = tl.where(reads, tl.exp(tl.minimum(of_column[None, :] - since[:, None], 0.0)), 0.0)
+        weights = scores * between  # [T, O]
+        held = dot(state, columns, NARROW) * tl.exp(whole + of_column)[None, :]
+        held += dot(old_u, old_scores * tl.exp(to_last[:, None] + of_column[None, :]), None)
+        for i in range(TOKENS):
+            v = tl.load(v_ptr + i * v_token + head * v_head, mask=in_p, other=0.0).to(tl.float32)
+            is_i = t == i
+            rate, place = tl.sum(tl.where(is_i, beta, 0.0), 0), tl.sum(tl.where(is_i, new_place - new_slot, 0), 0)
+            u = rate * (v - tl.sum(tl.where(o[None, :] == i, held, 0.0), 1))  # [P]
+            held += u[:, None] * tl.sum(tl.where(is_i[:, None], weights, 0.0), 0)[None, :]
+            new_u_ptrs = ring_u_ptr + (new_slot + place) * (HEADS * WIDTH) + head * WIDTH + p
+            tl.store(new_u_ptrs, u.to(ring_u_ptr.dtype.element_ty), mask=in_p)
+        tl.store(out_ptrs + h * WIDTH, held.to(out_ptr.dtype.element_ty), mask=out_mask)
+        if count + TOKENS > CAPACITY:
+            added = dot(old_u.to(tl.float32) * tl.exp(to_last)[None, :], old_k, NARROW)
+            # Loading the state again from the cache is cheaper than keeping it in registers.
+            head_ptrs = state_ptrs + h * (WIDTH * STATE)
+            folded = load(head_ptrs, state_mask, WHOLE).to(tl.float32) * tl.exp(whole) + added
+            tl.store(head_ptrs, folded.to(state_ptr.dtype.element_ty), mask=state_mask)
+
+
+def delta_replay_update(
+    state: Tensor,
+    ring_k: Tensor,
+    ring_u: Tensor,
+    ring_g: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    ring_lens: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    block_p: int = 32,
+    block_h: int | None = None,
+    num_warps: int = 2,
+    num_stages: int = 2,
+) -> Tensor:
+    """See the reference. A program computes `block_p` channels of `block_h` value heads of a key head, `num_stages` of
+    them in flight; None: all heads of a key head, unless that leaves the GPU idle."""
+    (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
+    capacity = ring_capacity(length := ring_k.shape[1])
+    assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
+    assert all(buffer.is_contiguous() for buffer in (state, ring_k, ring_u, ring_g))
+    block_n, block_p, per_group = padded(state_dim), min(block_p, padded(width)), heads // groups
+    if block_h is None:
+        block_h = per_group if rows * groups * triton.cdiv(width, block_p) >= 2 * PROGRAMS else 1
+    assert per_group % block_h == 0
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    _replay_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
+        state,
+        (ring_k, ring_u, ring_g),
+        (slots.contiguous(), context_lens.contiguous(), ring_lens.contiguous()),
+        *map(strided, (q, k, v, a, b)),
+        (A_log, dt_bias),
+        out,
+        HEADS=heads,
+        WIDTH=width,
+        GROUPS=groups,
+        STATE=state_dim,
+        LENGTH=length,
+        CAPACITY=capacity,
+        TOKENS=tokens,
+        BLOCK_H=block_h,
+        BLOCK_P=block_p,
+        BLOCK_N=block_n,
+        BLOCK_E=padded(capacity),
+        BLOCK_T=max(SMALLEST_DOT, triton.next_power_of_2(tokens)),
+        HALF=max(_SMALLEST_HALF, triton.next_power_of_2(tokens)),
+        NARROW=NARROW if q.dtype == k.dtype == v.dtype == torch.bfloat16 else None,
+        FORGOTTEN=_FORGOTTEN,
+        EPSILON=EPSILON,
+        WHOLE=width % block_p == 0 and state_dim == block_n,
+        STAGES=num_stages if block_h > 1 else 1,
+        num_warps=num_warps,
+    )
+    return out

@@ -1,0 +1,187 @@
+"""The gated delta rule in Triton; `delta_replay_update` is in `replay.py`, whole sequences are in `scan.py`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided
+from mtpkit.kernels.gated_delta_rule.reference import EPSILON
+from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay, unit_scale
+from mtpkit.kernels.gated_delta_rule.scan import delta_rule, delta_varlen
+
+__all__ = ["delta_inputs", "delta_replay_update", "delta_rule", "delta_snapshot_update", "delta_varlen"]
+
+_NEVER = float("-inf")
+"""Bound of log decays that nothing adds up."""
+
+
+@triton.jit
+def _inputs_kernel(
+    q_in,
+    k_in,
+    a_in,
+    b_in,
+    parameters,
+    out,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EPSILON: tl.constexpr,
+    NEVER: tl.constexpr,
+):
+    """The queries and keys of one token and key head per program; the first head's program has the token's rates."""
+    q_ptr, q_token, q_head = q_in
+    k_ptr, k_token, k_head = k_in
+    a_ptr, a_token = a_in
+    b_ptr, b_token = b_in
+    A_log_ptr, bias_ptr = parameters
+    q_out, k_out, g_out, beta_out = out
+    group, token = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    n, h = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
+    in_n, in_h = n < STATE, h < HEADS
+    place = (token * GROUPS + group) * STATE + n
+    q = tl.load(q_ptr + token * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
+    q *= unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
+    tl.store(q_out + place, q.to(q_out.dtype.element_ty), mask=in_n)
+    k = tl.load(k_ptr + token * k_token + group * k_head + n, mask=in_n, other=0.0).to(tl.float32)
+    tl.store(k_out + place, (k * unit_scale(k, 0, EPSILON)).to(k_out.dtype.element_ty), mask=in_n)
+    if group == 0:
+        A_log = tl.load(A_log_ptr + h, mask=in_h, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + h, mask=in_h, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + token * a_token + h, mask=in_h, other=0.0)
+        tl.store(g_out + token * HEADS + h, log_decay(a, A_log, bias, NEVER), mask=in_h)
+        b = tl.load(b_ptr + token * b_token + h, mask=in_h, other=0.0).to(tl.float32)
+        tl.store(beta_out + token * HEADS + h, tl.sigmoid(b), mask=in_h)
+
+
+def delta_inputs(
+    q: Tensor, k: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See the reference. One launch."""
+    shape, rates = q.shape, a.shape
+    q, k, a, b = q.reshape(-1, *q.shape[-2:]), k.reshape(-1, *k.shape[-2:]), *(t.reshape(-1, rates[-1]) for t in (a, b))
+    out = (
+        *(torch.empty(q.shape, dtype=t.dtype, device=t.device) for t in (q, k)),
+        *(torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2)),
+    )
+    tokens, groups, state_dim = q.shape
+    _inputs_kernel[(tokens, groups)](
+        *map(strided, (q, k, a, b)),
+        (A_log, dt_bias),
+        out,
+        HEADS=rates[-1],
+        GROUPS=groups,
+        STATE=state_dim,
+        BLOCK_H=triton.next_power_of_2(rates[-1]),
+        BLOCK_N=triton.next_power_of_2(state_dim),
+        EPSILON=EPSILON,
+        NEVER=_NEVER,
+        num_warps=1,
+    )
+    return out[0].view(shape), out[1].view(shape), out[2].view(rates), out[3].view(rates)
+
+
+@triton.jit
+def _snapshot_kernel(
+    state_ptr,
+    slots_ptr,
+    committed_ptr,
+    q_in,
+    k_in,
+    v_in,
+    a_in,
+    b_in,
+    parameters,
+    out_ptr,
+    tokens,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EPSILON: tl.constexpr,
+    NEVER: tl.constexpr,
+):
+    """Compute BLOCK_P channels of one value head of one row per program, token by token."""
+    q_ptr, q_row, q_token, q_head = q_in
+    k_ptr, k_row, k_token, k_head = k_in
+    v_ptr, v_row, v_token, v_head = v_in
+    a_ptr, a_row, a_token = a_in
+    b_ptr, b_row, b_token = b_in
+    A_log_ptr, bias_ptr = parameters
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    group = head // (HEADS // GROUPS)
+    p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    in_p, in_n = p < WIDTH, n < STATE
+    out_ptrs = out_ptr + row * tokens * (HEADS * WIDTH) + head * WIDTH + p
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        for t in range(tokens):
+            tl.store(out_ptrs + t * (HEADS * WIDTH), tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=in_p)
+        return
+    entry: tl.constexpr = HEADS * WIDTH * STATE
+    state_ptrs = state_ptr + slot * ENTRIES * entry + head * (WIDTH * STATE) + p[:, None] * STATE + n[None, :]
+    state_mask = in_p[:, None] & in_n[None, :]
+    state = tl.load(state_ptrs + tl.load(committed_ptr + row) * entry, mask=state_mask, other=0.0).to(tl.float32)
+    A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
+    for t in range(tokens):
+        q = tl.load(q_ptr + row * q_row + t * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + row * k_row + t * k_token + group * k_head + n, mask=in_n, other=0.0).to(tl.float32)
+        # Rounded as the other ways to compute the layer round them.
+        q *= unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
+        q = q.to(q_ptr.dtype.element_ty).to(tl.float32)
+        k = (k * unit_scale(k, 0, EPSILON)).to(k_ptr.dtype.element_ty).to(tl.float32)
+        v = tl.load(v_ptr + row * v_row + t * v_token + head * v_head + p, mask=in_p, other=0.0).to(tl.float32)
+        g = log_decay(tl.load(a_ptr + row * a_row + t * a_token + head), A_log, bias, NEVER)
+        beta = tl.sigmoid(tl.load(b_ptr + row * b_row + t * b_token + head).to(tl.float32))
+        state *= tl.exp(g)
+        state += (beta * (v - tl.sum(state * k[None, :], 1)))[:, None] * k[None, :]
+        tl.store(state_ptrs + t * entry, state.to(state_ptr.dtype.element_ty), mask=state_mask)
+        out = tl.sum(state * q[None, :], 1)
+        tl.store(out_ptrs + t * (HEADS * WIDTH), out.to(out_ptr.dtype.element_ty), mask=in_p)
+
+
+def delta_snapshot_update(
+    state: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> Tensor:
+    """See the reference."""
+    (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
+    assert state.is_contiguous()
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    block_p = min(32, padded(width))
+    while block_p > SMALLEST_DOT and rows * heads * triton.cdiv(width, block_p) < PROGRAMS:
+        block_p //= 2
+    _snapshot_kernel[(triton.cdiv(width, block_p), heads, rows)](
+        state,
+        slots.contiguous(),
+        committed.contiguous(),
+        *map(strided, (q, k, v, a, b)),
+        (A_log, dt_bias),
+        out,
+        tokens,
+        HEADS=heads,
+        WIDTH=width,
+        GROUPS=groups,
+        STATE=state_dim,
+        ENTRIES=state.shape[1],
+        BLOCK_P=block_p,
+        BLOCK_N=triton.next_power_of_2(state_dim),
+        EPSILON=EPSILON,
+        NEVER=_NEVER,
+        num_warps=4,
+    )
+    return out

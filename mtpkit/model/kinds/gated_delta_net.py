@@ -1,0 +1,107 @@
+"""Gated delta nets."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.transformer import TransformerLayerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from mtpkit.config import ModelConfig
+from mtpkit.config.sections import GatedDeltaNetConfig
+from mtpkit.model.backends import Backend
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.layers.delta import GatedDeltaNet as Mixer
+from mtpkit.model.layers.residual import AttentionLayer
+from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
+
+ROWS, CHANNELS = ("query", "key", "value", "z", "beta", "alpha"), ("query", "key", "value")
+"""Parts of `in_proj` and of the convolution, each a tensor of its own in checkpoints."""
+
+_DECAYS = (0.02, 0.2)
+"""Range of exp(A_log) for `depend_on_context`: with a step size of 0.01 a state forgets in some thousands of tokens."""
+_STEP = 0.01
+"""Step size for `depend_on_context` where alpha is zero."""
+
+
+class GatedDeltaNet(LayerKind):
+    """Gated delta net (Yang et al. 2024, arXiv:2412.06464)."""
+
+    name, section, slot, mixer = "gated_delta_net", GatedDeltaNetConfig, "G", "self_attention"
+    narrows = True
+    writes_residual = ("out_proj",)
+    divided = ("num_key_heads", "num_value_heads")
+
+    def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
+        linears = GatedDeltaNetSubmodules(in_proj=backend.norm_column_linear, out_proj=backend.row_linear)
+        mixer = ModuleSpec(Mixer, submodules=linears)
+        parts = TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=get_bias_dropout_add)
+        return ModuleSpec(AttentionLayer, submodules=parts)
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        sizes = {f"linear_{name}": getattr(config.gated_delta_net, name) for name in names}
+        return dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=1, **sizes)
+
+    def tensors(self, config: ModelConfig) -> dict[str, Shape]:
+        sizes, hidden, rows = config.gated_delta_net, config.hidden_size, self._rows(config)
+        shapes: dict[str, Shape] = {
+            "in_proj.layer_norm_weight": (hidden,),
+            **{f"in_proj.weight.{part}": (rows[part], hidden) for part in ROWS},
+            **{f"conv1d.weight.{part}": (rows[part], 1, sizes.conv_kernel_dim) for part in CHANNELS},
+            **dict.fromkeys(("A_log", "dt_bias"), (sizes.num_value_heads,)),
+            "out_norm.weight": (sizes.value_head_dim,),
+            "out_proj.weight": (hidden, sizes.value_width),
+        }
+        return {f"self_attention.{name}": shape for name, shape in shapes.items()}
+
+    def _rows(self, config: ModelConfig) -> dict[str, int]:
+        sizes = config.gated_delta_net
+        keys, values, heads = sizes.key_width, sizes.value_width, sizes.num_value_heads
+        return dict(zip(ROWS, (keys, keys, values, values, heads, heads), strict=True))
+
+    def parts(self, name: str, size: int, config: ModelConfig) -> list[int]:
+        rows = self._rows(config)
+        named = ROWS if name.endswith("in_proj.weight") else CHANNELS if "conv1d_" in name else ()
+        return [rows[part] for part in named] or [size]
+
+    def activations(self, config: ModelConfig) -> int:
+        return 2 * config.gated_delta_net.projected
+
+    def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
+        sizes = config.gated_delta_net
+        heads, keys = sizes.num_value_heads // ranks, sizes.num_key_heads // ranks
+        inputs = {
+            "k": Part((keys, sizes.key_head_dim)),  # of unit length
+            "u": Part((heads, sizes.value_head_dim), torch.float32),  # corrections, see `kernels.gated_delta_rule`
+            "g": Part((heads,), torch.float32),  # log decays
+        }
+        recurrent = RecurrentSpec((heads, sizes.value_head_dim, sizes.key_head_dim), inputs)
+        return ConvWindowSpec(sizes.conv_kernel_dim, sizes.convolved // ranks), recurrent
+
+    def memory(self, config: ModelConfig) -> Memory:
+        """Count a state that a key reads, that takes up u k^T, and that a query reads."""
+        sizes = config.gated_delta_net
+        state = sizes.value_width * sizes.key_head_dim
+        return Memory(state=state, state_flops=6 * state)
+
+    def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
+        """Draw A, dt and the convolution as Megatron does."""
+        match name.rpartition(".")[2]:
+            case "A_log":
+                return draw.uniform(shape, 1, 16).log()
+            case "dt_bias":
+                return torch.ones(shape)
+            case "conv1d_weight":
+                bound = 1 / math.sqrt(config.gated_delta_net.conv_kernel_dim)
+                return draw.uniform(shape, -bound, bound)
+        return None
+
+    def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
+        """Let the state forget slowly. As models are initialised, it forgets within a few tokens."""
+        mixer: Any = layer.self_attention
+        mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())
+        mixer.dt_bias.fill_(math.log(math.expm1(_STEP)))

@@ -1,0 +1,134 @@
+"""Gated delta net: chunked rule over sequences, recurrence over decode steps, readout at MTP depths."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mtpkit.kernels.gated_delta_rule import (
+    delta_inputs,
+    delta_replay_update,
+    delta_rule,
+    delta_snapshot_update,
+    delta_varlen,
+)
+from mtpkit.kernels.norm import norm_gate
+from mtpkit.model.inputs import DepthInput, SequenceInput
+from mtpkit.model.layers.base import NoExtraState, split_parameter
+from mtpkit.model.layers.norm import norm_weight
+from mtpkit.model.layers.recurrent import Places, RecurrentMixer
+from mtpkit.model.state import Replay, Snapshot
+
+
+class Tokens(NamedTuple):
+    """Inputs of the recurrence per token, see `delta_inputs`: q and k [..., j, k], v [..., h, v], g, beta [..., h]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+class HeadNorm(NoExtraState, nn.Module):
+    """RMS norm of each value head, which is then gated; its weight is the same for all heads and on all ranks."""
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__()
+        self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        self.weight = norm_weight(width, config)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x, z [..., h * width] to the same."""
+        return norm_gate(x, z, self.weight, self.eps, self.zero_centered)
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """Gated delta net (Yang et al. 2024, arXiv:2412.06464) with the parameters and sharding of Megatron's mixer.
+
+    `A_log` and `dt_bias` are kept in fp32: in bf16 their rounding changes the decays.
+    """
+
+    pieces = ("conv", "gate", "rates")
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **_: Any) -> None:
+        sizes, ranks = config.mtpkit.gated_delta_net, pg_collection.tp.size()
+        keys, values, heads = sizes.key_width // ranks, sizes.value_width // ranks, sizes.num_value_heads // ranks
+        channels = {"query": keys, "key": keys, "value": values}
+        rows = {**channels, "z": values, "beta": heads, "alpha": heads}
+        kernel = sizes.conv_kernel_dim
+        super().__init__(config, submodules, pg_collection, rows, channels, values, kernel, conv_bias=False)
+        self.num_key_heads, self.num_value_heads = sizes.num_key_heads // ranks, heads
+        settings: Any = dict(dtype=torch.float32, device=torch.cuda.current_device())
+        self.dt_bias = split_parameter(torch.zeros(heads, **settings))
+        self.A_log = split_parameter(torch.zeros(heads, **settings))
+        self.out_norm = HeadNorm(config, sizes.value_head_dim)
+
+    def normed(self, y: Tensor, z: Tensor) -> Tensor:
+        """See `RecurrentMixer.normed`."""
+        return self.out_norm(y, z)
+
+    def _raw(self, conv_out: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v, a and b as the kernels of decode steps take them."""
+        q, k, v = conv_out.split(list(self.channels.values()), -1)
+        b, a = rates.chunk(2, -1)
+        q, k = (t.unflatten(-1, (self.num_key_heads, -1)) for t in (q, k))
+        return q, k, v.unflatten(-1, (self.num_value_heads, -1)), a, b
+
+    def _tokens(self, conv_out: Tensor, rates: Tensor) -> Tokens:
+        q, k, v, a, b = self._raw(conv_out, rates)
+        q, k, g, beta = delta_inputs(q, k, a, b, self.A_log, self.dt_bias)
+        return Tokens(q, k, v, g, beta)
+
+    def scan(self, conv_out: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
+        """See `RecurrentMixer.scan`."""
+        tokens = self._tokens(conv_out, rates)
+        return self._read(tokens, tokens.q[:, :, None], inputs)[:, :, 0]
+
+    def _read(self, tokens: Tokens, queries: Tensor, inputs: SequenceInput) -> Tensor:
+        """What queries [b, s, m, j, k] read of each token's state, [b, s, m, h, v]."""
+        shape = queries.shape[:2]
+        starts = inputs.starts(shape[0], shape[1], queries.device)
+        q, k, v, g, beta = (t.flatten(0, 1) for t in (queries, *tokens[1:]))
+        return delta_rule(q, k, v, g, beta, starts).unflatten(0, shape)
+
+    def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
+        """See `RecurrentMixer.scan_rows`."""
+        return delta_varlen(*self._tokens(conv_out, rates), starts, *(places or ()))
+
+    def update(
+        self, conv_out: Tensor, rates: Tensor, recurrent: Snapshot | Replay, slots: Tensor, lens: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """See `RecurrentMixer.update`."""
+        inputs: Any = (*self._raw(conv_out, rates), self.A_log, self.dt_bias)
+        if isinstance(recurrent, Snapshot):
+            return delta_snapshot_update(recurrent.entries, slots, lens[1], *inputs)
+        rings = recurrent.inputs("k"), recurrent.inputs("u"), recurrent.inputs("g")
+        return delta_replay_update(recurrent.folded, *rings, slots, *lens, *inputs)
+
+    def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
+        """See `RecurrentMixer.scan_depth`.
+
+        With S_i depth 1's state, S^k_i = exp(g_k) S^{k-1}_i + u_k k_k^T and S^1_i = S_i, where u_k = beta_k (v_k -
+        exp(g_k) S^{k-1}_i k_k). So k_k and q_k each read S_i, decayed, plus one term for each of depths 2..k.
+        """
+        name = f"{self.layer_name}.corrections"
+        current = self._tokens(conv_out, rates)
+        first, *later = inputs.leave(self.layer_name, current)
+        if not later:
+            inputs.leave(name, None)
+            return self._read(current, current.q[:, :, None], inputs)[:, :, 0]
+        reads = torch.stack([current.k, current.q], 2)  # [b, s, 2, j, k]
+        held = self._read(first._replace(v=first.v.float()), reads, inputs)
+        rep = self.num_value_heads // self.num_key_heads
+        log_decay = current.g  # from the depth at hand to depth k
+        total = torch.zeros_like(held)
+        for entry, u in zip(reversed(later[:-1]), reversed(inputs.left(name)[1:]), strict=True):
+            scores = (reads.float() * entry.k.float()[:, :, None]).sum(-1).repeat_interleave(rep, -1)
+            total = total + (torch.exp(log_decay)[:, :, None] * scores)[..., None] * u[:, :, None]
+            log_decay = log_decay + entry.g
+        held = total + torch.exp(log_decay)[:, :, None, :, None] * held
+        u = current.beta[..., None] * (current.v.float() - held[:, :, 0])
+        inputs.leave(name, u)
+        score = (current.q.float() * current.k.float()).sum(-1).repeat_interleave(rep, -1)
+        return (held[:, :, 1] + score[..., None] * u).to(current.v.dtype)

@@ -1,0 +1,247 @@
+"""What mixers with a recurrent state share: projections, causal convolution, and the ways in which a layer runs."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_varlen
+from mtpkit.kernels.dispatch import no_grad, on_kernels
+from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.layers.base import SplitOverRanks, split_parameter
+from mtpkit.model.state import ConvWindow, Replay, Snapshot
+
+Places = tuple[Tensor, Tensor, Tensor]
+"""States of all slots, which rows continue and leave; the rows' slots; the lengths of their contexts."""
+
+
+class RecurrentMixer(SplitOverRanks, MegatronModule):
+    """A mixer of five parts: `in_proj`, a depthwise causal convolution of some of what it gives, a recurrence over what
+    the convolution gives, a norm with a gate, `out_proj`.
+
+    What `in_proj` gives lies in three pieces: the input of the convolution, the gate, and the rates at which the
+    recurrence forgets and learns.
+
+    Shape legend: b batch, s sequence, T tokens of rows behind one another, R rows, h heads, p head width, c channels of
+    the convolution; `inner` = h p.
+    """
+
+    pieces: ClassVar[tuple[str, str, str]]
+    """`gate`, `conv` and `rates` in the order in which `in_proj` gives them."""
+    layer_name: str
+    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
+    conv1d_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        pg_collection: Any,
+        rows: dict[str, int],
+        channels: dict[str, int],
+        inner: int,
+        conv_kernel: int,
+        conv_bias: bool,
+    ) -> None:
+        """Args:
+        rows: rows of `in_proj` on this rank, by the names of their parts, in order.
+        channels: channels of the convolution on this rank, likewise.
+        """
+        super().__init__(config)
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.rows, self.channels, self.inner, self.conv_kernel = rows, channels, inner, conv_kernel
+        conv_dim, ranks = sum(channels.values()), self.tp_group.size()
+        widths = {"gate": inner, "conv": conv_dim, "rates": sum(rows.values()) - inner - conv_dim}
+        self._widths = [widths[piece] for piece in self.pieces]
+        common = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            ranks * sum(rows.values()),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        settings: Any = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.conv1d_weight = split_parameter(torch.zeros(conv_dim, 1, conv_kernel, **settings))
+        self.conv1d_bias = split_parameter(torch.zeros(conv_dim, **settings)) if conv_bias else None
+        self.out_proj = build_module(
+            submodules.out_proj,
+            ranks * inner,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    @abstractmethod
+    def normed(self, y: Tensor, z: Tensor) -> Tensor:
+        """The norm with the gate: y, z [..., inner] to the same."""
+
+    @abstractmethod
+    def scan(self, conv_out: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
+        """Whole sequences, differentiable: conv_out [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
+
+    @abstractmethod
+    def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
+        """MTP depth k at every position i, continuing depth 1's state at i, see `DepthInput`; shapes as for `scan`."""
+
+    @abstractmethod
+    def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
+        """Rows that begin at `starts` [R + 1], without a gradient: conv_out [T, c], rates [T, ...] to y [T, h, p].
+        Without `places` all rows begin at zero states."""
+
+    @abstractmethod
+    def update(
+        self, conv_out: Tensor, rates: Tensor, recurrent: Snapshot | Replay, slots: Tensor, lens: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Decode rows: conv_out [R, T, c], rates [R, T, ...] to y [R, T, h, p].
+
+        Args:
+            slots: [R] of the states.
+            lens: [R] context lengths, and [R] counts of the state's counter.
+        """
+
+    def forward(
+        self, hidden_states: Tensor, *_: Any, inference_context: Any = None, residual: Tensor | None = None, **__: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix along the sequence.
+
+        Args:
+            hidden_states: [s, b, h].
+            inference_context: a `SequenceInput`, `DepthInput` or `StepInput` (then b = 1, s = T).
+            residual: [s, b, h], to which the output is added; may be overwritten by the sum.
+
+        Returns:
+            ([s, b, h], or [N, 1, h] of the tokens `StepInput.keep`; bias or None).
+        """
+        inputs = SequenceInput() if inference_context is None else inference_context
+        projected = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, ...]
+        z, conv_in, rates = self._split(projected)
+        if isinstance(inputs, StepInput):
+            y, z = self._step(conv_in[0], rates[0], inputs).flatten(-2)[:, None], z.transpose(0, 1)
+            if (keep := inputs.keep) is not None:
+                y, z, residual = y[keep], z[keep], None if residual is None else residual[keep]
+                if not len(y) and residual is not None:
+                    return residual, None
+            return self._finish_step(y, z, residual)
+        if isinstance(inputs, DepthInput):
+            y = self._depth(conv_in, rates, inputs)
+        elif self._as_prefill(conv_in):
+            y = self._documents(conv_in, rates, inputs)
+        else:
+            conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
+            y = self.scan(conv_out, rates, inputs)
+        return self.out_proj(self.normed(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)), residual)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, input of the convolution and rates."""
+        found = dict(zip(self.pieces, projected.split(self._widths, -1), strict=True))
+        return found["gate"], found["conv"], found["rates"]
+
+    def _finish_step(self, y: Tensor, z: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.out_proj(self.normed(y, z), residual)
+
+    def _as_prefill(self, conv_in: Tensor) -> bool:
+        """Whether sequences run through prefill's kernels, which have no backward and multiply in low precision."""
+        exact = conv_in.dtype == torch.float32
+        return not exact and on_kernels(conv_in) and no_grad(conv_in, *self.parameters(recurse=False))
+
+    def _documents(self, conv_in: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
+        """Whole sequences, one document behind the other: conv_in [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
+        shape = conv_in.shape[:2]
+        starts = inputs.starts(shape[0], shape[1], conv_in.device)
+        return self._rows(conv_in.flatten(0, 1), rates.flatten(0, 1), starts).unflatten(0, shape)
+
+    def _rows(
+        self, conv_in: Tensor, rates: Tensor, starts: Tensor, states: tuple[Tensor, Tensor] | None = None, *rows: Tensor
+    ) -> Tensor:
+        """Rows that begin at `starts` [R + 1]: conv_in [T, c] and rates [T, ...] to y [T, h, p].
+
+        Args:
+            states: windows and states of all slots, which the rows continue and leave; None: they begin at zero.
+            rows: state slots and context lengths of the rows, given with `states`.
+        """
+        window, state = (None, None) if states is None else states
+        conv: Any = (conv_in, self.conv1d_weight, self.conv1d_bias, starts, window, *rows)
+        places: Any = None if state is None else (state, *rows)
+        return self.scan_rows(causal_conv1d_varlen(*conv), rates, starts, places)
+
+    def _step(self, conv_in: Tensor, rates: Tensor, step: StepInput) -> Tensor:
+        """Decode rows, then prefill chunks: conv_in [T, c], rates [T, ...] to y [T, h, p]."""
+        window, recurrent = step.states[self.layer_name]
+        assert isinstance(window, ConvWindow) and isinstance(recurrent, Snapshot | Replay)
+        split = step.num_decode_tokens
+        if not step.num_chunk_rows:
+            return self._decode(conv_in, rates, step, window, recurrent)
+        y = self._prefill(conv_in[split:], rates[split:], step, window, recurrent)
+        return torch.cat([self._decode(conv_in[:split], rates[:split], step, window, recurrent), y]) if split else y
+
+    def _decode(
+        self, conv_in: Tensor, rates: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
+    ) -> Tensor:
+        rows = step.num_decode_rows
+        slots, counts = step.state_slots[:rows], step.committed.counts
+        conv_in, rates = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, rates))
+        taps = self.conv1d_weight, self.conv1d_bias
+        conv_out = causal_conv1d_update(conv_in, window.columns, *taps, slots, counts[window.newest][:rows])
+        counter = recurrent.newest if isinstance(recurrent, Snapshot) else recurrent.ring
+        lens = step.context_lens[:rows], counts[counter][:rows]
+        return self.update(conv_out, rates, recurrent, slots, lens).flatten(0, 1)
+
+    def _prefill(
+        self, conv_in: Tensor, rates: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
+    ) -> Tensor:
+        """One chunk of each prefill row, [T', ...].
+
+        A chunk never follows a decode step of the same request: what it continues is what a chunk left.
+        """
+        first = step.num_decode_rows
+        rows = step.state_slots[first:], step.context_lens[first:]
+        return self._rows(conv_in, rates, step.query_start[first:], (window.folded, recurrent.folded), *rows)
+
+    def _depth(self, conv_in: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
+        """MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`."""
+        raw = inputs.leave(f"{self.layer_name}.conv", conv_in)
+        if inputs.depth == 1:
+            conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
+        else:
+            conv_out = self._depth_conv(raw, inputs.documents)
+        return self.scan_depth(conv_out, rates, inputs)
+
+    def _depth_conv(self, raw: list[Tensor], documents: Tensor | None) -> Tensor:
+        """Convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at i, the older ones depth 1 at
+        i, i - 1, .. inside the document. raw[d - 1]: inputs of depth d, [b, s, c]."""
+        first, length = raw[0], raw[0].shape[1]
+        out: Tensor = first.new_zeros(()) if self.conv1d_bias is None else self.conv1d_bias
+        for lag in range(self.conv_kernel):
+            back = lag - (len(raw) - 1)  # positions before i at depth 1; negative while later depths are read
+            source = raw[len(raw) - 1 - lag] if back < 0 else F.pad(first, (0, 0, back, 0))[:, :length]
+            if back > 0 and documents is not None:
+                before = F.pad(documents, (back, 0), value=-1)[:, :length]
+                source = source * (before == documents)[..., None]
+            out = out + source * self.conv1d_weight[:, 0, -1 - lag]
+        return F.silu(out)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Megatron's distributed-checkpoint entries: `in_proj` and the convolution split into their parts, so that a
+        checkpoint loads at any tensor parallelism."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for entry in ("in_proj.weight", "conv1d_weight", "conv1d_bias"):
+            parts = self.channels if entry.startswith("conv1d") else self.rows
+            if (key := prefix + entry) in entries:
+                entries[key].key = key.replace("conv1d_", "conv1d.")
+                entries[key] = _split_tensor_factory(entries[key], list(parts.values()), list(parts), 0)
+        return entries
