@@ -81,16 +81,70 @@ NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
 )
 """Its kinds of layers, small enough for a CPU."""
 
+DEEPSEEK_V3 = ModelConfig.of(
+    family="",
+    vocab_size=129280,
+    hidden_size=7168,
+    pattern="+-" * 3 + "+E" * 58,
+    max_position_embeddings=163840,
+    mtp_pattern="+E",
+    mtp_num_depths=1,
+    num_attention_heads=128,
+    qk_layernorm=True,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    mscale_all_dim=1.0,
+    ffn_hidden_size=18432,
+    activation="swiglu",
+    num_moe_experts=256,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_num_groups=8,
+    moe_router_group_topk=4,
+    layernorm_epsilon=1e-6,
+)
+"""DeepSeek-V3 (arXiv:2412.19437), 671 billion weights with its one head of 14 more: for `bench roofline`."""
+
+DEEPSEEK_V3_SLICE = DEEPSEEK_V3.replace(pattern="+-+E+E")
+"""Its first kinds of layers once or twice, in their sizes, with the head: what one H200 holds in bf16."""
+
+DEEPSEEK_V3_TINY = DEEPSEEK_V3.replace(
+    vocab_size=512,
+    hidden_size=64,
+    pattern="+-+E",
+    max_position_embeddings=1024,
+    mtp_num_depths=3,
+    num_attention_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+    ffn_hidden_size=96,
+    num_moe_experts=8,
+    moe_router_topk=4,
+    moe_ffn_hidden_size=32,
+    moe_shared_expert_intermediate_size=32,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+)
+"""Its kinds of layers, small enough for a CPU."""
+
 SHAPES = {
     "nemotron-h-8b": NEMOTRON_H_8B,
     "nemotron-3-nano": NEMOTRON_3_NANO,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3-slice": DEEPSEEK_V3_SLICE,
     "nemotron-h-tiny": NEMOTRON_H_TINY,
     "nemotron-3-tiny": NEMOTRON_3_TINY,
+    "deepseek-v3-tiny": DEEPSEEK_V3_TINY,
 }
 """By the name that commands take in place of a model directory."""
 
 
-LARGE_SHAPES = ("nemotron-h-8b", "nemotron-3-nano")
+LARGE_SHAPES = ("nemotron-h-8b", "nemotron-3-nano", "deepseek-v3", "deepseek-v3-slice")
 """Shapes with billions of weights: too many for a CPU to hold, or to run in reasonable time."""
 
 

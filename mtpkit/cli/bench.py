@@ -30,8 +30,9 @@ app = new_app(no_args_is_help=True, help=__doc__)
 Model = Annotated[
     str,
     typer.Option(
-        help="A shape with random weights (nemotron-h-8b, nemotron-3-nano, or nemotron-h-tiny and nemotron-3-tiny, "
-        "which a CPU runs), or a model directory."
+        help="A shape with random weights (nemotron-h-8b, nemotron-3-nano, deepseek-v3 for the roofline and "
+        "deepseek-v3-slice, its sizes in few layers; or nemotron-h-tiny, nemotron-3-tiny and deepseek-v3-tiny, which a "
+        "CPU runs), or a model directory."
     ),
 ]
 Pattern = Annotated[str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")]

@@ -16,7 +16,7 @@ from mtpkit.bench.kernel_cases.mixers import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine
-from mtpkit.bench.shapes import NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
+from mtpkit.bench.shapes import DEEPSEEK_V3_TINY, NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.dispatch import CHOICE
@@ -97,7 +97,7 @@ def test_no_op_is_forgotten(monkeypatch):
     assert len(picked) > 20
     called, options = set(), dict(activation="swiglu", attention_output_gate=True)
     monkeypatch.setenv(CHOICE, "reference")
-    for config in (NEMOTRON_H_TINY, NEMOTRON_3_TINY, NEMOTRON_H_TINY.replace(**options)):
+    for config in (NEMOTRON_H_TINY, NEMOTRON_3_TINY, NEMOTRON_H_TINY.replace(**options), DEEPSEEK_V3_TINY):
         for one in every(shapes(config, rows=1, k=2, context_len=5)):
             args = one.make()
             sys.setprofile(lambda frame, event, _: called.add(frame.f_code) if event == "call" else None)
@@ -114,6 +114,27 @@ def test_ops_of_experts(device, monkeypatch):
     result = measure_kernels(NEMOTRON_3_TINY, config, device, "tiny")
     absent = {"relu2", "relu2 training", "linear linear_fc1", "linear linear_fc2"}
     assert {row.op for row in result.rows} == OPS - absent | EXPERT_OPS
+
+
+def test_ops_of_latent_attention(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_SETS", 2)
+    result = measure_kernels(DEEPSEEK_V3_TINY, KernelConfig(rows=(3,), context_len=21, repeats=1), device, "tiny")
+    found = {row.op for row in result.rows}
+    projections = ("q_down_proj", "q_up_proj", "kv_down_proj", "proj")
+    assert {
+        "latent_attention",
+        "latent_prefill_attention",
+        "store_kv",
+        "sequence_attention",
+        "depth_attention",
+    } <= found
+    assert {f"linear linear_{name}" for name in projections} <= found and "paged_attention" not in found
+
+
+def test_bytes_of_latent_attention_are_a_row_a_token():
+    """A row of 32 + 8 numbers for all heads, the queries, and outputs as wide as the latent."""
+    one = case("latent_attention", config=DEEPSEEK_V3_TINY, rows=2, k=0, context_len=32)
+    assert one.bytes(one.make()) == 4 * (2 * 33 * 40 + 2 * 4 * (32 + 32 + 8))
 
 
 def test_matrices_that_do_not_become_fp8_have_no_case_of_it():

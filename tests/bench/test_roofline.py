@@ -11,7 +11,7 @@ from mtpkit.bench.roofline import (
     tabulate_limits,
 )
 from mtpkit.bench.settings import RooflineConfig, depth_rates
-from mtpkit.bench.shapes import NEMOTRON_H_8B
+from mtpkit.bench.shapes import DEEPSEEK_V3, NEMOTRON_H_8B
 from mtpkit.engine.options import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
@@ -197,6 +197,17 @@ def test_after_the_last_cache_of_a_repeated_head_go_the_rows_that_draft(repeated
     for phase, fed in (("prefill", 150), ("decode", 9)):
         assert flops("*-", phase) - flops("*", phase) == mlp * (3 if repeated else fed)
         assert flops("-*", phase) - flops("*", phase) == mlp * fed
+
+
+def test_latent_attention_reads_a_row_a_token_and_scores_it_for_all_heads():
+    """DeepSeek-V3: 671 billion weights, of which a token uses 37; rows of 576 numbers in 61 layers."""
+    layers = [KINDS[letter].matrices(DEEPSEEK_V3) for letter in DEEPSEEK_V3.pattern]
+    vocabulary = 2 * DEEPSEEK_V3.vocab_size * DEEPSEEK_V3.hidden_size
+    assert sum(layer.held for layer in layers) + vocabulary == pytest.approx(671.0e9, rel=1e-3)
+    assert sum(layer.used for layer in layers) + vocabulary == pytest.approx(37.6e9, rel=1e-2)
+    attention = works(Roofline(DEEPSEEK_V3).decode(2, context_len=1000), "verify")["attention"]
+    assert attention.bytes == 2 * 1000 * 61 * 576 * 2
+    assert attention.flops == 2 * 1000 * 61 * 128 * 2 * (576 + 512)
 
 
 def test_tables_hold_every_step_and_its_works():

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from mtpkit.bench.kernel_cases import linears, mixers, tokens, training
+from mtpkit.bench.kernel_cases import latent, linears, mixers, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
-from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlaConfig, MlpConfig, MoeConfig
 from mtpkit.kernels.head_loss import LossKind
 
 _PREFILL_ROWS = 16
@@ -30,6 +30,8 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
         yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes))
         if shapes.config.attention.attention_output_gate:
             yield linears.sigmoid_gate(shapes)
+    if has(MlaConfig):
+        yield from (latent.decode(shapes), latent.store(shapes))
     yield linears.rms_norm(shapes)
     if has(MlpConfig):
         yield from linears.activation(shapes)
@@ -49,6 +51,8 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
     lens = (shapes.context_len,) * _PREFILL_ROWS
     if has(AttentionConfig):
         yield mixers.prefill_attention(shapes, lens)
+    if has(MlaConfig):
+        yield latent.prefill(shapes, lens)
     if has(Mamba2Config):
         yield from (mixers.conv_varlen(shapes, lens), mixers.ssd_varlen(shapes, lens))
     if has(MoeConfig):
@@ -59,10 +63,11 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
 def training_cases(shapes: Shapes) -> Iterator[Case]:
     """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens; whatever `rows` is."""
     length = _TRAINING_LENGTH * shapes.context_len
-    if AttentionConfig.letter in shapes.config.pattern:
+    attention = {AttentionConfig.letter, MlaConfig.letter}
+    if attention & set(shapes.config.pattern):
         yield training.sequence_attention(shapes, length)
     if shapes.k:
-        if AttentionConfig.letter in shapes.config.mtp.pattern and shapes.k > 1:
+        if attention & set(shapes.config.mtp.pattern) and shapes.k > 1:
             yield training.depth_attention(shapes, length)
         if shapes.config.has(MlpConfig):
             yield training.activation(shapes, length)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
-from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlpConfig
+from mtpkit.config import ModelConfig
+from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlaConfig, MlpConfig
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import moe, norm
 from mtpkit.kernels.linear import linear, reference
@@ -67,6 +68,8 @@ def calls(shapes: Shapes) -> Iterator[Call]:
     if config.has(AttentionConfig):
         yield Call("linear_qkv", sizes.projected, hidden, norm=True, bias=sizes.add_qkv_bias)
         yield Call("linear_proj", hidden, sizes.num_attention_heads * sizes.kv_channels, residual=True)
+    if config.has(MlaConfig):
+        yield from _latent(config)
     if config.has(MlpConfig):
         rows, relu2 = (2 * width, None) if config.mlp.gated else (width, "relu2")
         yield Call("linear_fc1", rows, hidden, norm=True, activation=relu2)
@@ -74,6 +77,18 @@ def calls(shapes: Shapes) -> Iterator[Call]:
     if config.mtp.num_depths:
         yield Call("eh_proj", hidden, 2 * hidden)
     yield Call("lm_head", config.vocab_size, hidden)
+
+
+def _latent(config: ModelConfig) -> Iterator[Call]:
+    """The calls of multi-head latent attention in decoding, where the up projection of latents is absorbed."""
+    sizes, hidden, heads = config.mla, config.hidden_size, config.attention.num_attention_heads
+    if rank := sizes.q_lora_rank:
+        yield Call("linear_q_down_proj", rank, hidden)
+        yield Call("linear_q_up_proj", heads * sizes.qk_width, rank, norm=config.attention.qk_layernorm)
+    else:
+        yield Call("linear_q_proj", heads * sizes.qk_width, hidden, norm=sizes.q_proj_layernorm)
+    yield Call("linear_kv_down_proj", sizes.row, hidden)
+    yield Call("linear_proj", hidden, heads * sizes.v_head_dim, residual=True)
 
 
 def linear_case(shapes: Shapes, of: Call) -> Case:

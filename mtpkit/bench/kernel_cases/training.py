@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.config.sections import MlaConfig
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import attention as ops
 from mtpkit.kernels import linear as linears
@@ -26,14 +27,23 @@ from mtpkit.training.loss import head_losses
 
 def _attention_flops(shapes: Shapes, length: int, products: int) -> float:
     """FLOPs of so many matrix products of scores or values, half of them masked."""
-    return products * length**2 * shapes.config.attention.num_attention_heads * shapes.config.attention.kv_channels
+    heads, _, keys, values = _sizes(shapes)
+    return products * length**2 * heads * (keys + values) / 2
 
 
-def _projections(shapes: Shapes, length: int, keys: int) -> Args:
-    """q [1, s, heads, d], and so many tensors [1, s, kv_heads, d]."""
-    sizes = shapes.config.attention
-    q = shapes.normal(1, length, sizes.num_attention_heads, sizes.kv_channels)
-    return q, *(shapes.normal(1, length, sizes.num_query_groups, sizes.kv_channels) for _ in range(keys))
+def _sizes(shapes: Shapes) -> tuple[int, int, int, int]:
+    """Heads, heads of keys and values, and the widths of keys and of values."""
+    sizes, latent = shapes.config.attention, shapes.config.mla
+    if shapes.config.has(MlaConfig):
+        return sizes.num_attention_heads, sizes.num_attention_heads, latent.qk_width, latent.v_head_dim
+    return sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels, sizes.kv_channels
+
+
+def _projections(shapes: Shapes, length: int, depths: int = 1) -> Args:
+    """q [1, s, heads, d], and keys [1, s, kv_heads, d] and values [1, s, kv_heads, e] of each depth in turn."""
+    heads, groups, keys, values = _sizes(shapes)
+    widths = (keys, values) * depths
+    return shapes.normal(1, length, heads, keys), *(shapes.normal(1, length, groups, width) for width in widths)
 
 
 def _differentiated(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -55,7 +65,7 @@ def sequence_attention(shapes: Shapes, length: int) -> Case:
     return Case(
         ops.sequence_attention,
         f"s = {length}",
-        lambda: _projections(shapes, length, 2),
+        lambda: _projections(shapes, length),
         lambda args: size(args[0], *args),
         flops=_attention_flops(shapes, length, 2),
     )
@@ -73,7 +83,7 @@ def depth_attention(shapes: Shapes, length: int) -> Case:
     return Case(
         split(ops.depth_attention),
         f"s = {length}, depth {shapes.k}, with backward",
-        lambda: _projections(shapes, length, 2 * shapes.k),
+        lambda: _projections(shapes, length, shapes.k),
         lambda args: size(args[0], *args) + size(args[0], *args, *args),
         flops=_attention_flops(shapes, length, 2 + 5),
         name="depth_attention",
