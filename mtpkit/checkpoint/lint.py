@@ -13,7 +13,7 @@ import torch
 
 from mtpkit.checkpoint.directory import detect_layout, hf_settings, load_config
 from mtpkit.checkpoint.families import Family, get_family
-from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
+from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Serving, Subject
 from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.quantized import CONFIG, FP8, SCALE, BlockFp8, read_block_fp8
 from mtpkit.checkpoint.tensors import FLOATS, is_finite
@@ -113,7 +113,7 @@ def _rules(family: Family) -> list[Rule]:
         return _norms(subject, facts.norm_means)
 
     def quantisation(subject: Subject) -> Iterator[Finding]:
-        return _quantisation(subject, facts.unquantized)
+        return _quantisation(subject, facts)
 
     shared = [architecture, _names, depth, _sizes, tied, needs, quantisation, _dtype, fp32, norms, _files]
     return [*shared, *facts.rules]
@@ -203,7 +203,7 @@ def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[F
             yield Finding(f"{what}, usually about {usual:g}; an offset of 1 may be wrong", False)
 
 
-def _quantisation(subject: Subject, unquantized: tuple[str, ...]) -> Iterator[Finding]:
+def _quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
     """A quantised base needs to be told which of the heads' modules are not."""
     settings, found = subject.setting(CONFIG), subject.found
     quantized = {name for name, info in found.items() if info.dtype == FP8}
@@ -216,13 +216,14 @@ def _quantisation(subject: Subject, unquantized: tuple[str, ...]) -> Iterator[Fi
     block = read_block_fp8(Values(subject.hf, subject.directory)) or BlockFp8()
     matrices = [n for n in subject.heads & found.keys() if len(found[n].shape) > 1 and n.endswith(".weight")]
     modules = {name: name.removesuffix(".weight") for name in sorted(matrices)}
-    plain = [module for name, module in modules.items() if name not in quantized and _convertible(module)]
-    free = [module for module in plain if not any(re.search(pattern, module) for pattern in unquantized)]
+    never = (*facts.no_linears, *facts.unquantized)
+    plain = [module for name, module in modules.items() if name not in quantized]
+    free = [module for module in plain if not any(re.search(pattern, module) for pattern in never)]
     if told := [module for module in free if not any(_matches(entry, module) for entry in ignored)]:
         yield Finding(f"not quantised, and in none of {CONFIG}'s {', '.join(keys[:2])}: {_listed(told)}")
     for name in sorted(quantized):
         module = name.removesuffix(".weight")
-        if name in subject.heads and any(re.search(pattern, module) for pattern in unquantized):
+        if name in subject.heads and any(re.search(pattern, module) for pattern in facts.unquantized):
             yield Finding(f"{name} is fp8, but servers build it without quantisation: store it in bf16")
         elif any(_matches(entry, module) for entry in ignored):
             yield Finding(f"{name} is fp8, though {CONFIG} says that it is not")
@@ -231,11 +232,6 @@ def _quantisation(subject: Subject, unquantized: tuple[str, ...]) -> Iterator[Fi
             yield Finding(f"{name} is fp8 without {name}{SCALE}")
         elif scale.shape != shape:
             yield Finding(f"{name}{SCALE} {list(scale.shape)} instead of {list(shape)}")
-
-
-def _convertible(module: str) -> bool:
-    """Whether servers would quantise a module: linears, but no embedding, router, convolution or output layer."""
-    return not re.search(r"embed|\.gate$|conv1d|lm_head|\.head$", module)
 
 
 def _matches(entry: str, module: str) -> bool:

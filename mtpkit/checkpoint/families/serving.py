@@ -94,6 +94,8 @@ class Serving:
     """Names of norms -> about what the mean of their weights is; the first that matches counts."""
     fp32: tuple[str, ...] = ()
     """Names of tensors that lose what they say when rounded to bf16."""
+    no_linears: tuple[str, ...] = (r"embed", r"\.gate$", r"conv1d", r"lm_head", r"\.head$")
+    """Names of modules with matrices that no server quantises: embeddings, routers, convolutions, output layers."""
     unquantized: tuple[str, ...] = ()
     """Names of head modules that servers build without quantisation, whatever the config says."""
     needs: tuple[Need, ...] = ()
