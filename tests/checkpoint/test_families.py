@@ -18,8 +18,9 @@ from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.families import FAMILIES, find_family
 from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.verify import compare_weights
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model
+from mtpkit.model.kinds import KINDS
 from tests.checkpoint.builders import GOLDEN
 from tests.checkpoint.test_cli import convert
 from tests.checkpoint.toy_family import TOY, known
@@ -104,7 +105,8 @@ def test_several_families_fit(megatron_dir, tmp_path, capsys):
         f"mtpkit: error: {megatron_dir} fits several families, nemotron_h, toy; choose one with --family\n"
     )
     assert convert("export", megatron_dir, tmp_path / "out", "--family", "toys") == 2
-    assert "--family 'toys' is not supported; supported: nemotron_h, toy" in capsys.readouterr().err
+    names = listed(sorted(FAMILIES))
+    assert f"--family 'toys' is not supported; supported: {names}" in capsys.readouterr().err
     for name, key in (("toy", "width"), ("nemotron_h", "hidden_size")):
         assert convert("export", megatron_dir, tmp_path / name, "--family", name) == 0
         assert json.loads((tmp_path / name / "config.json").read_text())[key] == 32
@@ -126,11 +128,22 @@ def family_words() -> list[str]:
     experts = dict(num_moe_experts=2, moe_ffn_hidden_size=8, moe_shared_expert_intermediate_size=8, moe_latent_size=8)
     config = toy_config(pattern="M*-E", **experts)
     words = {part for name in parameters(config) for part in name.split(".")}
+    words |= {
+        "model",
+        "gate",
+        "head",
+        "input_layernorm",
+    }  # which others have too, Megatron's layers of other kinds among them
     found = set()
     for family in FAMILIES.values():
-        found |= {part for name in family.table(config).hf_shapes() for part in name.split(".")} - words
+        letters = "".join(letter for letter, kind in KINDS.items() if kind.name in family.layers)
+        heads = "".join(letter for letter in config.mtp.pattern if letter in letters)
+        own = config.replace(pattern=letters, mtp_pattern=heads)
+        if any("moe_latent_size" in misfit for misfit in family.misfits(own)):
+            own = own.replace(moe_latent_size=0)
+        found |= {part for name in family.table(own).hf_shapes() for part in name.split(".")} - words
         found |= {family.model_type, family.architecture}
-    return sorted(found)
+    return sorted(word for word in found if not word.isdigit())
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:

@@ -1,13 +1,15 @@
 """Model families: the mapping of their `config.json` and weight names to mtpkit's config and Megatron's names."""
 
 from mtpkit.checkpoint.families.family import Family
+from mtpkit.checkpoint.families.glm4_moe import GLM4_MOE
+from mtpkit.checkpoint.families.mimo import MIMO
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
 
 __all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (NEMOTRON_H,)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (NEMOTRON_H, GLM4_MOE, MIMO)}
 """By `model_type` of the Hugging Face config. To support another family, add it here."""
 
 

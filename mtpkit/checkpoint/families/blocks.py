@@ -1,0 +1,275 @@
+"""What families share whose layers are two letters each: a mixer, then an MLP or a mixture of experts.
+
+Layer n in Hugging Face is letters 2n and 2n + 1 of a pattern, both under the prefix `model.layers.n.`. Names are those
+of Qwen2 and, for experts and for heads after the last layer, of DeepSeek-V3.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from mtpkit.checkpoint.families.keys import Line, Settings
+from mtpkit.checkpoint.families.table import Entry, FuseQKV, Join, Ways, expert_ways, one
+from mtpkit.checkpoint.layouts import megatron
+from mtpkit.checkpoint.values import Values
+from mtpkit.config import ModelConfig
+from mtpkit.errors import shown
+
+MOST_LAYERS = 1024
+"""The most layers of a model, two letters each."""
+
+OUTSIDE = (
+    one("model.embed_tokens.weight", megatron.EMBEDDING),
+    one("model.norm.weight", megatron.FINAL_NORM),
+    one("lm_head.weight", megatron.OUTPUT),
+)
+
+
+def base_layer(number: int) -> str:
+    """Prefix of a letter of the base's pattern."""
+    return f"model.layers.{number // 2}."
+
+
+def after_base(config: ModelConfig, depth: int, number: int = 0) -> str:
+    """Prefix of all tensors of a physical MTP depth that is numbered like one more layer of the base."""
+    return f"model.layers.{len(config.pattern) // 2 + depth}."
+
+
+def heads_after_base(config: ModelConfig, depth: int) -> Iterator[Entry]:
+    """The tensors of an MTP depth of DeepSeek-V3 outside of its layers."""
+    hf, own = after_base(config, depth), megatron.mtp_depth(depth)
+    yield from (one(f"{hf}{name}.weight", f"{own}{name}.weight") for name in ("enorm", "hnorm", "eh_proj"))
+    yield one(f"{hf}shared_head.norm.weight", f"{own}final_layernorm.weight")
+
+
+def shared_with_base(config: ModelConfig) -> dict[str, str]:
+    """The copies of embedding and output layer that DeepSeek-V3 stores with every MTP depth, see `Family.copies`."""
+    pairs = {"embed_tokens.weight": OUTSIDE[0], "shared_head.head.weight": OUTSIDE[2]}
+    depths = range(config.mtp.num_layers)
+    return {after_base(config, depth) + name: entry.hf[0] for depth in depths for name, entry in pairs.items()}
+
+
+def attention(config: ModelConfig) -> Iterator[Entry]:
+    """Grouped-query attention, with or without biases and norms of queries and keys."""
+    sizes = config.attention
+    parts = FuseQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels)
+    yield one("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    for name in ("weight", "bias"):
+        theirs = tuple(f"self_attn.{part}_proj.{name}" for part in "qkv")
+        yield Entry(theirs, (f"self_attention.linear_qkv.{name}",), parts)
+    for part in "qk":
+        yield one(f"self_attn.{part}_norm.weight", f"self_attention.{part}_layernorm.weight")
+    yield one("self_attn.o_proj.weight", "self_attention.linear_proj.weight")
+
+
+def network(hf: str, own: str, expert: str = "") -> Iterator[Entry]:
+    """Both matrices of a gated feed-forward network; `expert` is `[3]` for expert 3 of a stack."""
+    yield Entry((f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), (f"{own}linear_fc1.weight{expert}",), Join())
+    yield one(f"{hf}down_proj.weight", f"{own}linear_fc2.weight{expert}")
+
+
+def mlp(_: ModelConfig) -> Iterator[Entry]:
+    """A feed-forward network."""
+    yield one("post_attention_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    yield from network("mlp.", "mlp.")
+
+
+def experts(config: ModelConfig) -> Iterator[Entry | Ways]:
+    """Norm, router and routed experts, which files hold one by one or packed."""
+    yield one("post_attention_layernorm.weight", "pre_mlp_layernorm.weight")
+    yield one("mlp.gate.weight", "mlp.router.weight")
+    yield one("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias")
+    own, count = "mlp.experts.experts.", config.moe.num_experts
+    both = [list(network(f"mlp.experts.{e}.", own, f"[{e}]")) for e in range(count)]
+    for packed, fc, place in (("gate_up_proj", "linear_fc1", 0), ("down_proj", "linear_fc2", 1)):
+        one_by_one = [entries[place] for entries in both]
+        yield expert_ways(count, f"mlp.experts.{packed}", f"{own}{fc}.weight", one_by_one)
+
+
+def moe(config: ModelConfig) -> Iterator[Entry | Ways]:
+    """Routed experts, and DeepSeek-V3's shared ones as the one network that they are together."""
+    yield from experts(config)
+    yield from network("mlp.shared_experts.", "mlp.shared_experts.")
+
+
+@dataclass(frozen=True)
+class Layers(Line):
+    """The number of layers, of which the first few may have an MLP and the others experts.
+
+    Attributes:
+        mixer: letter of the first half of a layer.
+        dense_key: key that counts the layers with an MLP; empty: all layers have one.
+        count_key: key that counts physical MTP layers, which have experts where the family has any.
+    """
+
+    mixer: str = "*"
+    dense_key: str = ""
+    count_key: str = "num_nextn_predict_layers"
+
+    def _pattern(self, dense: int, count: int) -> str:
+        return f"{self.mixer}-" * dense + f"{self.mixer}E" * (count - dense)
+
+    def _dense(self, config: ModelConfig) -> int:
+        """Layers up to the first one with experts."""
+        first, _, _ = config.pattern.partition("E")
+        return len(first) // 2
+
+    @property
+    def _head(self) -> str:
+        return self.mixer + ("E" if self.dense_key else "-")
+
+    def names(self) -> Mapping[str, str]:
+        return {"pattern": "num_hidden_layers"}
+
+    def patterns(self, file: Values) -> tuple[str, str]:
+        """For `Family.read_patterns`."""
+        count = file.typed("num_hidden_layers", 0)
+        if not 0 < count <= MOST_LAYERS:
+            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {MOST_LAYERS}")
+            count = 1
+        dense = min(count, file.typed(self.dense_key, 0)) if self.dense_key else count
+        return self._pattern(dense, count), self._head if file.get(self.count_key) else ""
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        written: dict[str, object] = {"num_hidden_layers": len(config.pattern) // 2}
+        if self.dense_key:
+            written[self.dense_key] = self._dense(config)
+        return written
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        dense = self._dense(config) if self.dense_key else len(config.pattern) // 2
+        if config.pattern != self._pattern(dense, len(config.pattern) // 2):
+            yield f"layers {shown(config.pattern)}"
+        if config.mtp.pattern not in ("", self._head):
+            yield f"heads of layers {shown(config.mtp.pattern)}, only {self._head!r}"
+
+
+@dataclass(frozen=True)
+class HeadDim(Line):
+    """The width of a head: where the key is absent, the hidden size over the number of heads."""
+
+    kind: str = "attention"
+
+    def names(self) -> Mapping[str, str]:
+        return {"kv_channels": "head_dim"}
+
+    def read(self, file: Values) -> Settings:
+        derived = file.typed("hidden_size", 0) // max(1, file.typed("num_attention_heads", 0))
+        return {"kv_channels": file.get("head_dim", derived)}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        return {"head_dim": config.attention.kv_channels}
+
+
+@dataclass(frozen=True)
+class Rotary(Line):
+    """Rotary embedding: base and share of channels, at the top level or in `rope_parameters`, which wins.
+
+    Attributes:
+        percent: the share where no key says it; None: the family always rotates all channels.
+        ignored: entries of `rope_parameters` that change nothing for text.
+    """
+
+    percent: float | None = None
+    kind: str = "attention"
+
+    def names(self) -> Mapping[str, str]:
+        return {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
+
+    def fields(self) -> Collection[str]:
+        return (*self.names(), "position_embedding_type")
+
+    def read(self, file: Values) -> Settings:
+        found: dict[str, object] = {"rope_theta": file.get("rope_theta", 10000.0)}
+        found["partial_rotary_factor"] = file.get("partial_rotary_factor", self.percent)
+        for key in ("rope_scaling", "rope_parameters"):
+            own = file.get(key, {})
+            if not isinstance(own, Mapping):
+                file.problems.append(f"{key} {shown(own)} is not an object")
+                continue
+            kind = own.get("rope_type", own.get("type", "default"))
+            if kind != "default":
+                file.problems.append(f"{key} {shown(own)}: only rope_type default is supported")
+            found |= {name: own[name] for name in found if own.get(name) is not None}
+        percent = 1.0 if self.percent is None else found["partial_rotary_factor"]
+        return {"position_embedding_type": "rope", "rotary_base": found["rope_theta"], "rotary_percent": percent}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        """Under the keys that the original has; without one under both, as older and newer readers want."""
+        found: dict[str, object] = {"rope_theta": config.attention.rotary_base}
+        if self.percent is not None:
+            found["partial_rotary_factor"] = config.attention.rotary_percent
+        nested = (original or {}).get("rope_parameters")
+        written: dict[str, object] = {}
+        if original is None or isinstance(nested, Mapping):
+            kept = dict(nested) if isinstance(nested, Mapping) else {}
+            written["rope_parameters"] = kept | {"rope_type": "default"} | found
+        if not isinstance(nested, Mapping) or found.keys() & (original or {}).keys():
+            written |= found
+        return written
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        if config.attention.position_embedding_type != "rope":
+            yield f"position_embedding_type {config.attention.position_embedding_type}"
+        if self.percent is None and config.attention.rotary_percent != 1:
+            yield f"rotary_percent {config.attention.rotary_percent}"
+
+
+@dataclass(frozen=True)
+class SharedExperts(Line):
+    """`n_shared_experts`, each as wide as a routed one, which are one network together."""
+
+    kind: str = "moe"
+
+    def names(self) -> Mapping[str, str]:
+        return {"moe_shared_expert_intermediate_size": "n_shared_experts"}
+
+    def read(self, file: Values) -> Settings:
+        count = file.typed("n_shared_experts", 1)
+        if count < 1:
+            file.problems.append("n_shared_experts must be at least 1")
+        return {"moe_shared_expert_intermediate_size": count * file.typed("moe_intermediate_size", 0)}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        return {"n_shared_experts": config.moe.shared_expert_intermediate_size // config.moe.ffn_hidden_size}
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        width, shared = config.moe.ffn_hidden_size, config.moe.shared_expert_intermediate_size
+        if not shared or shared % max(1, width):
+            yield f"shared experts of width {shared}, which must be a multiple of the experts' {width} and not 0"
+
+
+@dataclass(frozen=True)
+class Router(Line):
+    """DeepSeek-V3's router: sigmoid scores, a bias that chooses, groups of which the best two experts count."""
+
+    kind: str = "moe"
+
+    def names(self) -> Mapping[str, str]:
+        return {
+            "moe_router_num_groups": "n_group",
+            "moe_router_group_topk": "topk_group",
+            "moe_router_topk_scaling_factor": "routed_scaling_factor",
+        }
+
+    def read(self, file: Values) -> Settings:
+        file.require("scoring_func", "sigmoid")
+        file.require("topk_method", "noaux_tc")
+        topk, groups, best = (file.typed(key, 1) for key in ("num_experts_per_tok", "n_group", "topk_group"))
+        if file.typed("norm_topk_prob", True) != (topk > 1):
+            file.problems.append(
+                "norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron"
+            )
+        if groups > 1 and topk // max(1, best) != 2:
+            # A group's score is the sum of its two best experts here, of its topk / topk_group best in Megatron.
+            file.problems.append("n_group above 1 needs num_experts_per_tok to be twice topk_group, as in Megatron")
+        scale = file.get("routed_scaling_factor", 1.0)
+        return dict(zip(self.names(), (groups, best, scale), strict=True))
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        written: dict[str, object] = {key: config.value(field) for field, key in self.names().items()}
+        return written | {"norm_topk_prob": config.moe.router_topk > 1}
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        groups, best, topk = config.moe.router_num_groups, config.moe.router_group_topk, config.moe.router_topk
+        if groups > 1 and topk // best != 2:
+            yield f"{groups} groups of experts whose best {topk // best} count, only whose best 2"

@@ -1,0 +1,85 @@
+"""MiMo-7B (arXiv:2505.07608): config keys and weight names. The base is Qwen2's; the heads have names of their own."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpkit.checkpoint.families import blocks
+from mtpkit.checkpoint.families.family import Family
+from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
+from mtpkit.checkpoint.families.serving import Need, Serving
+from mtpkit.checkpoint.families.table import Entry, one
+from mtpkit.checkpoint.layouts import megatron
+from mtpkit.config import ModelConfig
+
+LAYERS = blocks.Layers()
+
+
+@dataclass(frozen=True)
+class SwapHalves:
+    """A matrix whose columns for the hidden state lie before those for the embedding; in Megatron, after them."""
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1) for tensor in tensors]
+
+    to_hf = to_megatron
+
+
+def _prefix(config: ModelConfig, depth: int, number: int = 0) -> str:
+    return f"model.mtp_layers.{depth}."
+
+
+def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
+    hf, own = _prefix(config, depth), megatron.mtp_depth(depth)
+    yield one(f"{hf}token_layernorm.weight", f"{own}enorm.weight")
+    yield one(f"{hf}hidden_layernorm.weight", f"{own}hnorm.weight")
+    yield one(f"{hf}input_proj.weight", f"{own}eh_proj.weight", SwapHalves())
+    yield one(f"{hf}final_layernorm.weight", f"{own}final_layernorm.weight")
+
+
+SERVING = Serving(
+    head_patterns=("*-",),
+    ties=("vllm",),
+    needs=(
+        Need("auto_map", "transformers has no class of this family: the code lies beside the weights", fatal=False),
+    ),
+)
+
+MIMO = Family(
+    model_type="mimo",
+    architecture="MiMoForCausalLM",
+    read_patterns=LAYERS.patterns,
+    lines=(
+        Fixed("attention_bias", True, "add_qkv_bias", True),
+        Fixed("hidden_act", "silu", "activation", "swiglu"),
+        Fixed("use_sliding_window", False),
+        Fixed("", None, "qk_layernorm", False),
+        Quantization(),
+        Key("vocab_size", "vocab_size"),
+        Key("hidden_size", "hidden_size"),
+        Key("max_position_embeddings", "max_position_embeddings", default=32768),
+        Key("rms_norm_eps", "layernorm_epsilon", default=1e-6),
+        Key("initializer_range", "init_std", default=0.02),
+        Key("tie_word_embeddings", "tie_word_embeddings", default=False),
+        Key("bos_token_id", "bos_token_id", default=None),
+        Key("pad_token_id", "pad_token_id", default=None),
+        Key("num_attention_heads", "num_attention_heads", "attention"),
+        Key("num_key_value_heads", "num_query_groups", "attention"),
+        blocks.HeadDim(),
+        blocks.Rotary(),
+        Key("intermediate_size", "ffn_hidden_size", "mlp"),
+        LAYERS,
+        EndTokens(),
+        Heads(),
+    ),
+    replaced=("mtpkit",),
+    outside=blocks.OUTSIDE,
+    layers={"attention": blocks.attention, "mlp": blocks.mlp},
+    base_layer=blocks.base_layer,
+    mtp_outside=_mtp_outside,
+    mtp_layer=_prefix,
+    serving=SERVING,
+)
+"""Defaults are those of transformers' Qwen2."""

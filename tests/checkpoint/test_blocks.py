@@ -1,0 +1,127 @@
+"""GLM-4-MoE and MiMo: config and weights in both directions, and the logits of transformers' models."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpkit.checkpoint import load_config, load_model
+from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.tensors import bits_equal
+from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward, compute_logits
+from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, edit_config, write_glm, write_mimo
+from tests.checkpoint.builders import edit
+from tests.kernels.recurrence import relative
+
+IDS = torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(4))
+GLM = {
+    "usual": dict(),
+    "odd": dict(num_attention_heads=5, num_key_value_heads=5, head_dim=12, n_routed_experts=5, num_experts_per_tok=3),
+    "air": dict(use_qk_norm=False, first_k_dense_replace=2, n_shared_experts=2, routed_scaling_factor=1.0),
+    "all_experts": dict(first_k_dense_replace=0, attention_bias=False, num_attention_heads=6, num_key_value_heads=3),
+    "groups": dict(n_routed_experts=12, n_group=4, topk_group=2, num_experts_per_tok=4, moe_intermediate_size=7),
+    "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25), head_dim=16),
+    "dense": dict(first_k_dense_replace=3, rope_theta=1e6, partial_rotary_factor=1.0, rms_norm_eps=1e-3),
+}
+MIMO = {
+    "usual": dict(),
+    "odd": dict(num_attention_heads=7, num_key_value_heads=7, hidden_size=42, intermediate_size=35),
+    "one_group": dict(num_attention_heads=3, num_key_value_heads=1, hidden_size=24),
+    "head_dim": dict(head_dim=10, num_attention_heads=6, num_key_value_heads=3),
+    "theta": dict(rope_theta=11.0, rms_norm_eps=1e-3, num_hidden_layers=3),
+    "tied": dict(tie_word_embeddings=True, num_hidden_layers=1),
+}
+FAMILIES = {"glm": (write_glm, add_glm_heads, GLM), "mimo": (write_mimo, add_mimo_heads, MIMO)}
+CASES = [(family, case) for family, (*_, cases) in FAMILIES.items() for case in cases]
+
+
+@torch.no_grad()
+def transformers_logits(directory):
+    from transformers import Glm4MoeForCausalLM, Qwen2ForCausalLM
+
+    own = json.loads((directory / "config.json").read_text())["model_type"] == "glm4_moe"
+    kind, more = (Glm4MoeForCausalLM, {"experts_implementation": "eager"}) if own else (Qwen2ForCausalLM, {})
+    model = kind.from_pretrained(directory, dtype=torch.float32, **more).eval()
+    return model(IDS).logits
+
+
+@torch.no_grad()
+def own_logits(directory):
+    model = load_model(directory)
+    return compute_logits(model, base_forward(model, IDS, SequenceInput())).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_logits_are_those_of_transformers(tmp_path, family, case):
+    write, _, cases = FAMILIES[family]
+    write(tmp_path, **cases[case])
+    assert relative(own_logits(tmp_path), transformers_logits(tmp_path).double()) < 1e-5
+
+
+def read_all(directory):
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "physical", "dtype"),
+    [
+        ("glm", "usual", 1, torch.bfloat16),
+        ("glm", "odd", 2, torch.float32),
+        ("glm", "groups", 0, torch.float32),
+        ("mimo", "usual", 1, torch.bfloat16),
+        ("mimo", "odd", 2, torch.float32),
+    ],
+)
+def test_round_trip_is_bitwise_equal(tmp_path, family, case, physical, dtype):
+    write, add_heads, cases = FAMILIES[family]
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    write(hf, dtype=dtype, **cases[case])
+    if physical:
+        add_heads(hf, physical)
+    import_checkpoint(hf, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", back)
+    before, after = read_all(hf), read_all(back)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not bits_equal(before[name], after[name])] == []
+    config = load_config(hf)
+    assert config == load_config(tmp_path / "megatron") == load_config(back)
+    heads = "*E" if family == "glm" else "*-"
+    assert config.mtp.num_layers == physical and config.mtp.pattern == (heads if physical else "")
+    first, second = (json.loads((d / "config.json").read_text()) for d in (hf, back))
+    assert {key: first[key] for key in first if first[key] != second.get(key)}.keys() <= {"transformers_version"}
+
+
+def test_copies_of_the_base_are_dropped_and_written_again(tmp_path):
+    hf = tmp_path / "hf"
+    write_glm(hf)
+    add_glm_heads(hf)
+    assert len([name for name in read_all(hf) if "layers.3." in name]) == 22 + 3 * 4
+    import_checkpoint(hf, tmp_path / "megatron")
+    assert load_model(tmp_path / "megatron").mtpkit_config.mtp.num_layers == 1
+    edit(hf, lambda tensors: tensors["model.layers.3.embed_tokens.weight"].add_(1))
+    with pytest.raises(UserError, match=r"model\.layers\.3\.embed_tokens\.weight"):
+        import_checkpoint(hf, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("glm", dict(rope_scaling={"type": "yarn", "factor": 4.0}), ["rope_scaling", "default"]),
+        ("glm", dict(scoring_func="softmax"), ["scoring_func", "sigmoid"]),
+        ("glm", dict(tie_word_embeddings=True), ["tie_word_embeddings"]),
+        ("glm", dict(num_hidden_layers=10**30), ["num_hidden_layers", "1024"]),
+        ("glm", dict(n_shared_experts=0), ["n_shared_experts"]),
+        ("glm", dict(hidden_act="gelu", head_dim="x"), ["hidden_act", "gelu"]),
+        ("mimo", dict(attention_bias=False), ["attention_bias"]),
+        ("mimo", dict(use_sliding_window=True), ["use_sliding_window"]),
+        ("mimo", dict(rope_parameters=[1]), ["rope_parameters", "not an object"]),
+    ],
+)
+def test_what_cannot_be_represented_is_named(tmp_path, family, changes, named):
+    FAMILIES[family][0](tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UserError) as caught:
+        load_config(tmp_path)
+    assert all(name in str(caught.value) for name in named), caught.value
