@@ -23,7 +23,7 @@ from mtpkit.checkpoint.families import Family, find_family, get_family
 from mtpkit.checkpoint.families.keys import Settings
 from mtpkit.checkpoint.families.table import MappedTensors, Stored
 from mtpkit.checkpoint.layouts.huggingface import INDEX, MAX_SHARD_BYTES, HFReader, copy_companions, write_hf
-from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
+from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import ModelTensors
 from mtpkit.checkpoint.original import carried_names, keep_original, open_carried, read_stored
 from mtpkit.checkpoint.tensors import CheckedTensors, SeveralSources, TensorSource, bits_equal

@@ -46,8 +46,9 @@ from mtpkit.checkpoint.directory import (
 from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.layouts.huggingface import copy_companions
 from mtpkit.checkpoint.layouts.megatron import split_slice
-from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, COMMON_STATE, MegatronReader, write_megatron
+from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE, MegatronReader
 from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
+from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.original import keep_original, link_original
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpkit.checkpoint.directory import load_config, open_weights
-from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
+from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.tensors import TensorInfo
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mtpkit.checkpoint import detect_layout, end_token_ids, load_checkpoint, load_config, load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
@@ -177,7 +176,7 @@ def test_full_disk_while_converting(hf_dir, tmp_path):
 def test_full_disk_leaves_the_replaced_checkpoint(hf_dir, tmp_path, monkeypatch):
     import_checkpoint(hf_dir, tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystem, "create_stream", full_disk)
+        patch.setattr("mtpkit.checkpoint.layouts.torch_dist_write._write_file", full_disk)
         fails(lambda: import_checkpoint(hf_dir, tmp_path / "out", force=True), "No space left", error=StorageError)
     assert left_over(tmp_path) == ["out"]
     assert compare_weights(hf_dir, tmp_path / "out").identical

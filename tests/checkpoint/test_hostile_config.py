@@ -12,7 +12,7 @@ from mtpkit.checkpoint import end_token_ids, latest_iteration, load_config
 from mtpkit.checkpoint.families.keys import Fixed, Key
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
-from mtpkit.checkpoint.layouts.torch_dist import CHECKPOINT_VERSION, write_megatron
+from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, SIZES, Unchecked, edit_config

@@ -295,16 +295,15 @@ class MappedTensors:
 
     def read(self, name: str) -> Tensor:
         step = self._steps[name]
+        if len(step.outputs) == 1:
+            (output,) = step.convert([self._source.read(n) for n in step.inputs])
+            return output
         if self._held.step is not step:
             self._held.step, self._held.tensors = None, {}
             inputs = [self._source.read(n) for n in step.inputs]
             self._held.tensors = dict(zip(step.outputs, step.convert(inputs), strict=True))
             self._held.step = step
         return self._held.tensors[name]
-
-    def groups(self) -> list[tuple[str, ...]]:
-        """Names that are read together, in order."""
-        return [step.outputs for step in dict.fromkeys(self._steps.values())]
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_held"}

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.layouts.mapped import Mappings
+from mtpkit.checkpoint.layouts.parallel import Budget, write_all
 from mtpkit.checkpoint.tensors import TensorInfo, Tensors, TensorSource, is_file_name
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import copy_file, is_there, read_json
@@ -216,7 +217,9 @@ def progress(what: str, nbytes: int) -> tqdm:
 def write_hf(
     directory: Path, config: Mapping[str, object], source: TensorSource, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write `config.json` and safetensors shards into an existing directory, holding one tensor at a time.
+    """Write `config.json` and safetensors shards, several at once, into an existing directory.
+
+    Few tensors are in memory at a time, see `mtpkit.checkpoint.layouts.parallel`.
 
     Raises:
         UserError: weights are not finite; what was written is to be thrown away.
@@ -226,8 +229,11 @@ def write_hf(
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = [SINGLE] if len(shards) == 1 else files
     with progress("writing safetensors", total) as bar:
-        for file, names in zip(files, shards, strict=True):
-            write_shard(directory / file, names, source, bar)
+
+        def write(job: tuple[str, list[str]], budget: Budget) -> None:
+            write_shard(directory / job[0], job[1], source, bar, budget)
+
+        write_all(write, list(zip(files, shards, strict=True)))
     source.require_finite()
     if len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -249,8 +255,9 @@ def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list
     return [sorted(names, key=lambda name: -tensors[name].dtype.itemsize) for names in shards]
 
 
-def write_shard(path: Path, names: list[str], source: Tensors, bar: tqdm) -> None:
+def write_shard(path: Path, names: list[str], source: Tensors, bar: tqdm, budget: Budget | None = None) -> None:
     """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
+    budget = budget or Budget()
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -263,10 +270,16 @@ def write_shard(path: Path, names: list[str], source: Tensors, bar: tqdm) -> Non
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            data = source.read(name).contiguous().reshape(-1).view(torch.uint8)
-            assert data.numel() == source.tensors[name].nbytes, name
-            file.write(memoryview(data.numpy()))
-            bar.update(data.numel())
+            nbytes = source.tensors[name].nbytes
+            with budget.hold(nbytes):
+                _write_tensor(file, source.read(name), nbytes)
+            bar.update(nbytes)
+
+
+def _write_tensor(file: IO[bytes], tensor: Tensor, nbytes: int) -> None:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    assert data.numel() == nbytes
+    file.write(memoryview(data.numpy()))
 
 
 def copy_companions(source: Path, destination: Path) -> None:

@@ -1,34 +1,31 @@
-"""Megatron's distributed checkpoints (`torch_dist`), read and written one tensor at a time without a process group.
+"""Megatron's distributed checkpoints (`torch_dist`), read one tensor at a time without a process group.
 
 Tensors have the names of `mtpkit.checkpoint.layouts.megatron`.
 """
 
 import io
-import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from tqdm import tqdm
 
-from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, extra_states, hybrid_name, is_stacked, split_slice
+from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, hybrid_name, is_stacked, split_slice
 from mtpkit.checkpoint.layouts.torch_dist_index import first_line, read_index
 from mtpkit.checkpoint.layouts.torch_dist_map import MappedFiles
-from mtpkit.checkpoint.tensors import FLOATS, TensorInfo, TensorSource
+from mtpkit.checkpoint.tensors import FLOATS, TensorInfo
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, require_file
 
@@ -39,9 +36,6 @@ warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 COMMON_STATE = "common_state/shard_0_1"
 """Key under which megatron-core keeps everything but tensors, as a list of one dictionary."""
-
-CHECKPOINT_VERSION = {"checkpoint_version": 3.0}
-"""An entry that Megatron-LM looks for in a checkpoint; without it, Megatron-LM would reorder the rows of QKV."""
 
 
 class MegatronReader:
@@ -179,76 +173,3 @@ class _Target(DefaultLoadPlanner):
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, start, length)
         return view
-
-
-def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[str, object]) -> None:
-    """Write a `torch_dist` checkpoint as megatron-core would at tensor parallelism 1, holding one tensor at a time.
-
-    `source` is under Megatron's names. The directory exists and is empty.
-
-    Raises:
-        UserError: weights are not finite; what was written is to be thrown away.
-    """
-    total = sum(info.nbytes for info in source.tensors.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="writing torch_dist", disable=None) as bar:
-        planner = _StreamingPlanner(source, common_state, bar)
-        writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)  # one tensor after the other
-        dcp.state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=True)
-    source.require_finite()
-    metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (directory / "metadata.json").write_text(json.dumps(metadata))
-
-
-class _StreamingPlanner(DefaultSavePlanner):
-    """Plans from names and shapes alone; a tensor is read when the writer comes to it."""
-
-    def __init__(self, source: TensorSource, common_state: Mapping[str, object], bar: tqdm) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._source, self._common_state, self._bar = source, common_state, bar
-        self._written: Tensor | None = None
-
-    def create_local_plan(self) -> SavePlan:
-        counts: dict[str, int] = {}
-        for key, row in map(split_slice, self._source.tensors):
-            counts[key] = max(counts.get(key, 0), 1 + (row or 0))
-        items = [WriteItem(MetadataIndex(COMMON_STATE), WriteItemType.BYTE_IO)]
-        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states(counts)]
-        for name, info in self._source.tensors.items():
-            items.append(self._tensor_item(name, info, counts))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def _tensor_item(self, name: str, info: TensorInfo, counts: dict[str, int]) -> WriteItem:
-        key, row = split_slice(name)
-        size, chunk, offsets = info.shape, info.shape, (0,) * len(info.shape)
-        if row is not None:
-            size, chunk, offsets = (counts[key], *info.shape), (1, *info.shape), (row, *offsets)
-        data = TensorWriteData(
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(chunk)),
-            TensorProperties(dtype=info.dtype),
-            torch.Size(size),
-        )
-        return WriteItem(MetadataIndex(key, torch.Size(offsets), row), WriteItemType.SHARD, tensor_data=data)
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        key, chunk = write_item.index.fqn, write_item.tensor_data
-        if chunk is None:
-            value = dict(self._common_state) if key == COMMON_STATE else _empty_extra_state(key)
-            buffer = io.BytesIO()
-            torch.save([value], buffer)
-            return buffer
-        if not is_stacked(key):
-            tensor = self._source.read(key)
-        else:
-            tensor = self._source.read(f"{key}[{chunk.chunk.offsets[0]}]").unsqueeze(0)
-        self._bar.update(tensor.nbytes)
-        # torch's writer keeps every tensor until its file is done: the memory of the last one is given back here.
-        if self._written is not None:
-            self._written.untyped_storage().resize_(0)
-        self._written = tensor.clone(memory_format=torch.contiguous_format)
-        return self._written
-
-
-def _empty_extra_state(name: str) -> Tensor | None:
-    """The extra state that a module without fp8 saves; megatron-core's own output layer saves None."""
-    return None if name.startswith("output_layer.") else torch.empty(0, dtype=torch.uint8)

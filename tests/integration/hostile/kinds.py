@@ -20,6 +20,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "checkpoint/layouts/torch_dist_index.py": (".metadata", ".metadata of a run"),
     "checkpoint/layouts/mapped.py": ("safetensors", "distcp", "distcp of a run"),
     "checkpoint/original.py": ("mtpkit_original.json",),
+    "checkpoint/layouts/torch_dist_write.py": (),  # opens what it writes
     "checkpoint/run.py": ("trainer state", "metadata.json", ".metadata of a run", "distcp of a run"),
     "cli/data.py": ("chat template",),
     "cli/errors.py": (),  # a place for output that nobody reads
