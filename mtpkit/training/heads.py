@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
 from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.families import FAMILIES
 from mtpkit.config import SECTIONS, ModelConfig, known_letters
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model, init_weights
@@ -101,12 +102,21 @@ def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:
 def default_pattern(base: ModelConfig) -> str:
     """Layers of a depth of new heads: those of the base's heads, else one that mixes tokens and one that does not.
 
-    Both are kinds of the base, attention before recurrent layers and MLPs before experts. Example: `*-` for `M*-`, `*E`
-    for `ME*E`, `M-` for `M-`, `*` for `M*`.
+    Both are kinds of the base, attention before Mamba2, and MLPs before experts unless the base's family has heads with
+    experts alone. Example: `*-` for `M*-`, `*E` for `ME*E`, `M-` for `M-`, `*` for `M*`, `+E` for DeepSeek-V3.
     """
+    if base.mtp.pattern:
+        return base.mtp.pattern
     kinds = kinds_in(base.pattern)
-    pairs = ([kind.letter for kind in kinds if kind.keeps_past is mixes][:1] for mixes in (True, False))
-    return base.mtp.pattern or "".join(itertools.chain(*pairs))
+    mixers, others = ([kind.letter for kind in kinds if kind.keeps_past is mixes] for mixes in (True, False))
+    patterns = ["".join((*mixers[:1], other)) for other in others or [""]]
+    return next((pattern for pattern in patterns if _can_be_written(base, pattern)), patterns[0])
+
+
+def _can_be_written(base: ModelConfig, pattern: str) -> bool:
+    """Whether the base's family, if it is known, has names for such heads."""
+    family = FAMILIES.get(base.family)
+    return family is None or not any(family.misfits(base.replace(mtp_pattern=pattern, mtp_num_depths=1)))
 
 
 def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None:

@@ -2,6 +2,7 @@
 with heads added under the published names."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,43 @@ def write_glm(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32
         if hasattr(module, "e_score_correction_bias"):
             module.e_score_correction_bias = module.e_score_correction_bias.float()
     model.save_pretrained(directory)
+
+
+def write_deepseek(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    """A `DeepseekV3ForCausalLM` without heads; experts one by one, as published."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = dict(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=20,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        intermediate_size=48,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        moe_intermediate_size=12,
+        eos_token_id=None,
+        bos_token_id=None,
+        num_nextn_predict_layers=0,
+    )
+    torch.manual_seed(seed)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | changes))
+    random_weights(model, seed)
+    model.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
+    model.save_pretrained(directory)
+    edit_config(directory, scoring_func="sigmoid", topk_method="noaux_tc")
 
 
 def write_mimo(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
@@ -102,13 +140,15 @@ def _join(tensors: dict, hidden: int, names: tuple[str, ...], matrix: str, gener
     return made | {f"{matrix}.weight": (0.2 * torch.randn(hidden, 2 * hidden, generator=generator)).to(dtype)}
 
 
-def add_glm_heads(directory: Path, physical: int = 1, copies: bool = True, **own: Any) -> None:
+def add_glm_heads(
+    directory: Path, physical: int = 1, copies: bool = True, writer: Callable[..., None] = write_glm, **own: Any
+) -> None:
     """One or more layers after the last. `own`: keys for the config, such as `mtpkit`."""
     tensors = load_file(directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     first, hidden, generator = config["num_hidden_layers"], config["hidden_size"], torch.Generator().manual_seed(9)
     for depth in range(physical):
-        made = _layer(directory, write_glm, 0, 5 + depth, num_hidden_layers=1, first_k_dense_replace=0)
+        made = _layer(directory, writer, 0, 5 + depth, num_hidden_layers=1, first_k_dense_replace=0)
         made |= _join(tensors, hidden, ("enorm", "hnorm", "shared_head.norm"), "eh_proj", generator)
         if copies:
             made["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -1,5 +1,6 @@
 """Model families: the mapping of their `config.json` and weight names to mtpkit's config and Megatron's names."""
 
+from mtpkit.checkpoint.families.deepseek_v3 import DEEPSEEK_V3
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.glm4_moe import GLM4_MOE
 from mtpkit.checkpoint.families.mimo import MIMO
@@ -9,7 +10,7 @@ from mtpkit.errors import UserError, listed, shown
 
 __all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (NEMOTRON_H, GLM4_MOE, MIMO)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (NEMOTRON_H, DEEPSEEK_V3, GLM4_MOE, MIMO)}
 """By `model_type` of the Hugging Face config. To support another family, add it here."""
 
 
