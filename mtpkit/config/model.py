@@ -57,7 +57,8 @@ class MtpConfig(Part):
     reads_of_depth: HiddenState = "after_final_norm"
     """The hidden state of a depth that the next one reads: after or before the depth's own final norm."""
     zero_first_embedding: bool = False
-    """Whether depths read zeros in place of the embedding at position 0. Only False can be built."""
+    """Whether a depth reads zeros in place of the embedding where it is at position 0 of a document. In decoding a
+    repeated head is there at depth 1 alone, whose first entry then lacks the document's second token."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be built."""
@@ -65,8 +66,6 @@ class MtpConfig(Part):
             yield f"mtp_pattern {shown(self.pattern)} and mtp_num_depths {self.num_depths} must be set together"
         if not self.depths_known and not (self.num_depths == 1 and self.repeated):
             yield "mtp_depths_known false is for one repeated head with mtp_num_depths 1"
-        if self.zero_first_embedding:
-            yield "mtp_zero_first_embedding true cannot be built yet, only false"
 
     def hands_on_normed(self, depth: int) -> bool:
         """Whether what the next depth reads of this one, or of the base at 0, is the state after its final norm."""

@@ -7,6 +7,7 @@ from mtpkit.model.layers.moe import stack_experts
 from mtpkit.model.mtp import (
     base_forward,
     compute_logits,
+    depth_embedding,
     draft_output_weight,
     embed,
     gather_sequence,
@@ -25,6 +26,7 @@ __all__ = [
     "base_forward",
     "build_model",
     "compute_logits",
+    "depth_embedding",
     "draft_output_weight",
     "embed",
     "gather_sequence",

@@ -29,6 +29,10 @@ class LayerInput:
         """False: disables megatron-core's own prefill chunking of MLPs."""
         return False
 
+    def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """[b, s] int64, position of each token in the layer that gets this input, from 0 in each document."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class SequenceInput(LayerInput):
@@ -53,6 +57,11 @@ class SequenceInput(LayerInput):
             [documents + 1] int64.
         """
         return _starts((length,) * batch if self.documents is None else self.document_lens or self._lens, device)
+
+    def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(length, device=device).expand(batch, -1)
 
     @cached_property
     def _lens(self) -> tuple[int, ...]:
@@ -79,6 +88,9 @@ class DepthInput(SequenceInput):
 
     depth: int = 1
     streams: dict[str, Any] = field(default_factory=dict)
+
+    def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
+        return super().positions_in(batch, length, device) + self.depth - 1
 
     def leave[T](self, name: str, entry: T) -> list[T]:
         """Leave `entry` for the later depths of layer `name`.
@@ -138,6 +150,9 @@ class StepInput(LayerInput):
     parents: Tensor | None = None
     """[T] int64, index in its row of the token that each token follows, -1 for the last committed one. None: every row
     is a chain, in which each token follows the one before it."""
+
+    def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
+        return self.positions[None]
 
     @property
     def num_decode_tokens(self) -> int:

@@ -140,6 +140,26 @@ def head_of(model: HybridModel, depth: int) -> Any:
     return layers[0] if model.mtpkit_config.mtp.repeated else layers[depth - 1]
 
 
+def depth_embedding(model: HybridModel, token_ids: Tensor, inputs: LayerInput) -> Tensor:
+    """What a depth reads of its tokens: their embeddings, with zeros at position 0 if `zero_first_embedding` is set.
+
+    Args:
+        token_ids: [b, s], shifted by the depth.
+        inputs: those of the depth.
+
+    Returns:
+        [s, b, h] (s / tp under sequence parallelism).
+    """
+    embedding = embed(model, token_ids)
+    if not model.mtpkit_config.mtp.zero_first_embedding:
+        return embedding
+    batch, length = token_ids.shape
+    first = (inputs.positions_in(batch, length, token_ids.device) == 0).t()[..., None]  # [s, b, 1]
+    if model.config.sequence_parallel:
+        first = first.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
+    return embedding.masked_fill(first, 0)
+
+
 def _normed_pair(layer: Any, embedding: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], -1)
 
@@ -171,12 +191,15 @@ def mtp_forward(
     """
     layer = head_of(model, depth)
     if isinstance(inputs, StepInput) and _is_alone(model):
+        zeroed = inputs.positions if model.mtpkit_config.mtp.zero_first_embedding else None
         embedding, norms = model.embedding.word_embeddings.weight, (layer.enorm.weight, layer.hnorm.weight)
         zero_centered = model.config.layernorm_zero_centered_gamma
-        x = mtp_input(token_ids[0], hidden[:, 0], embedding, *norms, layer.enorm.eps, zero_centered)[:, None]
+        x = mtp_input(token_ids[0], hidden[:, 0], embedding, *norms, layer.enorm.eps, zero_centered, zeroed)[:, None]
         x, _unused = layer.eh_proj(x)
     else:
-        x, _unused = linear_of(layer.eh_proj, partial(_normed_pair, layer), embed(model, token_ids), hidden)
+        x, _unused = linear_of(
+            layer.eh_proj, partial(_normed_pair, layer), depth_embedding(model, token_ids, inputs), hidden
+        )
     x = _gather(model, x)
     if model.config.sequence_parallel:
         x = scatter_to_sequence_parallel_region(x)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
-from mtpkit.model import SequenceInput, base_forward, embed, gather_sequence, normed_states
+from mtpkit.model import SequenceInput, base_forward, depth_embedding, gather_sequence, normed_states, shift_tokens
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.stages import first_layer
 from mtpkit.training.parallel import from_last_stage, own_rows, stream_base
@@ -73,8 +73,10 @@ def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tens
     Padding, after the last token that is learnt, is left out.
     """
     head = model.mtp.layers[0]
-    embedding, hidden, residual = (gather_sequence(model, t) for t in (embed(model, batch.token_ids), *states))
-    x = torch.cat([head.enorm(embedding[1:]), head.hnorm(hidden[:-1])], -1)
+    inputs = SequenceInput(batch.documents, batch.positions)
+    embedding = depth_embedding(model, shift_tokens(batch.token_ids, 1), inputs)
+    embedding, hidden, residual = (gather_sequence(model, t) for t in (embedding, *states))
+    x = torch.cat([head.enorm(embedding[:-1]), head.hnorm(hidden[:-1])], -1)
     real = batch.loss_mask.flip(1).cumsum(1).flip(1) > 0
     counts = (real[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])).t()
     return x[counts], residual[1:][counts]

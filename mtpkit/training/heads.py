@@ -18,7 +18,7 @@ from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model_weights
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.families import FAMILIES
-from mtpkit.config import SECTIONS, ModelConfig, known_letters
+from mtpkit.config import HEAD_RULES, SECTIONS, ModelConfig, known_letters
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model, init_weights
 from mtpkit.model.backends import resolve_backend
@@ -95,7 +95,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
 
 def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:
     """The model with the rules that the settings give; `auto` leaves the model's own."""
-    asked = {name: getattr(heads, name) for name in ("reads_of_base", "reads_of_depth")}
+    asked = {name: getattr(heads, name) for name in HEAD_RULES}
     return model.replace(**{f"mtp_{name}": value for name, value in asked.items() if value != "auto"})
 
 

@@ -80,6 +80,8 @@ BEFORE = "before_final_norm"
         ({}, {"mtp_reads_of_base": BEFORE}, {"mtp_reads_of_base": BEFORE}),
         ({"mtp_reads_of_depth": BEFORE}, {}, {"mtp_reads_of_depth": BEFORE}),
         ({"mtp_reads_of_depth": BEFORE}, {"mtp_reads_of_depth": "after_final_norm"}, {}),
+        ({"mtp_zero_first_embedding": True}, {"mtp_zero_first_embedding": False}, {}),
+        ({}, {"mtp_zero_first_embedding": True}, {"mtp_zero_first_embedding": True}),
         ({"mtp_reads_of_base": BEFORE}, {"mtp_reads_of_depth": BEFORE}, dict.fromkeys(RULE_KEYS[:2], BEFORE)),
     ],
 )

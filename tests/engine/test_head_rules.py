@@ -19,7 +19,9 @@ from tests.engine.tiny import (
 
 PROMPTS, TOKENS, MOST = make_prompts((1, 2, 9)), 10, 4
 BASE, DEPTH = {"reads_of_base": "before_final_norm"}, {"reads_of_depth": "before_final_norm"}
-RULES = [BASE, DEPTH, BASE | DEPTH]
+ZEROED = {"zero_first_embedding": True}
+RULES = {"mimo": BASE | ZEROED, "glm": DEPTH | ZEROED, "deepseek": ZEROED, "all before": BASE | DEPTH}
+"""Those of vLLM for three families, and one more."""
 HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
 
 
@@ -29,7 +31,7 @@ def same_drafts(model, drafts) -> bool:
     return all(found == teacher_forced_drafts(model, known, MOST)[: len(found)] for known, found in drafts.items())
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
 def test_tokens_and_drafts(heads, mtp_pattern, rules):
     """With prompts in chunks and with preemptions."""
@@ -48,11 +50,11 @@ def test_tokens_and_drafts(heads, mtp_pattern, rules):
     assert preemptions
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
 def test_each_rule_has_drafts_of_its_own(heads, mtp_pattern, rules):
     drafts = record_drafts(make_llm(ruled_model(heads, mtp_pattern, **rules), 3), PROMPTS, TOKENS)
-    others = [{}, *(other for other in RULES if other != rules)]
+    others = [{}, *(other for other in RULES.values() if other != rules)]
     assert not any(same_drafts(ruled_model(heads, mtp_pattern, **other), drafts) for other in others)
 
 
@@ -61,7 +63,7 @@ def test_each_rule_has_drafts_of_its_own(heads, mtp_pattern, rules):
 def test_steps_that_graphs_replay(heads, device, monkeypatch):
     if device == "cpu":
         replay_on_cpu(monkeypatch)
-    model = ruled_model(heads, device=device, **BASE | DEPTH)
+    model = ruled_model(heads, device=device, **BASE | DEPTH | ZEROED)
     runs = []
     for settings in ({"enforce_eager": True}, {}):
         llm = make_llm(model, 3, max_num_batched_tokens=6, **settings)
@@ -81,6 +83,22 @@ def normed_after_all(monkeypatch, depth: int) -> None:
 
     for kind in ("repeated", "distinct"):
         monkeypatch.setattr(f"mtpkit.engine.drafting.{kind}.mtp_forward", normed)
+
+
+def keep_first_embedding(monkeypatch) -> None:
+    """The engine's steps read the embedding at position 0 after all."""
+    original = recurrence.mtp_input
+    monkeypatch.setattr(recurrence, "mtp_input", lambda *args: original(*args[:-1], None))
+
+
+@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_first_embedding_that_is_read_is_seen(monkeypatch, heads, mtp_pattern, forgotten):
+    model = ruled_model(heads, mtp_pattern, **ZEROED)
+    if forgotten:
+        keep_first_embedding(monkeypatch)
+    drafts = record_drafts(make_llm(model, 3), PROMPTS, TOKENS)
+    assert same_drafts(model, drafts) != forgotten
 
 
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])

@@ -43,6 +43,24 @@ def test_mtp_input(twin, dtype, tokens, width, zero_centered):
     assert relative(have.cpu(), want) < (1e-5 if dtype == torch.float32 else bound)
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("width", [1, 17, 128])
+def test_zeros_take_the_place_of_embeddings_at_position_0(twin, width, zero_centered):
+    """Which may hold anything."""
+    token_ids, hidden, embedding, *weights = draw(6, width, torch.float32)
+    positions = torch.tensor([0, 1, 7, 0, 2**40, 0])
+    embedding[token_ids[0]] = torch.nan
+    token_ids[3], token_ids[5] = token_ids[0], token_ids[0]
+    others = positions != 0
+    token_ids[others] = token_ids[others].where(token_ids[others] != token_ids[0], (token_ids[0] + 1) % VOCAB)
+    embedding[token_ids[others]] = 1.5
+    arguments = [t.to(twin.device) for t in (token_ids, hidden, embedding, *weights)]
+    have = twin("norm").mtp_input(*arguments, EPS, zero_centered, positions.to(twin.device)).cpu()
+    assert not have[~others, :width].any()
+    want = definition(token_ids, hidden, embedding, *weights, more=int(zero_centered))
+    assert relative(have[others], want[others]) < 1e-5 and relative(have[:, width:], want[:, width:]) < 1e-5
+
+
 def test_embedding_comes_first(twin):
     """Worked example: tokens 2 and 0, width 2, eps 0: each half is a unit-RMS vector."""
     embedding = torch.tensor([[3.0, 3.0], [9.0, 9.0], [1.0, -1.0]])

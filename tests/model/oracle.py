@@ -39,17 +39,20 @@ class Oracle:
     """Results of a golden case; token ids are [b, s], hidden states [b, s, h].
 
     `normed` says of the base and of a depth whether what they hand on to the next depth is their state after the final
-    norm; golden files have it so. `unroll` and `draft` heed it, the others return what they say.
+    norm; golden files have it so. `unroll` and `draft` heed it, the others return what they say. These two read zeros
+    in place of the embedding at position 0 if `zeroed`.
     """
 
-    def __init__(self, config: dict, weights: dict[str, Tensor], normed: tuple[bool, bool] = (True, True)) -> None:
-        self.config, self.weights, self.normed = config, weights, normed
+    def __init__(
+        self, config: dict, weights: dict[str, Tensor], normed: tuple[bool, bool] = (True, True), zeroed=False
+    ) -> None:
+        self.config, self.weights, self.normed, self.zeroed = config, weights, normed, zeroed
         self.base, *self.heads = config["hybrid_layer_pattern"].split("/")
 
     @classmethod
-    def of(cls, case: Path, normed: tuple[bool, bool] = (True, True)) -> Self:
+    def of(cls, case: Path, normed: tuple[bool, bool] = (True, True), zeroed: bool = False) -> Self:
         config = json.loads((case / "config.json").read_text())["config"]
-        return cls(config, read_tensors(case / "checkpoint"), normed)
+        return cls(config, read_tensors(case / "checkpoint"), normed, zeroed)
 
     @classmethod
     def of_model(cls, model) -> Self:
@@ -81,9 +84,12 @@ class Oracle:
     def head(self, k: int) -> str:
         return f"mtp.layers.{0 if self.config['mtp_use_repeated_layer'] else k - 1}"
 
-    def entries(self, k: int, previous: Tensor, tokens: Tensor) -> Tensor:
-        """What the block of depth k reads for states and tokens of as many positions."""
+    def entries(self, k: int, previous: Tensor, tokens: Tensor, zeroed: bool = False) -> Tensor:
+        """What the block of depth k reads for states and tokens of as many positions, the first token left out if
+        `zeroed`."""
         embedding = self.weights["embedding.word_embeddings.weight"][tokens]
+        if zeroed:
+            embedding = torch.cat([0 * embedding[:, :1], embedding[:, 1:]], 1)
         x = [
             self.norm(f"{self.head(k)}.enorm.weight", embedding),
             self.norm(f"{self.head(k)}.hnorm.weight", previous),
@@ -97,7 +103,7 @@ class Oracle:
         """g^1 .. g^K, g^k at the positions i < s - k, each depth over its own stream."""
         handed_on, found = self.hidden(ids) if self.normed[0] else self.stream(ids), []
         for k in range(1, depths + 1):
-            entries = self.entries(k, handed_on[:, : ids.shape[1] - k], ids[:, k:])
+            entries = self.entries(k, handed_on[:, : ids.shape[1] - k], ids[:, k:], self.zeroed)
             x = self.block(f"{self.head(k)}.mtp_model_layer", self.heads[k - 1], entries)
             found.append(self.final(k, x))
             handed_on = found[-1] if self.normed[1] else x
@@ -106,7 +112,7 @@ class Oracle:
     def draft(self, ids: Tensor, i: int, depths: int) -> list[Tensor]:
         """g^1_i .. g^K_i [b, h] of a repeated head that decodes: depth k adds one entry to those of depth 1 up to i."""
         handed_on = self.hidden(ids) if self.normed[0] else self.stream(ids)
-        entries, found = self.entries(1, handed_on[:, : i + 1], ids[:, 1 : i + 2]), []
+        entries, found = self.entries(1, handed_on[:, : i + 1], ids[:, 1 : i + 2], self.zeroed), []
         for k in range(1, depths + 1):
             if k > 1:
                 entries = torch.cat([entries, self.entries(k, handed_on, ids[:, i + k : i + k + 1])], 1)

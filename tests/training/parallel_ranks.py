@@ -43,7 +43,13 @@ CASES = {
         dict(pattern="M*E-", mtp_pattern="*E", moe_latent_size=8), PACKED, ["heads.attention=serving", "loss.kind=kl"]
     ),
     "experts_whole": Case(
-        dict(pattern="*EM", mtp_pattern="E*", **dict.fromkeys(("mtp_reads_of_base", "mtp_reads_of_depth"), BEFORE)),
+        dict(
+            pattern="*EM",
+            mtp_pattern="E*",
+            mtp_reads_of_base=BEFORE,
+            mtp_reads_of_depth=BEFORE,
+            mtp_zero_first_embedding=True,
+        ),
         WHOLE,
         ["heads.attention=serving", "loss.kind=tv"],
     ),

@@ -55,6 +55,7 @@ def mtp_input(
     hnorm_weight: Tensor,
     eps: float,
     zero_centered: bool = False,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Make the input of an MTP depth's `eh_proj`: enorm(embedding of the token) beside hnorm(hidden) (DeepSeek-V3,
     arXiv:2412.19437, section 2.2).
@@ -65,9 +66,13 @@ def mtp_input(
         embedding: [V, h].
         enorm_weight, hnorm_weight: [h], weights of the two RMS norms.
         zero_centered: as for `rms_norm`.
+        positions: [T] int64; at position 0 zeros take the embedding's place. None: nowhere.
 
     Returns:
         [T, 2h] in the dtype of `hidden`, embedding first.
     """
-    embedded = rms_norm(F.embedding(token_ids, embedding), enorm_weight, eps, zero_centered)
+    embedded = F.embedding(token_ids, embedding)
+    if positions is not None:
+        embedded = embedded.masked_fill((positions == 0)[:, None], 0)
+    embedded = rms_norm(embedded, enorm_weight, eps, zero_centered)
     return torch.cat([embedded, rms_norm(hidden, hnorm_weight, eps, zero_centered)], -1)

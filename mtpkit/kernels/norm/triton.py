@@ -77,9 +77,10 @@ def _norm_gate_kernel(
 
 
 @triton.jit
-def _norm_row(source, weight, out, eps, width, ZERO_CENTERED, BLOCK):
+def _norm_row(source, weight, out, eps, width, known, ZERO_CENTERED, BLOCK):
+    """Normalise the row at `source`, of which the first `known` of `width` values are read and the others are zero."""
     column = tl.arange(0, BLOCK)[None, :]
-    value = tl.load(source + column, mask=column < width, other=0.0).to(tl.float32)
+    value = tl.load(source + column, mask=column < known, other=0.0).to(tl.float32)
     normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED)
     tl.store(out + column, normed.to(out.dtype.element_ty), mask=column < width)
 
@@ -87,12 +88,14 @@ def _norm_row(source, weight, out, eps, width, ZERO_CENTERED, BLOCK):
 @triton.jit
 def _mtp_input_kernel(
     token_ids,
+    positions,
     hidden_rows,
     embedding_rows,
     norms,
     out,
     eps,
     width,
+    ZERO_FIRST: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -103,9 +106,12 @@ def _mtp_input_kernel(
     out += token * 2 * width
     if tl.program_id(1) == 0:
         row = tl.load(token_ids + token).to(tl.int64)
-        _norm_row(embedding + row * embedding_stride, enorm_weight, out, eps, width, ZERO_CENTERED, BLOCK)
+        known = width
+        if ZERO_FIRST:
+            known = tl.where(tl.load(positions + token) == 0, 0, width)
+        _norm_row(embedding + row * embedding_stride, enorm_weight, out, eps, width, known, ZERO_CENTERED, BLOCK)
     else:
-        _norm_row(hidden + token * hidden_stride, hnorm_weight, out + width, eps, width, ZERO_CENTERED, BLOCK)
+        _norm_row(hidden + token * hidden_stride, hnorm_weight, out + width, eps, width, width, ZERO_CENTERED, BLOCK)
 
 
 def _tile(width: int) -> dict[str, int]:
@@ -161,6 +167,7 @@ def mtp_input(
     hnorm_weight: Tensor,
     eps: float,
     zero_centered: bool = False,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """See the reference. Gather, both norms and the concatenation are one launch, two programs per token."""
     hidden, token_ids = as_rows(hidden), token_ids.contiguous()
@@ -169,12 +176,14 @@ def mtp_input(
     block = triton.next_power_of_2(width)
     _mtp_input_kernel[(tokens, 2)](
         token_ids,
+        token_ids if positions is None else positions.contiguous(),
         strided(hidden),
         strided(embedding),
         (enorm_weight, hnorm_weight),
         out,
         eps,
         width,
+        ZERO_FIRST=positions is not None,
         ZERO_CENTERED=zero_centered,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),

@@ -113,10 +113,7 @@ class SelfAttention(MegatronSelfAttention):
 
     def _positions(self, q: Tensor, inputs: SequenceInput) -> Tensor:
         """[b, s] rotary positions of whole sequences."""
-        positions = inputs.positions
-        if positions is None:
-            positions = torch.arange(q.shape[0], device=q.device).expand(q.shape[1], -1)
-        return positions + inputs.depth - 1 if isinstance(inputs, DepthInput) else positions
+        return inputs.positions_in(q.shape[1], q.shape[0], q.device)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         settings = self.config.mtpkit.attention

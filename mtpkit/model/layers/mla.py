@@ -144,11 +144,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
                 rotary_k = gather_from_sequence_parallel_region(rotary_k, group=self.tp_group)
             else:
                 rotary_k = copy_to_tensor_model_parallel_region(rotary_k, self.tp_group)
-        positions = inputs.positions
-        if positions is None:
-            positions = torch.arange(len(plain_q), device=x.device).expand(plain_q.shape[1], -1)
-        if isinstance(inputs, DepthInput):
-            positions = positions + inputs.depth - 1
+        positions = inputs.positions_in(plain_q.shape[1], len(plain_q), x.device)
         rotary_q, rotary_k = self._rotate(rotary_q, positions), self._rotate(rotary_k[:, :, None], positions)
         q = torch.cat([plain_q, rotary_q], -1)
         return q, torch.cat([plain_k, rotary_k.expand(-1, -1, self.heads, -1)], -1), v.contiguous()

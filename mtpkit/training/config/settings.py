@@ -95,6 +95,9 @@ class HeadsConfig:
     served must read the same. `auto`: that of the model's heads, or of its family where it has none."""
     reads_of_depth: Literal["auto"] | HiddenState = "auto"
     """The hidden state of a depth that the next depth reads, alike."""
+    zero_first_embedding: Literal["auto"] | bool = "auto"
+    """Depths read zeros in place of the embedding at position 0 of each document, as vLLM has it for some families.
+    `auto`: as for `reads_of_base`."""
     recompute: bool = False
     """Recompute each depth's activations in the backward pass: a third more work in the heads, and memory for the
     activations of one depth instead of K."""
