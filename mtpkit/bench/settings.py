@@ -138,6 +138,14 @@ class PrefillConfig:
         yield from too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
 
 
+@checked("conversion benchmark")
+class ConvertBenchConfig:
+    """What `measure_conversion` measures."""
+
+    gigabytes: Annotated[float, Field(gt=0, le=100_000)] = 2.0
+    """Size of the synthetic checkpoint, in 10^9 bytes; the disk must have room for twice as much."""
+
+
 @checked("load benchmark")
 class LoadConfig:
     """What `measure_load` measures: requests whose lengths are lognormal, by default as in docs/performance.md."""

@@ -1,4 +1,4 @@
-"""Time decoding, prefill, a load, training and each kernel, beside a copy and a matrix product in the same run."""
+"""Time decoding, prefill, a load, training, conversion and kernels, beside a copy and a matrix product in one run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +10,7 @@ import typer
 from mtpkit.bench.settings import (
     LOAD_DRAFTS,
     USUAL_DRAFTS,
+    ConvertBenchConfig,
     DecodeConfig,
     KernelConfig,
     LoadConfig,
@@ -226,6 +227,25 @@ def kernels(
             print(line)
     else:
         measure_kernels(get_config(model), config, device, model, _keep(output)).show()
+
+
+@app.command(cls=Command)
+@options.takes_options
+def convert(
+    *,
+    config: Annotated[ConvertBenchConfig, options.Fields()],
+    directory: Annotated[
+        Path, typer.Option(callback=options.writable_directory, help="Place on the disk to measure; left as it was.")
+    ] = Path(),
+    output: Output = None,
+) -> None:
+    """Time import, stitch and export of a synthetic checkpoint, as shares of the rate at which its files are copied.
+
+    All files are removed again. Exported tensors must be those of the original.
+    """
+    from mtpkit.bench.convert import measure_conversion
+
+    _finish(measure_conversion(config, directory), output)
 
 
 @app.command(cls=Command)

@@ -113,6 +113,20 @@ def test_prefill(call, capsys):
     assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (2, 12, 16, 1)
 
 
+def test_convert(call, capsys, tmp_path):
+    (tmp_path / "disk").mkdir()
+    options = ["--gigabytes", 0.001, "--directory", tmp_path / "disk", "--output", tmp_path / "out"]
+    assert call(app, "convert", *options) == 0
+    found = last_line(capsys)
+    assert [row["stage"] for row in found["rows"]] == ["copy of the files", "import", "stitch --link", "export"]
+    assert found["settings"] == {"gigabytes": 0.001} and not any((tmp_path / "disk").iterdir())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"convert.json", "convert.md"}
+    (tmp_path / "file").touch()
+    assert call(app, "convert", "--directory", tmp_path / "file") == 2
+    assert call(app, "convert", "--gigabytes", 0) == 2
+    assert "--gigabytes is 0.0, must be above 0" in capsys.readouterr().err
+
+
 LOAD = "--model nemotron-h-tiny --num-prompts 3 --prompt-max 20 --output-max 12 --repeats 1 --k 1 --max-num-seqs 2"
 
 

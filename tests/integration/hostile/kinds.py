@@ -9,6 +9,7 @@ from tests.integration.hostile.cases import CONTROL, Case, Kind
 
 KINDS = (*kinds_model.KINDS, *kinds_data.KINDS, *kinds_run.KINDS)
 READERS: dict[str, tuple[str, ...]] = {
+    "bench/convert.py": (),  # its own files
     "bench/machine.py": (),  # what the processor is called
     "bench/shapes.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
     "checkpoint/layouts/huggingface.py": ("index", "safetensors"),
