@@ -16,6 +16,7 @@ from mtpkit.checkpoint.families.keys import RULE_KEYS
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.verify import compare_weights
+from mtpkit.config.sections import MlaConfig
 from mtpkit.engine.loading import resolve_drafts
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, edit_config
@@ -261,6 +262,31 @@ def test_megatron_lm_arguments():
         {"padded_vocab_size": None},
         {"norm_epsilon": "x"},
         {"mamba_num_heads": None, "mamba_head_dim": 0},
+    ):
+        with pytest.raises(UserError):
+            config_from_megatron(megatron_args(**changes))
+
+
+LATENT = dict(hybrid_override_pattern="+-+-", mtp_hybrid_override_pattern="+-", multi_latent_attention=True)
+
+
+def test_megatron_lm_arguments_of_latent_attention():
+    """Megatron's defaults are not DeepSeek's: YaRN by 40 with `mscale_all_dim` 0."""
+    sizes = dict(kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+    config = config_from_megatron(megatron_args(**LATENT, **sizes, q_lora_rank=None, qk_layernorm=True))
+    assert config.mla == MlaConfig(**sizes, q_proj_layernorm=True)
+    assert (config.mla.rope_type, config.mla.rotary_scaling_factor, config.mla.mscale_all_dim) == ("yarn", 40, 0)
+    low_rank = config_from_megatron(
+        megatron_args(**LATENT, **sizes, q_lora_rank=24, qk_layernorm=True, rope_type="rope", mscale_all_dim=1.0)
+    )
+    assert low_rank.mla == MlaConfig(**sizes, q_lora_rank=24, rope_type="rope", mscale_all_dim=1.0)
+    for changes in (
+        LATENT | {"multi_latent_attention": False},
+        LATENT | {"rotary_percent": 0.5},
+        LATENT | {"attention_output_gate": True},
+        LATENT | {"rope_type": "linear"},
+        LATENT | {"hybrid_override_pattern": "+-*-"},
+        {"multi_latent_attention": True},
     ):
         with pytest.raises(UserError):
             config_from_megatron(megatron_args(**changes))

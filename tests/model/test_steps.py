@@ -216,7 +216,7 @@ def test_sabotage_would_be_seen(rollback, sabotage):
 
 @torch.no_grad()
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
-@pytest.mark.parametrize("changes", [MAMBA_HEAD, DELTA_HEAD])
+@pytest.mark.parametrize("changes", [MAMBA_HEAD, DELTA_HEAD, LATENT])
 def test_a_request_goes_on_where_its_states_are_restored(changes, rollback):
     assert simulate(toy_model(**changes), rollback, moves=True) < TOLERANCE
 

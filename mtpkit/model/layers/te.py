@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -98,17 +99,22 @@ class CoreAttention(megatron_te.TEDotProductAttention):
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """See `mtpkit.kernels.attention.sequence_attention`: q [b, s, heads, d], k and v [b, s, groups, d], documents
-        [b, s] or None; returns [b, s, heads, d]."""
+        """See `mtpkit.kernels.attention.sequence_attention`: q [b, s, heads, d], k [b, s, groups, d], v [b, s, groups,
+        e], documents [b, s] or None; returns [b, s, heads, e]."""
         b, s = q.shape[:2]
         packed = None if documents is None else _packed(documents)
         if packed is None:
+            self.hidden_size_per_attention_head_v = v.shape[-1]
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
             out = super().forward(q, k, v, None, AttnMaskType.causal)  # [s, b, heads * d]
             return out.view(s, b, q.shape[2], -1).transpose(0, 1)
+        width = v.shape[-1]
+        if width < q.shape[-1]:  # packed sequences take values as wide as keys alone
+            v = F.pad(v, (0, q.shape[-1] - width))
+        self.hidden_size_per_attention_head_v = v.shape[-1]
         q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
         out = super().forward(q, k, v, None, AttnMaskType.causal, packed_seq_params=packed)
-        return out.view(b, s, q.shape[1], -1)
+        return out.view(b, s, q.shape[1], -1)[..., :width]
 
 
 def _packed(documents: Tensor) -> PackedSeqParams | None:
