@@ -22,6 +22,9 @@ GLM = {
     "air": dict(use_qk_norm=False, first_k_dense_replace=2, n_shared_experts=2, routed_scaling_factor=1.0),
     "all_experts": dict(first_k_dense_replace=0, attention_bias=False, num_attention_heads=6, num_key_value_heads=3),
     "groups": dict(n_routed_experts=12, n_group=4, topk_group=2, num_experts_per_tok=4, moe_intermediate_size=7),
+    "groups_of_any": dict(n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=5, norm_topk_prob=False),
+    "one_expert": dict(num_experts_per_tok=1, norm_topk_prob=True, routed_scaling_factor=0.7),
+    "one_expert_as_scored": dict(num_experts_per_tok=1, norm_topk_prob=False),
     "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25), head_dim=16),
     "dense": dict(first_k_dense_replace=3, rope_theta=1e6, partial_rotary_factor=1.0, rms_norm_eps=1e-3),
 }
@@ -69,7 +72,7 @@ def read_all(directory):
     [
         ("glm", "usual", 1, torch.bfloat16),
         ("glm", "odd", 2, torch.float32),
-        ("glm", "groups", 0, torch.float32),
+        ("glm", "groups_of_any", 0, torch.float32),
         ("mimo", "usual", 1, torch.bfloat16),
         ("mimo", "odd", 2, torch.float32),
     ],

@@ -250,6 +250,17 @@ def test_megatron_lm_arguments():
     gated = config_from_megatron(megatron_args(apply_layernorm_1p=True, attention_output_gate=True))
     assert gated == config.replace(layernorm_zero_centered_gamma=True, attention_output_gate=True)
     assert config_from_megatron(megatron_args(layernorm_zero_centered_gamma=True)).layernorm_zero_centered_gamma
+    experts = dict(hybrid_override_pattern="ME", num_experts=4, moe_ffn_hidden_size=8, mtp_hybrid_override_pattern="*E")
+    softmax = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
+    for values, normalize in (
+        (dict(moe_router_pre_softmax=False, **softmax), True),
+        (dict(moe_router_pre_softmax=True, **softmax), False),
+        (dict(moe_router_pre_softmax=True, moe_router_score_function="sigmoid"), True),  # which Megatron ignores there
+    ):
+        routing = config_from_megatron(megatron_args(**experts, **values)).moe.routing
+        assert (routing.score, routing.normalize) == (values["moe_router_score_function"], normalize)
+    with pytest.raises(UserError, match="moe_router_score_function is 'sqrtsoftplus'"):
+        config_from_megatron(megatron_args(**experts, moe_router_score_function="sqrtsoftplus"))
     for changes in (
         {"apply_layernorm_1p": "x"},
         {"attention_output_gate": "x"},

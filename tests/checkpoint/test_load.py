@@ -235,6 +235,12 @@ def test_saving_starts_no_process(hf_dir, tmp_path):
         dict(pattern="*-", activation="swiglu", qk_layernorm=True, position_embedding_type="rope"),
         dict(pattern="*-", attention_output_gate=True, layernorm_zero_centered_gamma=True, num_query_groups=4),
         dict(pattern="*-", add_qkv_bias=True),
+        dict(
+            pattern="E",
+            moe_router_enable_expert_bias=False,
+            moe_router_score_function="softmax",
+            moe_shared_expert_gate=True,
+        ),
         dict(pattern="*-", tie_word_embeddings=True),
         dict(pattern="E", mtp_pattern="", mtp_num_depths=0, moe_shared_expert_intermediate_size=0),
         dict(mtp_use_repeated_layer=False, mtp_pattern="M-"),

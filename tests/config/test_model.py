@@ -12,6 +12,8 @@ from tests.toy_config import toy_config
 
 VALUES = toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, moe_ffn_hidden_size=16).values()
 
+SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
+
 ORDER = [
     *("family", "vocab_size", "hidden_size", "pattern", "max_position_embeddings"),
     *("mtp_pattern", "mtp_num_depths", "mtp_depths_known", "mtp_use_repeated_layer"),
@@ -43,6 +45,13 @@ def test_files_have_later_settings_only_where_they_differ():
             dict(position_embedding_type="rope", rotary_percent=0.4),
             ["rotary_percent 0.4", "kv_channels 8", "3 channels"],
         ),
+        (dict(moe_router_score_function="softmax"), ["moe_router_enable_expert_bias", "'softmax'"]),
+        (dict(moe_router_pre_softmax=True), ["moe_router_pre_softmax", "'softmax'"]),
+        (dict(SOFTMAX, moe_router_normalize=True), ["moe_router_normalize", "moe_router_pre_softmax"]),
+        (dict(SOFTMAX, moe_router_num_groups=2), ["moe_router_num_groups 2", "'softmax'"]),
+        (dict(moe_shared_expert_gate=True), ["moe_shared_expert_gate", "moe_shared_expert_intermediate_size"]),
+        (dict(moe_router_num_groups=2, moe_router_group_best=3), ["best 3", "group of 2", "moe_router_group_best"]),
+        (dict(moe_router_num_groups=2, moe_router_topk=3), ["moe_router_topk 3", "groups of 2"]),
         (dict(pattern="MX*Q"), ["pattern", "'Q'", "'X'", "M (Mamba2)"]),
         (dict(mtp_pattern="*?"), ["mtp_pattern", "'?'"]),
         (dict(pattern=""), ["pattern is empty"]),

@@ -37,7 +37,8 @@ def test_experts_are_those_of_megatron(twin: Twin, case, tokens):
     case = dict(case)
     experts, top_k = case.pop("experts"), case.pop("top_k")
     logits, bias = draw_logits(tokens, experts, twin.device)
-    have = dense(*twin("moe").route(logits, bias, top_k, **case), experts)
+    like = dict(group_best=top_k // case.get("top_groups", 1), normalize=top_k > 1)
+    have = dense(*twin("moe").route(logits, bias, top_k, **case, **like), experts)
     want, _ = topk_routing_with_score_function(
         logits.cpu(),
         top_k,
@@ -51,6 +52,39 @@ def test_experts_are_those_of_megatron(twin: Twin, case, tokens):
     assert torch.allclose(have, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(5, 2), (16, 5), (3, 3)])
+def test_softmax_is_that_of_megatron(twin: Twin, experts, top_k, pre_softmax):
+    logits, _ = draw_logits(7, experts, twin.device)
+    logits[2] *= 50  # most powers underflow
+    settings = dict(scale=1.5, score="softmax", normalize=not pre_softmax)
+    have = dense(*twin("moe").route(logits, None, top_k, **settings), experts)
+    want, _ = topk_routing_with_score_function(
+        logits.cpu(), top_k, use_pre_softmax=pre_softmax, scaling_factor=1.5, score_function="softmax"
+    )
+    assert torch.allclose(have, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", [dict(), dict(num_groups=4, top_groups=2, group_best=2)], ids=str)
+def test_sigmoid_without_normalisation_and_bias(twin: Twin, case):
+    logits, bias = draw_logits(5, 16, twin.device)
+    plain = dense(*twin("moe").route(logits, None, 3, normalize=False, **case), 16)
+    chosen = plain != 0
+    assert torch.allclose(plain[chosen], logits.cpu().sigmoid()[chosen]) and (chosen.sum(1) == 3).all()
+    zero = dense(*twin("moe").route(logits, 0 * bias, 3, normalize=False, **case), 16)
+    assert torch.equal(zero, plain)
+    ones = dense(*twin("moe").route(logits, None, 3, **case), 16)
+    assert torch.allclose(ones, plain / plain.sum(1, keepdim=True))
+
+
+def test_the_score_of_a_group_is_of_as_many_as_asked(twin: Twin):
+    # One good expert in group 0, two fair ones in group 1.
+    logits = torch.tensor([[3.0, -9.0, 1.0, 1.0]]).to(twin.device)
+    for best, group in ((1, {0, 1}), (2, {2, 3})):
+        ids, _ = twin("moe").route(logits, None, 2, num_groups=2, top_groups=1, group_best=best)
+        assert set(ids[0].tolist()) == group
+
+
 def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).to(twin.device)
     bias = torch.tensor([9.0, 0.0, 0.0, 0.0]).to(twin.device)
@@ -59,8 +93,11 @@ def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
     assert torch.allclose(have[0, [0, 3]], scores / scores.sum())
 
 
+NAN_ROUTINGS = [dict(), dict(num_groups=4, top_groups=2), dict(num_groups=2, top_groups=1), dict(score="softmax")]
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, under the interpreter
-@pytest.mark.parametrize("groups", [dict(), dict(num_groups=4, top_groups=2), dict(num_groups=2, top_groups=1)])
+@pytest.mark.parametrize("groups", NAN_ROUTINGS)
 def test_a_token_of_nan_has_distinct_experts(twin: Twin, groups):
     """Null rows of a batch may hold anything; their experts are read, so that they have to exist."""
     if twin.name == "reference":

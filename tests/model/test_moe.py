@@ -13,6 +13,7 @@ from tests.model.test_residual import ROWS, WIDTH, first_step, run
 from tests.model.toy import CONFIG
 from tests.ranks import run_ranks
 
+SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
 CASES = {
     "plain": {},
     "gated": dict(activation="swiglu"),
@@ -21,6 +22,13 @@ CASES = {
     "latent alone": dict(moe_latent_size=20, moe_shared_expert_intermediate_size=0),
     "groups": dict(num_moe_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4),
     "one of all": dict(moe_router_topk=1),
+    "unnormalised": dict(moe_router_normalize=False, moe_router_enable_expert_bias=False),
+    "softmax": dict(SOFTMAX, num_moe_experts=5, moe_router_topk=3),
+    "pre-softmax": dict(SOFTMAX, moe_router_pre_softmax=True, moe_shared_expert_gate=True),
+    "gate of the shared expert": dict(SOFTMAX, moe_shared_expert_gate=True, activation="swiglu", moe_latent_size=12),
+    "best two of a group": dict(
+        num_moe_experts=12, moe_router_num_groups=4, moe_router_group_topk=3, moe_router_topk=4, moe_router_group_best=2
+    ),
 }
 
 
@@ -29,6 +37,8 @@ def fresh(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes):
     model = build_model(CONFIG.replace(**changes), dtype=dtype, device=device, seed=3).requires_grad_(False)
     for module in model.modules():
         if isinstance(module, MoELayer):
+            if module.router.expert_bias is None:
+                continue
             module.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, len(module.router.expert_bias)))
     return model
 

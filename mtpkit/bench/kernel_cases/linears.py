@@ -198,12 +198,11 @@ def sigmoid_gate(shapes: Shapes) -> Case:
 def route(shapes: Shapes, tokens: int) -> Case:
     """The experts of each token."""
     config, count = shapes.config, shapes.config.moe.num_experts
-    rest = (config.moe.router_topk, config.moe.router_topk_scaling_factor)
-    groups = (config.moe.router_num_groups, config.moe.router_group_topk)
+    rest = config.moe.routing
 
     def make() -> Args:
-        logits = shapes.normal(tokens, count).float()
-        return logits, shapes.normal(count).float(), *rest, *groups
+        bias = shapes.normal(count).float() if config.moe.router_enable_expert_bias else None
+        return shapes.normal(tokens, count).float(), bias, *rest
 
     def chosen(args: Args, out: tuple[Tensor, Tensor]) -> Tensor:
         expert_ids, weights = out
@@ -211,9 +210,9 @@ def route(shapes: Shapes, tokens: int) -> Case:
 
     return Case(
         moe.route,
-        f"[{tokens}, {count}], {rest[0]} each",
+        f"[{tokens}, {count}], {rest.top_k} each",
         make,
-        lambda args: size(args[0], args[1]) + tokens * rest[0] * 12,
+        lambda args: size(args[0], args[1]) + tokens * rest.top_k * 12,
         judge=chosen,
     )
 

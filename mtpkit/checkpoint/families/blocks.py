@@ -17,6 +17,9 @@ from mtpkit.errors import shown
 MOST_LAYERS = 1024
 """The most layers of a model, two letters each."""
 
+_GROUP_BEST = 2
+"""Experts whose scores add up to that of their group, however many are chosen."""
+
 OUTSIDE = (
     one("model.embed_tokens.weight", megatron.EMBEDDING),
     one("model.norm.weight", megatron.FINAL_NORM),
@@ -251,25 +254,26 @@ class Router(Line):
             "moe_router_topk_scaling_factor": "routed_scaling_factor",
         }
 
+    def fields(self) -> Collection[str]:
+        return (*self.names(), "moe_router_group_best", "moe_router_normalize")
+
     def read(self, file: Values) -> Settings:
         file.require("scoring_func", "sigmoid")
         file.require("topk_method", "noaux_tc")
         topk, groups, best = (file.typed(key, 1) for key in ("num_experts_per_tok", "n_group", "topk_group"))
-        if file.typed("norm_topk_prob", True) != (topk > 1):
-            file.problems.append(
-                "norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron"
-            )
-        if groups > 1 and topk // max(1, best) != 2:
-            # A group's score is the sum of its two best experts here, of its topk / topk_group best in Megatron.
-            file.problems.append("n_group above 1 needs num_experts_per_tok to be twice topk_group, as in Megatron")
-        scale = file.get("routed_scaling_factor", 1.0)
-        return dict(zip(self.names(), (groups, best, scale), strict=True))
+        scale, normalize = file.get("routed_scaling_factor", 1.0), file.typed("norm_topk_prob", True)
+        found: dict[str, object] = dict(zip(self.names(), (groups, best, scale), strict=True))
+        if normalize != (topk > 1):
+            found["moe_router_normalize"] = normalize
+        if groups > 1 and topk // max(1, best) != _GROUP_BEST:
+            found["moe_router_group_best"] = _GROUP_BEST
+        return found
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
         written: dict[str, object] = {key: config.value(field) for field, key in self.names().items()}
-        return written | {"norm_topk_prob": config.moe.router_topk > 1}
+        return written | {"norm_topk_prob": config.moe.routing.normalize}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        groups, best, topk = config.moe.router_num_groups, config.moe.router_group_topk, config.moe.router_topk
-        if groups > 1 and topk // best != 2:
-            yield f"{groups} groups of experts whose best {topk // best} count, only whose best 2"
+        routing = config.moe.routing
+        if routing.num_groups > 1 and routing.group_best != _GROUP_BEST:
+            yield f"groups of experts whose best {routing.group_best} count, only whose best {_GROUP_BEST}"

@@ -45,13 +45,6 @@ FIXED = {
 }
 """Settings with one value that can be represented."""
 
-MOE_FIXED = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_shared_expert_gate": False,
-}
-"""The same, for models with experts."""
-
 MLA_FIXED = {"rotary_percent": 1.0, "multi_latent_attention": True, "attention_output_gate": False}
 """The same, for models with multi-head latent attention."""
 
@@ -166,7 +159,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     pattern, mtp_pattern, depths = _patterns(file)
     letters = pattern + mtp_pattern
     latent = MLA_FIXED if MlaConfig.letter in letters else NO_MLA_FIXED
-    for key, value in (FIXED | (MOE_FIXED if MoeConfig.letter in letters else {}) | latent).items():
+    for key, value in (FIXED | latent).items():
         file.require(key, value)
     there = [kind for letter, kind in SECTIONS.items() if kind.in_every_file or letter in pattern + mtp_pattern]
     same = [key for section in there for key in keys_of(section).values()]
@@ -185,6 +178,8 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
         width = max(1, file.typed("mamba_head_dim", Mamba2Config.head_dim))
         fields["mamba_num_heads"] = MAMBA_EXPAND * hidden // width
     fields |= {field: file.get(key) for field, key in keys.items() if key is not None}
+    if file.get("moe_router_score_function", MoeConfig.router_score_function) == "sigmoid":
+        fields.pop("moe_router_pre_softmax", None)  # which Megatron then ignores
     fields |= dict(
         family="",
         pattern=pattern,

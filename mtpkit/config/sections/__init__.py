@@ -16,7 +16,7 @@ from mtpkit.config.sections.gated_delta_net import GatedDeltaNetConfig
 from mtpkit.config.sections.mamba2 import Mamba2Config
 from mtpkit.config.sections.mla import MlaConfig
 from mtpkit.config.sections.mlp import MlpConfig
-from mtpkit.config.sections.moe import MOST_IN_A_LAYER, MoeConfig
+from mtpkit.config.sections.moe import MOST_IN_A_LAYER, MoeConfig, Routing, ScoreFunction
 
 __all__ = [
     "MOST_IN_A_LAYER",
@@ -31,6 +31,8 @@ __all__ = [
     "Number",
     "Part",
     "Pattern",
+    "Routing",
+    "ScoreFunction",
     "Section",
     "known_letters",
     "register_section",

@@ -1,7 +1,7 @@
 """Sizes and switches of mixtures of experts."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -12,6 +12,21 @@ MOST_IN_A_LAYER, _MOST_EXPERTS = 2**14, 2**17
 """The most experts of one layer, and of all layers together."""
 
 
+ScoreFunction = Literal["sigmoid", "softmax"]
+
+
+class Routing(NamedTuple):
+    """How a router chooses and weighs experts: the arguments of `mtpkit.kernels.moe.route` after logits and bias."""
+
+    top_k: int
+    scale: float
+    num_groups: int
+    top_groups: int
+    group_best: int
+    score: ScoreFunction
+    normalize: bool
+
+
 @checked("model config", prefix="moe_")
 class MoeConfig(Section):
     """Routed experts, with or without a shared one; their activation is `MlpConfig.activation`."""
@@ -20,6 +35,14 @@ class MoeConfig(Section):
     positive = ("num_experts", "ffn_hidden_size", "router_topk", "router_num_groups", "router_group_topk")
     multiples = (("num_experts", "router_num_groups"),)
     at_most = (("router_topk", "num_experts"), ("router_group_topk", "router_num_groups"))
+    added_later = (
+        "router_score_function",
+        "router_enable_expert_bias",
+        "router_pre_softmax",
+        "router_normalize",
+        "router_group_best",
+        "shared_expert_gate",
+    )
 
     num_experts: int = Field(default=0, validation_alias="num_moe_experts", ge=0, le=MOST_IN_A_LAYER)
     router_topk: Annotated[int, up_to(2**14)] = 2
@@ -31,8 +54,50 @@ class MoeConfig(Section):
     router_topk_scaling_factor: Annotated[Number, Field(ge=1e-6, le=1e6)] = 1.0
     router_num_groups: Annotated[int, up_to(2**14)] = 1
     router_group_topk: Annotated[int, up_to(2**14)] = 1
+    router_group_best: Annotated[int, up_to(2**14)] = 0
+    """Experts whose scores add up to that of their group: 2 in Hugging Face's models; 0: as many as Megatron takes,
+    moe_router_topk // moe_router_group_topk."""
+    router_score_function: ScoreFunction = "sigmoid"
+    router_enable_expert_bias: bool = True
+    """Whether a bias is added to sigmoid scores for the choice of experts, not for their weights (DeepSeek-V3)."""
+    router_pre_softmax: bool = False
+    """Whether softmax scores, over all experts, are the weights as they are; else those chosen add up to 1."""
+    router_normalize: bool | None = None
+    """Whether the chosen sigmoid scores are divided by their sum; None: as in Megatron, where there are several."""
+    shared_expert_gate: bool = False
+    """Whether the shared expert's output is multiplied by the sigmoid of a gate, one number per token (Qwen3-Next)."""
+
+    @property
+    def routing(self) -> Routing:
+        """How the router chooses and weighs."""
+        top_k, groups = self.router_topk, self.router_group_topk
+        normalize = top_k > 1 if self.router_normalize is None else self.router_normalize
+        if self.router_score_function == "softmax":
+            normalize = not self.router_pre_softmax
+        best = self.router_group_best or top_k // max(1, groups)
+        scale = self.router_topk_scaling_factor
+        return Routing(top_k, scale, self.router_num_groups, groups, best, self.router_score_function, normalize)
 
     def requirements(self, layers: int) -> Iterator[str]:
         yield from super().requirements(layers)
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            yield "moe_shared_expert_gate true without moe_shared_expert_intermediate_size"
+        yield from self._routing_problems()
         if (experts := self.num_experts * layers) > _MOST_EXPERTS:
             yield f"num_moe_experts {self.num_experts} in all layers are {experts}, more than {_MOST_EXPERTS}"
+
+    def _routing_problems(self) -> Iterator[str]:
+        grouped, size = self.router_num_groups > 1, self.num_experts // max(1, self.router_num_groups)
+        if self.router_score_function == "softmax":
+            if self.router_enable_expert_bias:
+                yield "moe_router_enable_expert_bias true with moe_router_score_function 'softmax', only with 'sigmoid'"
+            if self.router_normalize is not None:
+                yield "moe_router_normalize is for 'sigmoid' scores; moe_router_pre_softmax says it for 'softmax'"
+            if grouped:
+                yield f"moe_router_num_groups {self.router_num_groups} with 'softmax' scores, only with 'sigmoid'"
+        elif self.router_pre_softmax:
+            yield "moe_router_pre_softmax true without moe_router_score_function 'softmax'"
+        if grouped and not 1 <= (best := self.routing.group_best) <= size:
+            yield f"the best {best} experts of a group of {size} cannot be its score: set moe_router_group_best"
+        if grouped and self.router_topk > self.router_group_topk * size:
+            yield f"moe_router_topk {self.router_topk} exceeds the experts of moe_router_group_topk groups of {size}"

@@ -9,36 +9,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.config.sections import ScoreFunction
 from mtpkit.kernels.activation.reference import relu2, swiglu
 
 Activation = Literal["relu2", "swiglu"]
 
 
 def route(
-    logits: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, num_groups: int = 1, top_groups: int = 1
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    score: ScoreFunction = "sigmoid",
+    normalize: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token by sigmoid scores (DeepSeek-V3, arXiv:2412.19437), as megatron-core does.
+    """Choose the experts of each token (DeepSeek-V3, arXiv:2412.19437).
 
     Args:
         logits: [T, E] float32.
         bias: [E] float32, added to the scores for the choice of experts, not for their weights.
-        scale: factor of the weights, which add up to it if k > 1.
-        num_groups, top_groups: experts come only from the best `top_groups` of `num_groups` groups of neighbours; the
-            score of a group is the sum of its best k / top_groups experts.
+        scale: factor of the weights.
+        num_groups, top_groups: experts come only from the best `top_groups` of `num_groups` groups of neighbours.
+        group_best: the score of a group is the sum of its best so many experts.
+        score: `sigmoid` of each logit, or `softmax` over all experts.
+        normalize: divide the scores of the chosen experts by their sum.
 
     Returns:
         Distinct experts [T, k] int64, in any order, and their weights [T, k] float32.
     """
-    scores = logits.float().sigmoid()
-    ranked = scores + bias
+    scores = logits.float().sigmoid() if score == "sigmoid" else logits.float().softmax(-1)
+    ranked = scores if bias is None else scores + bias
     if num_groups > 1:
         groups = ranked.unflatten(1, (num_groups, -1))
-        best = groups.topk(top_k // top_groups, -1).values.sum(-1).topk(top_groups, -1).indices
+        best = groups.topk(group_best, -1).values.sum(-1).topk(top_groups, -1).indices
         left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
         ranked = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
     expert_ids = ranked.topk(top_k, -1).indices
     weights = scores.gather(1, expert_ids)
-    if top_k > 1:
+    if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return expert_ids, weights * scale
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.config.sections import ScoreFunction
 from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, load, padded, with_rows
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Activation
@@ -250,6 +251,9 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -261,14 +265,21 @@ def _route_kernel(
     index = row[:, None] * GROUP + column[None, :]
     real = (row < NUM_GROUPS)[:, None] & (column < GROUP)[None, :]
     logits = tl.load(logits_ptr + token * stride + index, mask=real, other=0.0)
-    scores = 1.0 / (1.0 + tl.exp(-logits))
-    ranked = scores + tl.load(bias_ptr + index, mask=real, other=0.0)
+    if SOFTMAX:
+        highest = tl.max(tl.max(tl.where(real, logits, float("-inf")), 1), 0)
+        powers = tl.where(real, tl.exp(logits - highest), 0.0)
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    ranked = scores
+    if bias_ptr is not None:
+        ranked += tl.load(bias_ptr + index, mask=real, other=0.0)
     taken = ~real
     if NUM_GROUPS > 1:
-        # The score of a group is the sum of its best TOP_K // TOP_GROUPS experts.
+        # The score of a group is the sum of its best GROUP_BEST experts.
         left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
         value = tl.zeros([ROWS], tl.float32)
-        for _ in tl.static_range(TOP_K // TOP_GROUPS):
+        for _ in tl.static_range(GROUP_BEST):
             best = tl.max(left, 1)
             value += best
             first = tl.min(tl.where(left == best[:, None], column[None, :], COLUMNS), 1)
@@ -285,23 +296,32 @@ def _route_kernel(
         chosen = tl.where(place == k, score, chosen)
         total += score
         tl.store(ids_ptr + token * TOP_K + k, best.to(tl.int64))
-    if TOP_K > 1:
+    if NORMALIZE:
         chosen = chosen / (total + 1e-20)
     tl.store(weights_ptr + token * TOP_K + place, chosen * scale, mask=place < TOP_K)
 
 
 def route(
-    logits: Tensor, bias: Tensor, top_k: int, scale: float = 1.0, num_groups: int = 1, top_groups: int = 1
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    score: ScoreFunction = "sigmoid",
+    normalize: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Padding tokens may be NaN and go to some experts too.
 
     Group sizes that are no power of two run the reference, which does not wait for the device either.
     """
     tokens, experts = logits.shape
-    assert logits.dtype == bias.dtype == torch.float32 and logits.stride(1) == 1
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1
+    assert bias is None or bias.dtype == torch.float32
     group = experts // num_groups
     if num_groups > 1 and group != triton.next_power_of_2(group):
-        return reference.route(logits, bias, top_k, scale, num_groups, top_groups)
+        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize)
     expert_ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens:
@@ -315,6 +335,9 @@ def route(
             TOP_K=top_k,
             NUM_GROUPS=num_groups,
             TOP_GROUPS=top_groups,
+            GROUP_BEST=group_best,
+            SOFTMAX=score == "softmax",
+            NORMALIZE=normalize,
             GROUP=group,
             ROWS=triton.next_power_of_2(num_groups),
             COLUMNS=triton.next_power_of_2(group),

@@ -34,21 +34,20 @@ class Moe(FeedForward):
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
         sizes = config.moe
-        grouped = sizes.router_num_groups > 1
         return dict(
             num_moe_experts=sizes.num_experts,
             moe_router_topk=sizes.router_topk,
             moe_ffn_hidden_size=sizes.ffn_hidden_size,
             moe_shared_expert_intermediate_size=sizes.shared_expert_intermediate_size or None,
             moe_latent_size=sizes.latent_size or None,
-            moe_router_score_function="sigmoid",
-            moe_router_enable_expert_bias=True,
+            moe_shared_expert_gate=sizes.shared_expert_gate,
+            moe_router_score_function=sizes.router_score_function,
+            moe_router_pre_softmax=sizes.router_score_function == "softmax",  # layers.moe.Router routes, see there
+            moe_router_enable_expert_bias=sizes.router_enable_expert_bias,
             moe_router_bias_update_rate=0.0,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
             moe_router_topk_scaling_factor=sizes.router_topk_scaling_factor,
-            moe_router_num_groups=sizes.router_num_groups if grouped else None,
-            moe_router_group_topk=sizes.router_group_topk if grouped else None,
             moe_token_dispatcher_type="allgather",
         )
 
@@ -57,14 +56,17 @@ class Moe(FeedForward):
         shapes: dict[str, Shape] = {
             "pre_mlp_layernorm.weight": (hidden,),
             "mlp.router.weight": (sizes.num_experts, hidden),
-            "mlp.router.expert_bias": (sizes.num_experts,),
         }
+        if sizes.router_enable_expert_bias:
+            shapes["mlp.router.expert_bias"] = (sizes.num_experts,)
         experts = self.network(config, _EXPERTS, sizes.latent_size or hidden, sizes.ffn_hidden_size)
         shapes |= {name: (sizes.num_experts, *shape) for name, shape in experts.items()}
         if latent := sizes.latent_size:
             shapes |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
         if width := sizes.shared_expert_intermediate_size:
             shapes |= self.network(config, "mlp.shared_experts.linear_fc{}.weight", hidden, width)
+        if sizes.shared_expert_gate:
+            shapes["mlp.shared_experts.gate_weight"] = (1, hidden)
         return shapes
 
     def experts(self, config: ModelConfig) -> Experts:

@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.moe import expert_mlp, route
 from mtpkit.model.layers.base import NoExtraState
@@ -30,7 +31,8 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
 
 
 class Router(TopKRouter):
-    """megatron-core's router on the device where its weights are; the original moves CPU weights to the GPU."""
+    """megatron-core's router on the device where its weights are (the original moves CPU weights to the GPU), with
+    `mtpkit.kernels.moe.route`, which knows what megatron-core's routing does not. Its bias stays as it is."""
 
     def gating(self, input: Tensor) -> Tensor:
         """input [..., hidden] to fp32 logits [..., experts]."""
@@ -42,15 +44,19 @@ class Router(TopKRouter):
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         else:
             logits = x.float() @ self.weight.float().t()
-        config = self.config
-        return route(
-            logits,
-            self.expert_bias.float(),
-            config.moe_router_topk,
-            config.moe_router_topk_scaling_factor or 1.0,
-            config.moe_router_num_groups or 1,
-            config.moe_router_group_topk or 1,
-        )
+        return self._route(logits)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
+        assert padding_mask is None, "nothing pads sequences"
+        flat = logits.flatten(0, -2)
+        chosen, weights = self._route(flat)
+        nowhere = torch.zeros_like(flat, dtype=torch.bool)
+        return torch.zeros_like(flat).scatter(1, chosen, weights), nowhere.scatter(1, chosen, True)
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        bias = None if self.expert_bias is None else self.expert_bias.float()
+        return route(logits, bias, *self.config.mtpkit.moe.routing)
 
 
 class MoELayer(MegatronMoELayer):
@@ -137,6 +143,9 @@ class MoELayer(MegatronMoELayer):
                 inner = linear(flat, shared.linear_fc1.weight, activation="relu2")
             else:
                 inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
+            if shared.gate_weight is not None:
+                gate = linear(flat, shared.gate_weight)[:, :, None]
+                inner = sigmoid_gate(inner, gate.expand(-1, inner.shape[1], 1))  # one number scales a token
             total = linear(inner, shared.linear_fc2.weight, residual=total)
         if self.config.moe_latent_size:
             small = linear(flat, self.fc1_latent_proj.weight)
