@@ -24,7 +24,7 @@ from mtpkit.model.kinds import KINDS
 from tests.checkpoint.builders import GOLDEN
 from tests.checkpoint.test_cli import convert
 from tests.checkpoint.toy_family import TOY, known
-from tests.toy_config import toy_config
+from tests.toy_config import DELTA, toy_config
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_layer_kind_without_names_does_not_fit(tmp_path):
 def family_words() -> list[str]:
     """Names of families, and parts of their tensors' names that Megatron's names lack."""
     experts = dict(num_moe_experts=2, moe_ffn_hidden_size=8, moe_shared_expert_intermediate_size=8, moe_latent_size=8)
-    config = toy_config(pattern="M*-E", **experts)
+    config = toy_config(pattern="M*-E", **experts, **DELTA)
     words = {part for name in parameters(config) for part in name.split(".")}
     words |= {
         "model",
@@ -141,6 +141,8 @@ def family_words() -> list[str]:
         own = config.replace(pattern=letters, mtp_pattern=heads)
         if any("moe_latent_size" in misfit for misfit in family.misfits(own)):
             own = own.replace(moe_latent_size=0)
+        if any("attention_output_gate" in misfit for misfit in family.misfits(own)):
+            own = own.replace(attention_output_gate=True)
         found |= {part for name in family.table(own).hf_shapes() for part in name.split(".")} - words
         found |= {family.model_type, family.architecture}
     return sorted(word for word in found if not word.isdigit())

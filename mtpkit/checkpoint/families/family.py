@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mtpkit.checkpoint.families.keys import Line, Settings
+from mtpkit.checkpoint.families.keys import Line, Nested, Settings
 from mtpkit.checkpoint.families.serving import USUAL, Serving
 from mtpkit.checkpoint.families.table import Entry, Table, Ways
 from mtpkit.checkpoint.layouts import megatron
@@ -60,6 +60,8 @@ class Family:
     head_rules: Settings = field(default_factory=dict)
     """What published heads read where that differs from the defaults of `MtpConfig`, by keys such as
     `mtp_reads_of_base`. A checkpoint's own `mtpkit` keys override it."""
+    nested: Nested | None = None
+    """Where the settings lie if not at the top of `config.json`."""
 
     def config_from_hf(self, hf: Settings, where: object = "config.json") -> ModelConfig:
         """Read a `config.json`. A key whose value is null counts as absent.
@@ -70,7 +72,7 @@ class Family:
         Raises:
             UserError: names every missing key, unknown layer, and setting that is wrong or cannot be represented.
         """
-        file = Values(hf, where)
+        file = Values(hf if self.nested is None else self.nested.settings(hf, where), where)
         pattern, mtp_pattern = self.read_patterns(file)
         fields: dict[str, object] = {"family": self.model_type, "pattern": pattern, "mtp_pattern": mtp_pattern}
         fields |= self.head_rules
@@ -92,9 +94,19 @@ class Family:
         """
         if misfits := list(self.misfits(config)):
             raise UserError(f"a {self.model_type} config.json cannot express: {listed(misfits)}")
+        names: dict[str, object] = {"architectures": [self.architecture], "model_type": self.model_type}
+        if self.nested is None:
+            return self._written(config, original, names)
+        inner = self.nested.settings(original) if original else None
+        written = self._written(config, inner, {"model_type": self.nested.model_type})
+        return self.nested.around(written, {**self._kept(original), **names})
+
+    def _kept(self, original: Settings | None) -> dict[str, object]:
         dropped = (*self.replaced, *SOURCE_ONLY)
-        hf = {key: value for key, value in (original or {}).items() if key not in dropped}
-        hf |= {"architectures": [self.architecture], "model_type": self.model_type}
+        return {key: value for key, value in (original or {}).items() if key not in dropped}
+
+    def _written(self, config: ModelConfig, original: Settings | None, names: Settings) -> dict[str, object]:
+        hf = {**self._kept(original), **names}
         for line in self._lines(config.letters):
             hf |= line.write(config, original)
         return hf | self._own_settings(config, hf.get("mtpkit", {}))
@@ -112,6 +124,12 @@ class Family:
 
         Kinds of layers that the base lacks are the heads' own.
         """
+        if self.nested is not None:
+            inner = self._counted(config, self.nested.settings(original))
+            return self.nested.around(inner, {key: value for key, value in original.items() if key != "mtpkit"})
+        return self._counted(config, original)
+
+    def _counted(self, config: ModelConfig, original: Settings) -> dict[str, object]:
         base = {"", *_kinds(config.pattern)}
         lines = [line for line in self._lines(config.letters) if line.counts_heads or line.kind not in base]
         hf = {key: value for key, value in original.items() if not (key in self.replaced and key.startswith("mtp"))}

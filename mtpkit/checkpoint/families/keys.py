@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 from mtpkit.checkpoint.quantized import read_block_fp8
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import HEAD_RULES, ModelConfig
-from mtpkit.errors import shown
+from mtpkit.errors import UserError, shown
 
 Settings = Mapping[str, object]
 """Keys of a `config.json` or fields of a `ModelConfig`, with their values."""
@@ -18,6 +18,39 @@ UNSET: Final = object()
 
 RULE_KEYS: Final = tuple(f"mtp_{name}" for name in HEAD_RULES)
 """Keys of what heads read, under `mtpkit` of a file and in `ModelConfig.of`."""
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Settings of the text model that lie under a key of `config.json`, beside those of a vision tower."""
+
+    key: str
+    model_type: str
+    """The `model_type` that stands there."""
+    at_both_levels: tuple[str, ...] = ()
+    """Keys that stand at the top too, where they must have the same value."""
+
+    def settings(self, hf: Settings, where: object = "config.json") -> dict[str, object]:
+        """All settings of the text model side by side, with the top level's `mtpkit`.
+
+        Raises:
+            UserError: there are none, or both levels contradict each other.
+        """
+        inner = hf.get(self.key)
+        if not isinstance(inner, Mapping):
+            raise UserError(f"{where}: {self.key} {shown(inner)} is not an object with the text model's settings")
+        for key in self.at_both_levels:
+            top, own = hf.get(key), inner.get(key)
+            if top is not None and own is not None and top != own:
+                raise UserError(f"{where}: {key} is {shown(top)} but {self.key}.{key} is {shown(own)}; make them agree")
+        outer = {key: hf[key] for key in (*self.at_both_levels, "mtpkit") if hf.get(key) is not None}
+        return {**outer, **inner}
+
+    def around(self, inner: Settings, outer: Settings) -> dict[str, object]:
+        """A `config.json` with settings of the text model inside and others beside them."""
+        whole = {**outer, self.key: {key: value for key, value in inner.items() if key != "mtpkit"}}
+        whole |= {key: inner[key] for key in self.at_both_levels if key in inner}
+        return whole | ({"mtpkit": inner["mtpkit"]} if "mtpkit" in inner else {})
 
 
 class Line:
@@ -157,12 +190,14 @@ class Heads(Line):
     key: str = "num_nextn_predict_layers"
     pattern_key: str = ""
     """Key under which the pattern of a depth is written, where the family has one."""
+    default: int = 0
+    """Physical layers where the file lacks the key."""
 
     def names(self) -> Mapping[str, str]:
         return {name: f"mtpkit.{name}" for name in ("mtp_num_depths", *RULE_KEYS)}
 
     def read(self, file: Values) -> Settings:
-        physical, own = file.typed(self.key, 0), file.get("mtpkit", {})
+        physical, own = file.typed(self.key, self.default), file.get("mtpkit", {})
         if not isinstance(own, dict):
             file.problems.append(f"mtpkit {shown(own)} is not an object")
             own = {}

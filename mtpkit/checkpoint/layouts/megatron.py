@@ -135,7 +135,7 @@ def extra_states(counts: Mapping[str, int]) -> list[str]:
     plain = ("word_embeddings", "router", "conv1d", "mixer.norm")  # modules that are not Transformer Engine's
     names = []
     for key, count in counts.items():
-        match = re.fullmatch(r"(.+)\.weight(\.z|\.query)?", key)
+        match = re.fullmatch(r"(.+)\.weight(\.z)?", key)
         if match and not match[1].endswith(plain):
             names += [f"{match[1]}._extra_state/shard_{i}_{count}" for i in range(count)]
     return names

@@ -1,0 +1,297 @@
+"""Qwen3-Next: config keys and weight names, and what Qwen3.5 shares with it: layers, gated attention, heads.
+
+Each layer is a gated delta net or attention, then experts or an MLP. All norms multiply by 1 + their weights in both
+layouts, but for the output norm of a gated delta net, see `Centered`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtpkit.checkpoint.families import blocks
+from mtpkit.checkpoint.families.family import Family
+from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
+from mtpkit.checkpoint.families.serving import Serving
+from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
+from mtpkit.checkpoint.layouts import megatron
+from mtpkit.checkpoint.values import Values
+from mtpkit.config import ModelConfig
+from mtpkit.config.sections import AttentionConfig, GatedDeltaNetConfig, MlpConfig, MoeConfig
+from mtpkit.errors import shown
+from mtpkit.model.kinds import gated_delta_net as delta
+
+DELTA, ATTENTION = GatedDeltaNetConfig.letter, AttentionConfig.letter
+DENSE, EXPERTS = MlpConfig.letter, MoeConfig.letter
+MIXERS = {"linear_attention": DELTA, "full_attention": ATTENTION}
+"""Names in `layer_types`."""
+INTERVAL = 4
+"""`full_attention_interval` where a file says nothing: every fourth layer is attention."""
+
+
+@dataclass(frozen=True)
+class FuseGatedQKV:
+    """q_proj with the rows of each head's query and of its gate in turn, k_proj and v_proj; in Megatron one tensor
+    whose rows go [queries of the group, their gates, k, v] group by group.
+
+    Example, 4 heads in 2 groups: rows [q0 g0 q1 g1 q2 g2 q3 g3], [k0 k1], [v0 v1] become [q0 q1 g0 g1 k0 v0 q2 q3 ...].
+    """
+
+    groups: int
+    heads_per_group: int
+    head_dim: int
+
+    @property
+    def _fused(self) -> FuseQKV:
+        return FuseQKV(self.groups, 2 * self.heads_per_group, self.head_dim)
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._fused.to_megatron([self._turned(tensors[0], self.heads_per_group, 2), *tensors[1:]])
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        q, k, v = self._fused.to_hf(tensors)
+        return [self._turned(q, 2, self.heads_per_group), k, v]
+
+    def _turned(self, q: Tensor, first: int, second: int) -> Tensor:
+        columns = q.shape[1:]
+        return q.reshape(self.groups, first, second, self.head_dim, *columns).transpose(1, 2).reshape(-1, *columns)
+
+
+@dataclass(frozen=True)
+class Ungroup:
+    """One tensor with several parts key head by key head, which Megatron stores as one tensor per part.
+
+    Example, three parts for each of 2 key heads: rows [a0 b0 c0 a1 b1 c1] become [a0 a1], [b0 b1] and [c0 c1].
+    """
+
+    heads: int
+    rows: tuple[int, ...]
+    """Rows of each part for one key head."""
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (fused,) = tensors
+        columns = fused.shape[1:]
+        parts = fused.reshape(self.heads, -1, *columns).split(self.rows, 1)
+        return [part.reshape(-1, *columns) for part in parts]
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        columns = tensors[0].shape[1:]
+        return [torch.cat([t.reshape(self.heads, -1, *columns) for t in tensors], 1).reshape(-1, *columns)]
+
+
+@dataclass(frozen=True)
+class Centered:
+    """A norm's weight w, which Megatron stores as w - 1 since its norm multiplies by 1 + the weight.
+
+    There and back is exact for all weights from 0.5 on; below, the last bits may change.
+    """
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor - 1 for tensor in tensors]
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor + 1 for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Layers(Line):
+    """The number of layers, which of them are attention, and which have experts.
+
+    Attributes:
+        experts: which layers have experts: `all`, `none`, or `some`, by `mlp_only_layers` and `decoder_sparse_step`.
+        count_key: key that counts physical MTP layers; `count_default` is its value where it is absent.
+    """
+
+    experts: Literal["all", "some", "none"]
+    count_key: str
+    count_default: int = 0
+
+    def names(self) -> Mapping[str, str]:
+        return {"pattern": "layer_types"}
+
+    def patterns(self, file: Values) -> tuple[str, str]:
+        """For `Family.read_patterns`."""
+        count = file.typed("num_hidden_layers", 0)
+        if not 0 < count <= blocks.MOST_LAYERS:
+            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {blocks.MOST_LAYERS}")
+            count = 1
+        feed = self._feed_forward(file, count)
+        pattern = "".join(map("".join, zip(self._mixers(file, count), feed, strict=True)))
+        heads = file.typed(self.count_key, self.count_default)
+        return pattern, _head(feed) if heads else ""
+
+    def _mixers(self, file: Values, count: int) -> str:
+        interval = file.typed("full_attention_interval", INTERVAL)
+        regular = _every(interval or count + 1, count)
+        types = file.get("layer_types")
+        if types is None:
+            return regular
+        if not isinstance(types, list) or len(types) != count or not all(t in MIXERS for t in map(str, types)):
+            known = ", ".join(MIXERS)
+            file.problems.append(f"layer_types {shown(types)} must be one of {known} for each of {count} layers")
+            return regular
+        named = "".join(MIXERS[str(t)] for t in types)
+        if file.get("full_attention_interval") is not None and named != regular:
+            file.problems.append(f"layer_types and full_attention_interval {interval} contradict each other")
+        return named
+
+    def _feed_forward(self, file: Values, count: int) -> str:
+        if self.experts != "some":
+            return (EXPERTS if self.experts == "all" else DENSE) * count
+        step, dense = file.typed("decoder_sparse_step", 1), file.get("mlp_only_layers", [])
+        if not isinstance(dense, list) or not all(type(n) is int for n in dense) or step < 1:
+            file.problems.append(f"mlp_only_layers {shown(dense)} must list layers, decoder_sparse_step be at least 1")
+            return EXPERTS * count
+        return "".join(DENSE if n in dense or (n + 1) % step else EXPERTS for n in range(count))
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        mixers, feed = config.pattern[::2], config.pattern[1::2]
+        types = {letter: name for name, letter in MIXERS.items()}
+        written: dict[str, object] = {"num_hidden_layers": len(mixers), "layer_types": [types[m] for m in mixers]}
+        first = mixers.find(ATTENTION) + 1 or len(mixers) + 1
+        interval = None if original is None else original.get("full_attention_interval")
+        for every in (interval, first):  # one server reads the interval alone
+            if type(every) is int and every > 0 and _every(every, len(mixers)) == mixers:
+                written["full_attention_interval"] = every
+                break
+        else:
+            written["full_attention_interval"] = None
+        if self.experts == "some":
+            kept = Values(original or {}, "original")
+            if original is None or self._feed_forward(kept, len(feed)) != feed:
+                dense = [n for n, letter in enumerate(feed) if letter == DENSE]
+                written |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+        return written
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        mixers, feed = config.pattern[::2], config.pattern[1::2]
+        known = {"all": EXPERTS, "none": DENSE, "some": DENSE + EXPERTS}[self.experts]
+        if len(config.pattern) % 2 or set(mixers) - set(MIXERS.values()) or set(feed) - set(known):
+            yield f"layers {shown(config.pattern)}"
+        if config.mtp.pattern not in ("", _head(feed)):
+            yield f"heads of layers {shown(config.mtp.pattern)}, only {_head(feed)!r}"
+        if config.mtp.num_layers > 1:
+            yield f"{config.mtp.num_layers} physical heads, only one"
+
+
+def _every(interval: int, count: int) -> str:
+    """Mixers of `count` layers, each `interval`-th attention."""
+    return "".join(ATTENTION if (n + 1) % interval == 0 else DELTA for n in range(count))
+
+
+def _head(feed: str) -> str:
+    """Layers of a head beside these second halves of layers: with experts where the base has some."""
+    return ATTENTION + (EXPERTS if EXPERTS in feed else DENSE)
+
+
+def shared_lines(layers: Layers, heads: Heads) -> tuple[Line, ...]:
+    """Lines of the config that all families of this kind have."""
+    return (
+        Fixed("hidden_act", "silu", "activation", "swiglu"),
+        Fixed("attention_bias", False, "add_qkv_bias", False, "attention"),
+        Fixed("", None, "qk_layernorm", True, "attention"),
+        Fixed("", None, "attention_output_gate", True, "attention"),
+        Fixed("", None, "layernorm_zero_centered_gamma", True),
+        Quantization(),
+        Key("vocab_size", "vocab_size"),
+        Key("hidden_size", "hidden_size"),
+        Key("max_position_embeddings", "max_position_embeddings", default=32768),
+        Key("rms_norm_eps", "layernorm_epsilon", default=1e-6),
+        Key("initializer_range", "init_std", default=0.02),
+        Key("bos_token_id", "bos_token_id", default=None),
+        Key("pad_token_id", "pad_token_id", default=None),
+        Key("tie_word_embeddings", "tie_word_embeddings", default=False),
+        Key("num_attention_heads", "num_attention_heads", "attention"),
+        Key("num_key_value_heads", "num_query_groups", "attention"),
+        Key("head_dim", "kv_channels", "attention", default=256),
+        blocks.Rotary(percent=0.25),
+        Key("linear_num_key_heads", "linear_num_key_heads", "gated_delta_net"),
+        Key("linear_num_value_heads", "linear_num_value_heads", "gated_delta_net"),
+        Key("linear_key_head_dim", "linear_key_head_dim", "gated_delta_net", default=128),
+        Key("linear_value_head_dim", "linear_value_head_dim", "gated_delta_net", default=128),
+        Key("linear_conv_kernel_dim", "linear_conv_kernel_dim", "gated_delta_net", default=4),
+        layers,
+        EndTokens(),
+        heads,
+    )
+
+
+def attention(config: ModelConfig) -> Iterator[Entry]:
+    """Attention with a gate per head, which lies in the projection of the queries."""
+    sizes = config.attention
+    gated = FuseGatedQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels)
+    for entry in blocks.attention(config):
+        yield Entry(entry.hf, entry.megatron, gated) if isinstance(entry.transform, FuseQKV) else entry
+
+
+def delta_net(config: ModelConfig, projections: Iterable[Entry]) -> Iterator[Entry]:
+    """A gated delta net, whose input projections differ from family to family."""
+    sizes, own = config.gated_delta_net, "self_attention."
+    yield one("input_layernorm.weight", f"{own}in_proj.layer_norm_weight")
+    yield from (entry.under("linear_attn.", own) for entry in projections)
+    channels = tuple(f"{own}conv1d.weight.{part}" for part in delta.CHANNELS)
+    yield Entry(("linear_attn.conv1d.weight",), channels, Split((sizes.key_width, sizes.key_width, sizes.value_width)))
+    yield from (one(f"linear_attn.{name}", f"{own}{name}") for name in ("A_log", "dt_bias", "out_proj.weight"))
+    yield one("linear_attn.norm.weight", f"{own}out_norm.weight", Centered())
+
+
+def _delta_net(config: ModelConfig) -> Iterator[Entry]:
+    """Queries, keys, values and gates of a key head lie together, and so do its betas and alphas, beta first."""
+    sizes = config.gated_delta_net
+    rep, names = sizes.num_value_heads // sizes.num_key_heads, [f"in_proj.weight.{part}" for part in delta.ROWS]
+    keys, values = sizes.key_head_dim, rep * sizes.value_head_dim
+    qkvz, ba = Ungroup(sizes.num_key_heads, (keys, keys, values, values)), Ungroup(sizes.num_key_heads, (rep, rep))
+    projections = (
+        Entry(("in_proj_qkvz.weight",), tuple(names[:4]), qkvz),
+        Entry(("in_proj_ba.weight",), tuple(names[4:]), ba),
+    )
+    yield from delta_net(config, projections)
+
+
+def outside(prefix: str) -> tuple[Entry, ...]:
+    """The tensors of the base outside of its layers, where those of the text model have a prefix."""
+    return (
+        one(f"{prefix}embed_tokens.weight", megatron.EMBEDDING),
+        one(f"{prefix}norm.weight", megatron.FINAL_NORM),
+        one("lm_head.weight", megatron.OUTPUT),
+    )
+
+
+def mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
+    """The tensors of the one physical MTP depth outside of its layers."""
+    names = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "final_layernorm",
+    }
+    yield from (one(f"mtp.{hf}.weight", f"{megatron.mtp_depth(depth)}{own}.weight") for hf, own in names.items())
+
+
+def mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
+    """Prefix of both letters of the one physical MTP depth."""
+    return f"mtp.layers.{depth}."
+
+
+NORM_MEANS = ((r"linear_attn\.norm\.", 1.0), (r"norm", 0.0))
+"""Names of norms -> about what the mean of their weights is; the first that matches counts."""
+
+_LAYERS = Layers("some", "num_nextn_predict_layers", count_default=1)
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    read_patterns=_LAYERS.patterns,
+    lines=(*shared_lines(_LAYERS, Heads(default=1)), Key("intermediate_size", "ffn_hidden_size", "mlp")),
+    replaced=("mtpkit",),
+    outside=outside("model."),
+    layers={"attention": attention, "gated_delta_net": _delta_net, "mlp": blocks.mlp},
+    base_layer=blocks.base_layer,
+    mtp_outside=mtp_outside,
+    mtp_layer=mtp_layer,
+    serving=Serving(count_default=1, head_patterns=("*E",), norm_means=NORM_MEANS, fp32=(r"A_log$",)),
+)
+"""Published configs lack `num_nextn_predict_layers`; servers then take 1, and so does this. A file without heads says
+0."""

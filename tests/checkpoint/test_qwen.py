@@ -1,0 +1,244 @@
+"""Qwen3-Next and Qwen3.5: config and weights in both directions, logits of transformers' models, heads, traps."""
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mtpkit.checkpoint import load_config, load_model
+from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.families import qwen3_next
+from mtpkit.checkpoint.tensors import bits_equal
+from mtpkit.errors import UserError
+from mtpkit.kernels.norm import norm_gate
+from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.model.layers.delta import GatedDeltaNet
+from tests.checkpoint.block_models import edit_config
+from tests.checkpoint.builders import edit
+from tests.checkpoint.qwen_models import VISION, add_heads, edit_text, text_config, write
+from tests.checkpoint.qwen_oracle import Head
+from tests.checkpoint.test_blocks import read_all
+from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts
+from tests.kernels.recurrence import relative
+
+IDS = torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(4))
+ODD = dict(
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=24,
+    linear_num_key_heads=3,
+    linear_num_value_heads=9,
+    linear_key_head_dim=10,
+    linear_value_head_dim=7,
+)
+SHAPES = {
+    "usual": dict(),
+    "odd": ODD,
+    "one_head": dict(num_attention_heads=3, num_key_value_heads=1, linear_num_key_heads=1, linear_num_value_heads=1),
+    "interval": dict(num_hidden_layers=5, full_attention_interval=2, linear_conv_kernel_dim=2),
+    "types": dict(num_hidden_layers=3, layer_types=["full_attention", "full_attention", "linear_attention"]),
+    "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.5)),
+    "tied": dict(tie_word_embeddings=True, rms_norm_eps=1e-3, num_hidden_layers=2, linear_num_value_heads=6),
+}
+DENSE = {"qwen3_next": dict(mlp_only_layers=[0, 1, 2, 3, 4]), "qwen3_5": dict()}
+CASES = [(family, case) for family in DENSE for case in SHAPES]
+
+
+@torch.no_grad()
+def own_logits(directory, ids=IDS):
+    model = load_model(directory)
+    return compute_logits(model, base_forward(model, ids, SequenceInput())).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_logits_are_those_of_transformers(tmp_path, family, case):
+    model = write(family, tmp_path, **DENSE[family] | SHAPES[case])
+    with torch.no_grad():
+        assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "heads", "dtype"),
+    [
+        ("qwen3_next", "odd", True, torch.bfloat16),
+        ("qwen3_next", "types", False, torch.float32),
+        ("qwen3_5", "odd", True, torch.float32),
+        ("qwen3_5", "tied", True, torch.bfloat16),
+        ("qwen3_5", "interval", False, torch.bfloat16),
+    ],
+)
+def test_round_trip_is_bitwise_equal(tmp_path, family, case, heads, dtype):
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    write(family, hf, dtype=dtype, **DENSE[family] | SHAPES[case])
+    if heads:
+        add_heads(family, hf)
+    import_checkpoint(hf, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", back)
+    before, after = read_all(hf), read_all(back)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not bits_equal(before[name], after[name])] == []
+    assert (VISION.keys() <= after.keys()) == (family != "qwen3_next")
+    config = load_config(hf)
+    assert config == load_config(tmp_path / "megatron") == load_config(back)
+    assert config.mtp.pattern == ("*-" if heads else "") and config.mtp.depths_known == (not heads)
+    first, second = (json.loads((d / "config.json").read_text()) for d in (hf, back))
+    assert first.keys() <= second.keys()
+    inner, again = text_config(hf), text_config(back)
+    differing = {key for key in inner if inner[key] != again.get(key)}
+    assert differing <= {"transformers_version", "full_attention_interval"}, differing
+    types = again["layer_types"]
+    if (every := again["full_attention_interval"]) is not None:
+        assert [t == "full_attention" for t in types] == [(n + 1) % every == 0 for n in range(len(types))]
+
+
+def error_of_depths(directory, model, own=None, depths: int = 3) -> float:
+    """Worst relative error of g^1, g^2, .. against the reference, from transformers' hidden states."""
+    own, ids, head = own or load_model(directory), IDS[:1], Head(directory)
+    hidden = model.model(ids, use_cache=False).last_hidden_state[0]
+    states = unroll_depths(own, hidden[:, None], ids, depths, attention="per_depth")
+    want, errors = hidden.double(), []
+    for depth, state in enumerate(states, 1):
+        count = ids.shape[1] - depth
+        want = head.depth(want[:count], ids[0, depth:])
+        errors.append(relative(state[:count, 0], want))
+    return max(errors)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "case"), [("qwen3_next", "odd"), ("qwen3_next", "rotary"), ("qwen3_5", "usual")])
+def test_heads_are_those_of_the_reference(tmp_path, family, case):
+    model = write(family, tmp_path, **DENSE[family] | SHAPES[case])
+    add_heads(family, tmp_path)
+    assert error_of_depths(tmp_path, model) < 1e-5
+    swapped = load_model(tmp_path)
+    joined = swapped.mtp.layers[0].eh_proj.weight
+    joined.copy_(joined.roll(32, 1))
+    assert error_of_depths(tmp_path, model, swapped) > 1e-2
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Model of a family with a head, by its name; made once."""
+
+    @functools.cache
+    def make(family):
+        directory = tmp_path_factory.mktemp(family)
+        write(family, directory, **DENSE[family])
+        add_heads(family, directory)
+        return load_model(directory)
+
+    return make
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(
+    ("k", "settings"),
+    [
+        (1, {"state_rollback": "snapshot"}),
+        (2, {"state_rollback": "replay", "max_num_batched_tokens": 10}),
+        (3, {"state_rollback": "snapshot", "block_size": 2, "num_blocks": 34}),
+        (4, {"state_rollback": "replay", "async_scheduling": True}),
+    ],
+)
+def test_drafts_change_no_token(written, family, k, settings):
+    """Chunked prompts and mixed steps, preemption, steps ahead of their results."""
+    model = written(family)
+    prompts = make_prompts((1, 1 + k, 9, 21))
+    llm = guide(make_llm(model, k, **settings), prompts, 10)
+    assert generate(llm, prompts, greedy(10)) == [decode(model, prompt, 10) for prompt in prompts]
+    assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
+
+
+def test_plain_decoding_is_that_of_transformers(tmp_path):
+    model = write("qwen3_5", tmp_path, num_hidden_layers=4)
+    (prompt,) = make_prompts((9,))
+    with torch.no_grad():
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None)
+    assert generate(make_llm(load_model(tmp_path), 0), [prompt], greedy(10)) == [want[0, 9:].tolist()]
+
+
+TRAPS = {
+    "the output norm is not shifted": (qwen3_next.Centered, "to_megatron", lambda self, tensors: list(tensors)),
+    "projections are taken for ungrouped": (
+        qwen3_next.Ungroup,
+        "to_megatron",
+        lambda self, tensors: list(tensors[0].split([rows * self.heads for rows in self.rows])),
+    ),
+    "gates are taken to follow all queries": (
+        qwen3_next.FuseGatedQKV,
+        "_turned",
+        lambda self, q, first, second: q,
+    ),
+    "the gate comes before the norm": (
+        GatedDeltaNet,
+        "normed",
+        lambda self, y, z: norm_gate(y * F.silu(z), torch.full_like(z, 30.0), self.out_norm.weight, 1e-6, True) / 30,
+    ),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_traps_would_be_seen(tmp_path, monkeypatch, trap):
+    model = write("qwen3_next", tmp_path, **DENSE["qwen3_next"])
+    with torch.no_grad():
+        want = model(IDS, use_cache=False).logits.double()
+    assert relative(own_logits(tmp_path), want) < 1e-5
+    monkeypatch.setattr(*TRAPS[trap])
+    assert relative(own_logits(tmp_path), want) > 1e-2
+
+
+def test_betas_and_alphas_in_each_others_place_would_be_seen(tmp_path):
+    model = write("qwen3_5", tmp_path)
+
+    def swap(tensors):
+        for name in [n for n in tensors if "in_proj_a" in n]:
+            other = name.replace("in_proj_a", "in_proj_b")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+    edit(tmp_path, swap)
+    with torch.no_grad():
+        assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("qwen3_next", dict(layer_types=["full_attention"] * 3), ["layer_types", "4 layers"]),
+        ("qwen3_next", dict(full_attention_interval=3), ["layer_types", "full_attention_interval 3", "contradict"]),
+        ("qwen3_next", dict(num_hidden_layers=10**30), ["num_hidden_layers", "1024"]),
+        ("qwen3_next", dict(decoder_sparse_step="x"), ["decoder_sparse_step"]),
+        ("qwen3_next", dict(mlp_only_layers=[1.5]), ["mlp_only_layers"]),
+        ("qwen3_5", dict(attention_bias=True, hidden_act="gelu"), ["attention_bias", "hidden_act"]),
+        ("qwen3_5", dict(output_gate_type="sigmoid"), ["output_gate_type", "swish"]),
+        ("qwen3_5", dict(attn_output_gate=False), ["attn_output_gate"]),
+        (
+            "qwen3_5",
+            dict(tie_word_embeddings=True),
+            ["text_config.tie_word_embeddings", "agree"],
+        ),
+    ],
+)
+def test_what_cannot_be_represented_is_named(tmp_path, family, changes, named):
+    write(family, tmp_path, **DENSE[family], tie_word_embeddings=False)
+    edit_text(tmp_path, **changes)
+    with pytest.raises(UserError) as caught:
+        load_config(tmp_path)
+    assert all(name in str(caught.value) for name in named), caught.value
+
+
+def test_settings_of_the_text_model_are_missing(tmp_path):
+    write("qwen3_5", tmp_path)
+    edit_config(tmp_path, text_config=3)
+    with pytest.raises(UserError, match="text_config 3 is not an object"):
+        load_config(tmp_path)
+
+
+def test_a_published_config_without_a_count_has_one_head(tmp_path):
+    write("qwen3_next", tmp_path, **DENSE["qwen3_next"])
+    add_heads("qwen3_next", tmp_path)
+    edit_config(tmp_path, num_nextn_predict_layers=None)
+    config = load_config(tmp_path)
+    assert config.mtp.num_layers == 1 and not config.mtp.depths_known
+    assert load_model(tmp_path).mtpkit_config == config
