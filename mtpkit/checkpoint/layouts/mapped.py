@@ -36,7 +36,11 @@ class Mappings:
         if file not in self._maps:
             with (self._directory / file).open("rb") as stream:  # mapped for writing, since torch warns otherwise
                 self._maps.setdefault(file, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
-        return memoryview(self._maps[file])[start : start + length]
+        mapped = self._maps[file]
+        if hasattr(mmap, "MADV_WILLNEED") and 0 <= start < start + length <= len(mapped):
+            page = start - start % mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, page, start + length - page)  # read at once, not page by page
+        return memoryview(mapped)[start : start + length]
 
     def _give_back(self) -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
