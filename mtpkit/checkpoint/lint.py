@@ -3,6 +3,7 @@
 The rules here hold for every family; `Family.serving` states the facts that they need, and rules of the family's own.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.quantized import CONFIG, FP8, SCALE, BlockFp8, read_block_fp8
 from mtpkit.checkpoint.tensors import FLOATS, is_finite
 from mtpkit.checkpoint.values import Values
+from mtpkit.config import MtpConfig
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import is_there
 from mtpkit.model.kinds import kinds_in, uneven_sizes
@@ -100,6 +102,9 @@ def _rules(family: Family) -> list[Rule]:
             if finding := _unmet(need, subject.setting(need.key)):
                 yield finding
 
+    def fed(subject: Subject) -> Iterator[Finding]:
+        return _fed(subject, family)
+
     def fp32(subject: Subject) -> Iterator[Finding]:
         rounded = [
             name
@@ -115,8 +120,21 @@ def _rules(family: Family) -> list[Rule]:
     def quantisation(subject: Subject) -> Iterator[Finding]:
         return _quantisation(subject, facts)
 
-    shared = [architecture, _names, depth, _sizes, tied, needs, quantisation, _dtype, fp32, norms, _files]
+    shared = [architecture, _names, depth, _sizes, tied, needs, fed, quantisation, _dtype, fp32, norms, _files]
     return [*shared, *facts.rules]
+
+
+def _fed(subject: Subject, family: Family) -> Iterator[Finding]:
+    """Heads that read something else than published ones, and something else than a server feeds them; and any that
+    read another hidden state of the base, which costs the most."""
+    usual, feeds = MtpConfig().rules, family.serving.feeds
+    for key, value in subject.config.mtp.rules.items() if subject.config.mtp.num_layers else ():
+        deaf = tuple(server for server in SERVERS if feeds.get(server, {}).get(key, usual[key]) != value)
+        if deaf and (value != family.usual_rules[key] or key == "mtp_reads_of_base"):
+            text = (
+                f"the heads have {key} {json.dumps(value)}, which is not what they are fed: fewer drafts are accepted"
+            )
+            yield Finding(text, False, deaf)
 
 
 def _unmet(need: Need, found: object) -> Finding | None:

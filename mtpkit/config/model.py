@@ -67,6 +67,11 @@ class MtpConfig(Part):
         if not self.depths_known and not (self.num_depths == 1 and self.repeated):
             yield "mtp_depths_known false is for one repeated head with mtp_num_depths 1"
 
+    @property
+    def rules(self) -> dict[str, object]:
+        """What heads read, by keys in files."""
+        return {f"mtp_{name}": getattr(self, name) for name in HEAD_RULES}
+
     def hands_on_normed(self, depth: int) -> bool:
         """Whether what the next depth reads of this one, or of the base at 0, is the state after its final norm."""
         return (self.reads_of_depth if depth else self.reads_of_base) == "after_final_norm"

@@ -1,6 +1,7 @@
 """GLM-4-MoE and MiMo: config and weights in both directions, and the logits of transformers' models."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from safetensors.torch import load_file
 
 from mtpkit.checkpoint import load_config, load_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import UserError
-from mtpkit.model import SequenceInput, base_forward, compute_logits
+from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, edit_config, write_glm, write_mimo
 from tests.checkpoint.builders import edit
 from tests.kernels.recurrence import relative
@@ -53,7 +55,7 @@ def transformers_logits(directory):
 @torch.no_grad()
 def own_logits(directory):
     model = load_model(directory)
-    return compute_logits(model, base_forward(model, IDS, SequenceInput())).transpose(0, 1)
+    return compute_logits(model, normed_states(model, base_forward(model, IDS, SequenceInput()))).transpose(0, 1)
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
@@ -61,6 +63,55 @@ def test_logits_are_those_of_transformers(tmp_path, family, case):
     write, _, cases = FAMILIES[family]
     write(tmp_path, **cases[case])
     assert relative(own_logits(tmp_path), transformers_logits(tmp_path).double()) < 1e-5
+
+
+@torch.no_grad()
+def test_heads_of_mimo_read_the_base_before_its_final_norm(tmp_path):
+    """As transformers' base has it there, and a depth its own after; a checkpoint may say otherwise."""
+    from transformers import Qwen2ForCausalLM
+
+    hf, streams = tmp_path / "hf", []
+    write_mimo(hf)
+    add_mimo_heads(hf)
+    theirs = Qwen2ForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    theirs.model.norm.register_forward_hook(lambda _, args, output: streams.extend((args[0], output)))
+    theirs(IDS)
+    for own, want in (({}, streams[0]), ({"mtp_reads_of_base": "after_final_norm"}, streams[1])):
+        edit_config(hf, mtpkit=own)
+        assert not load_config(hf).mtp.zero_first_embedding and load_config(hf).mtp.hands_on_normed(1)
+        hidden = base_forward(load_model(hf), IDS, SequenceInput()).transpose(0, 1)
+        assert relative(hidden, want.double()) < 1e-5 and relative(*streams) > 1e-2
+        import_checkpoint(hf, tmp_path / "megatron", force=True)
+        export_checkpoint(tmp_path / "megatron", tmp_path / "back", force=True)
+        written = json.loads((tmp_path / "back" / "config.json").read_text())
+        assert written.get("mtpkit", {}) == own and load_config(tmp_path / "back") == load_config(hf)
+
+
+BEFORE = {"mtp_reads_of_base": "before_final_norm", "mtp_reads_of_depth": "before_final_norm"}
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "server", "named"),
+    [
+        ("mimo", {}, "vllm", []),
+        ("mimo", {}, "sglang", ["mtp_reads_of_base"]),
+        ("mimo", {"mtp_reads_of_base": "after_final_norm"}, "vllm", ["mtp_reads_of_base"]),
+        ("mimo", {"mtp_reads_of_base": "after_final_norm", "mtp_zero_first_embedding": True}, "sglang", []),
+        ("glm", {}, None, []),
+        ("glm", BEFORE, "vllm", ["mtp_reads_of_base"]),
+        ("glm", BEFORE, "sglang", ["mtp_reads_of_base", "mtp_reads_of_depth"]),
+        ("glm", {"mtp_zero_first_embedding": True}, "vllm", []),
+        ("glm", {"mtp_zero_first_embedding": True}, "sglang", ["mtp_zero_first_embedding"]),
+    ],
+)
+def test_lint_names_heads_that_servers_feed_something_else(tmp_path, family, own, server, named):
+    write, add_heads, _ = FAMILIES[family]
+    write(tmp_path)
+    add_heads(tmp_path)
+    edit_config(tmp_path, mtpkit=own)
+    found = [finding for finding in lint(tmp_path, server) if "not what they are fed" in finding.text]
+    assert [re.search(r"mtp_\w+", finding.text)[0] for finding in found] == named
+    assert not any(finding.fatal for finding in found)
 
 
 def read_all(directory):

@@ -31,6 +31,8 @@ def place(tmp_path_factory):
         shutil.copytree(place / "bare", place / name)
         add_heads(place / name, heads, depths=depths)
     edit(place / "other", lambda tensors: [t.mul_(1.5) for n, t in tensors.items() if n.startswith("mtp.")])
+    own = {"mtp_num_depths": 2, "mtp_use_repeated_layer": True, "mtp_reads_of_base": "before_final_norm"}
+    edit_config(place / "other", mtpkit=own)
     edit_config(place / "one", remembered={"a": 1})
     import_checkpoint(place / "one", place / "one-megatron")
     export_checkpoint(place / "one-megatron", place / "hf", max_shard_bytes=6_000)
@@ -58,6 +60,7 @@ def check(place, source: str, out, done) -> None:
 
 
 NO_HEADS = {"mtp_pattern": "", "mtp_num_depths": 0, "mtp_use_repeated_layer": True}
+NO_HEADS["mtp_reads_of_base"] = "after_final_norm"
 
 
 @pytest.mark.parametrize("link", [False, True])

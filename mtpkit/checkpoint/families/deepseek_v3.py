@@ -136,6 +136,7 @@ def _sglang_kernel(subject: Subject) -> Iterator[Finding]:
 
 
 SERVING = Serving(
+    feeds={"vllm": {"mtp_zero_first_embedding": True}},
     head_patterns=("+E",),
     fp32=(r"e_score_correction_bias$",),
     unquantized=(r"eh_proj$",),

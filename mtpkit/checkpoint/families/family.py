@@ -8,7 +8,7 @@ from mtpkit.checkpoint.families.serving import USUAL, Serving
 from mtpkit.checkpoint.families.table import Entry, Table, Ways
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
-from mtpkit.config import HEAD_RULES, ModelConfig, MtpConfig, config_of_file
+from mtpkit.config import ModelConfig, MtpConfig, config_of_file
 from mtpkit.errors import UserError, listed, raise_problems
 from mtpkit.model.kinds import KINDS, kinds_in
 
@@ -111,12 +111,16 @@ class Family:
             hf |= line.write(config, original)
         return hf | self._own_settings(config, hf.get("mtpkit", {}))
 
+    @property
+    def usual_rules(self) -> Settings:
+        """What published heads read, by key."""
+        return {**MtpConfig().rules, **self.head_rules}
+
     def _own_settings(self, config: ModelConfig, own: object) -> dict[str, object]:
         """The key `mtpkit` with `own` settings and the rules of heads that differ from the family's; without either
         there is no such key."""
         assert isinstance(own, dict)
-        usual, rules = {**_rules(MtpConfig()), **self.head_rules}, _rules(config.mtp)
-        own |= {key: value for key, value in rules.items() if value != usual[key]}
+        own = own | {key: value for key, value in config.mtp.rules.items() if value != self.usual_rules[key]}
         return {"mtpkit": own} if own else {}
 
     def count_heads(self, config: ModelConfig, original: Settings) -> dict[str, object]:
@@ -170,11 +174,6 @@ class Family:
                 hf, own = self.mtp_layer(config, depth, number), megatron.mtp_layer(depth, number)
                 yield from (entry.under(hf, own) for entry in layers[letter])
             yield final_norm
-
-
-def _rules(mtp: MtpConfig) -> dict[str, object]:
-    """What heads read, by key."""
-    return {f"mtp_{name}": getattr(mtp, name) for name in HEAD_RULES}
 
 
 def _merged(settings: Settings, changes: Settings) -> dict[str, object]:

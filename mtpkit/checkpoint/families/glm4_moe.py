@@ -46,6 +46,10 @@ GLM4_MOE = Family(
     mtp_outside=blocks.heads_after_base,
     mtp_layer=blocks.after_base,
     copies=blocks.shared_with_base,
-    serving=Serving(head_patterns=("*E",), fp32=(r"e_score_correction_bias$",)),
+    serving=Serving(
+        head_patterns=("*E",),
+        fp32=(r"e_score_correction_bias$",),
+        feeds={"vllm": {"mtp_reads_of_depth": "before_final_norm", "mtp_zero_first_embedding": True}},
+    ),
 )
 """Defaults are those of transformers, which never ties the embeddings."""

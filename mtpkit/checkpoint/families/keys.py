@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 from mtpkit.checkpoint.quantized import read_block_fp8
 from mtpkit.checkpoint.values import Values
-from mtpkit.config import HEAD_RULES, ModelConfig
+from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.errors import UserError, shown
 
 Settings = Mapping[str, object]
@@ -16,7 +16,7 @@ UNSET: Final = object()
 """Marks the absence of a value."""
 
 
-RULE_KEYS: Final = tuple(f"mtp_{name}" for name in HEAD_RULES)
+RULE_KEYS: Final = tuple(MtpConfig().rules)
 """Keys of what heads read, under `mtpkit` of a file and in `ModelConfig.of`."""
 
 

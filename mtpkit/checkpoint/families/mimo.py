@@ -42,6 +42,10 @@ def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
 SERVING = Serving(
     head_patterns=("*-",),
     ties=("vllm",),
+    feeds={
+        "vllm": {"mtp_reads_of_base": "before_final_norm", "mtp_zero_first_embedding": True},
+        "sglang": {"mtp_zero_first_embedding": True},
+    },
     needs=(
         Need("auto_map", "transformers has no class of this family: the code lies beside the weights", fatal=False),
     ),
@@ -80,6 +84,8 @@ MIMO = Family(
     base_layer=blocks.base_layer,
     mtp_outside=_mtp_outside,
     mtp_layer=_prefix,
+    head_rules={"mtp_reads_of_base": "before_final_norm"},
     serving=SERVING,
 )
-"""Defaults are those of transformers' Qwen2."""
+"""Defaults are those of transformers' Qwen2. What the heads read of the base is what vLLM feeds them, whose code came
+from the makers; SGLang feeds them the state after the final norm."""

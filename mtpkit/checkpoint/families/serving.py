@@ -4,7 +4,7 @@ The facts are those of vLLM 0.24 and SGLang 0.5.23, read in their sources.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +98,9 @@ class Serving:
     """Names of modules with matrices that no server quantises: embeddings, routers, convolutions, output layers."""
     unquantized: tuple[str, ...] = ()
     """Names of head modules that servers build without quantisation, whatever the config says."""
+    feeds: Mapping[Server, Settings] = field(default_factory=dict)
+    """What servers feed the heads where that differs from the defaults of `MtpConfig`, by keys such as
+    `mtp_reads_of_base`."""
     needs: tuple[Need, ...] = ()
     rules: tuple[Rule, ...] = ()
     """What the other fields cannot say."""
