@@ -1,7 +1,6 @@
 """Set-up that all tests share: one thread, no network, uninitialised memory full of NaN, and a tiny tokenizer."""
 
 import gc
-import itertools
 import os
 import sys
 
@@ -21,14 +20,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.shared import look_at_new_objects
+
 torch.set_num_threads(1)
 # Under it torch.empty is filled with NaN.
 torch.use_deterministic_algorithms(True, warn_only=True)
 
-# `LLM` unfreezes all objects before it looks for garbage, which takes 0.3 s with all that torch imports. Tests build
-# hundreds of engines: one in 20 does so, and the others look at new objects alone.
-_unfreeze, _calls = gc.unfreeze, itertools.count(1)
-gc.unfreeze = lambda: _unfreeze() if next(_calls) % 20 == 0 else None
+look_at_new_objects()
 
 settings.register_profile("mtpkit", deadline=None, derandomize=True)
 settings.load_profile("mtpkit")

@@ -19,7 +19,7 @@ import pytest
 
 from tests.integration.hostile.cases import CONTROL, Case, Kind, Mutation, Verdict, judge
 from tests.integration.hostile.kinds import KINDS, READERS, chosen
-from tests.integration.hostile.runner import Runner, build_world, run_cases
+from tests.integration.hostile.runner import Runner, build_world, load_imported, run_cases
 from tests.shared import made_once
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,9 @@ def runner() -> Iterator[Runner]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Path:
-    return made_once(tmp_path_factory, "hostile-world", lambda folder: runner.ask(build_world, folder))
+    folder = made_once(tmp_path_factory, "hostile-world", lambda folder: runner.ask(build_world, folder))
+    runner.ask(load_imported, folder)
+    return folder
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])

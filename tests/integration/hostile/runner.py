@@ -6,7 +6,9 @@ running when it does. Each fork runs one case after the other and reports each o
 
 import contextlib
 import faulthandler
+import gc
 import hashlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -25,10 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.hostile.cases import LONGEST_RUN, Case, Outcome
+from tests.shared import look_at_new_objects
 
 MEMORY = 4 * 2**30
 """Bytes that a command may take beyond what the process has when it starts."""
 LARGEST_FILE = 2**28
+IMPORTED = "imported.txt"
+"""File beside the valid ones: names of the modules that making them took."""
 
 Command = Callable[[list[str]], object]
 """Runs a command line in this process; ends with SystemExit, as `mtpkit.cli.run` does."""
@@ -256,6 +261,7 @@ def build_world(world: Path) -> None:
             with open(os.devnull, "w") as nothing:
                 os.dup2(nothing.fileno(), 1)
             build(world)
+            (world / IMPORTED).write_text("\n".join(name for name in sys.modules if not name.startswith("__")))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -266,8 +272,18 @@ def build_world(world: Path) -> None:
         raise RuntimeError("the valid files cannot be made, see above")
 
 
+def load_imported(world: Path) -> None:
+    """Import what the commands that built the valid files did at last, which each fork would else do anew."""
+    for name in (world / IMPORTED).read_text().split():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
 def load_commands() -> None:
     """Import what commands import, which takes seconds, and start no thread."""
+    look_at_new_objects()
     import torch
 
     torch.set_num_threads(1)
