@@ -135,17 +135,17 @@ def by_recurrence(lens):
     return function
 
 
-@pytest.mark.parametrize("lens", [(1, 9, 30), (70,)], ids=str)
-def test_gradients(lens):
-    inputs, twin = make(sum(lens), reads=2), Twin("reference", "cpu")
+@pytest.mark.parametrize(("lens", "dtype"), [((1, 9, 30), torch.float32), ((70,), torch.bfloat16)], ids=str)
+def test_gradients(twin, lens, dtype):
+    inputs, tolerance = make(sum(lens), reads=2, dtype=dtype), TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     weights = torch.randn(sum(lens), 2, HEADS, WIDTH, generator=torch.Generator().manual_seed(2))
     starts, op = bounds(lens).to(twin.device), twin("gated_delta_rule").delta_rule
     moved = {name: t.to(twin.device) for name, t in inputs.items()}
     out, have = gradients(lambda **leaves: op(**leaves, starts=starts), moved, weights)
     wanted, want = gradients(by_recurrence(lens), {n: t.double() for n, t in inputs.items()}, weights)
-    assert relative(out.cpu(), wanted) < TOLERANCE
+    assert relative(out.cpu(), wanted) < tolerance
     for name, grad in want.items():
-        assert relative(have[name].cpu(), grad.double()) < TOLERANCE, name
+        assert have[name].dtype == inputs[name].dtype and relative(have[name].cpu(), grad.double()) < tolerance, name
 
 
 def test_several_readouts_of_each_state(twin):

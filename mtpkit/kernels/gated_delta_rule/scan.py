@@ -245,6 +245,11 @@ def narrow(*tensors: Tensor) -> tl.dtype | None:
     return NARROW if all(t.dtype == torch.bfloat16 for t in tensors) else None
 
 
+def value_block(q: Tensor, v: Tensor) -> int:
+    """Most channels of a value head that a program computes at a time."""
+    return min(64 if narrow(q, v) is not None and q.shape[-1] <= 128 else SMALLEST_DOT, padded(v.shape[-1]))
+
+
 def prepare(k: Tensor, g: Tensor, beta: Tensor, starts: Tensor, context_lens: Tensor | None = None) -> Chunks:
     """Launch the first kernel: k [T, j, k], g and beta [T, h] contiguous, starts [R + 1]."""
     (tokens, groups, state_dim), heads, rows = k.shape, g.shape[1], len(starts) - 1
@@ -292,7 +297,7 @@ def walk(
     corrections [T, h, v]."""
     (tokens, heads, width), (groups, state_dim), rows = v.shape, k.shape[1:], len(starts) - 1
     low, states = narrow(q, k, v), places.states
-    block = min(64 if low is not None and state_dim <= 128 else SMALLEST_DOT, padded(width))
+    block = value_block(q, v)
     while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < MULTIPROCESSORS:
         block //= 2
     assert states is None or states[:1].is_contiguous()
@@ -341,12 +346,4 @@ def delta_varlen(
     chunks = prepare(k, g.contiguous(), (beta := beta.contiguous()), starts, context_lens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     walk(q[:, None], k, v, beta, starts, chunks, Places(states, slots, context_lens), out)
-    return out
-
-
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
-    """See the reference; precision as in `delta_varlen`."""
-    chunks = prepare(k, g.contiguous(), (beta := beta.contiguous()), starts)
-    out = torch.empty(*q.shape[:2], *v.shape[1:], dtype=v.dtype, device=v.device)
-    walk(q, k, v, beta, starts, chunks, out=out)
     return out

@@ -1,4 +1,5 @@
-"""The gated delta rule in Triton; `delta_replay_update` is in `replay.py`, whole sequences are in `scan.py`."""
+"""The gated delta rule in Triton; `delta_replay_update` is in `replay.py`, whole sequences in `scan.py`,
+their gradients in `backward.py`."""
 
 import torch
 import triton
@@ -6,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided
+from mtpkit.kernels.gated_delta_rule.backward import delta_rule
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay, unit_scale
-from mtpkit.kernels.gated_delta_rule.scan import delta_rule, delta_varlen
+from mtpkit.kernels.gated_delta_rule.scan import delta_varlen
 
 __all__ = ["delta_inputs", "delta_replay_update", "delta_rule", "delta_snapshot_update", "delta_varlen"]
 
