@@ -1,5 +1,6 @@
 """`report.html` of a run: its curves and its last evaluation in one file that needs no other."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -11,14 +12,15 @@ from mtpkit.config.checked import checked, from_file
 from mtpkit.errors import UserError
 from mtpkit.files import is_there, read_text, write_file
 from mtpkit.training.metrics import METRICS, read_metrics
-from mtpkit.training.plot import Curve, Limits, draw_lines
 from mtpkit.training.run import read_best
 
 REPORT = "report.html"
 MAX_POINTS = 500
 """Points of a curve; more are averaged."""
 
-Panel = tuple[str, list[Curve], Limits]
+Curve = tuple[str, list[float], list[float]]
+"""Label, steps, values."""
+Panel = tuple[str, list[Curve], tuple[float | None, float | None]]
 """Title, curves, range of the vertical axis (None: that of the values)."""
 
 
@@ -140,7 +142,7 @@ def write_report(directory: Path) -> Path:
         .render(
             title=directory.resolve().name,
             state=_state(directory, lines[-1].step),
-            curves=[draw_lines(*panel) for panel in panels if any(steps for _, steps, _ in panel[1])],
+            curves=[_draw(*panel) for panel in panels if any(steps for _, steps, _ in panel[1])],
             step=evals[-1].step if evals else None,
             columns=["source", *COLUMNS],
             rows=_rows(evals[-1]) if evals else [],
@@ -226,3 +228,25 @@ def _thin(numbers: Sequence[float]) -> list[float]:
     if len(numbers) <= MAX_POINTS:
         return list(numbers)
     return [float(part.mean()) for part in np.array_split(np.asarray(numbers, dtype=float), MAX_POINTS)]
+
+
+def _draw(title: str, curves: list[Curve], limits: tuple[float | None, float | None]) -> str:
+    """A panel as an svg element."""
+    import matplotlib
+    from matplotlib.figure import Figure  # a figure without pyplot needs no display and leaves no state
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(5.2, 3.1))
+        figure.subplots_adjust(left=0.13, right=0.98, bottom=0.15, top=0.91)  # finding these takes as long as drawing
+        axes = figure.subplots()
+        for label, steps, values in curves:
+            marker = "o" if len(steps) < 30 else ""
+            axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.2)
+        axes.set(title=title, xlabel="step", ylim=limits)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if any(label for label, *_ in curves):
+            axes.legend(frameon=False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return file.getvalue()[file.getvalue().index("<svg") :]  # without the head of an XML file

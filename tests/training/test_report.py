@@ -88,7 +88,7 @@ def test_metrics_that_no_run_wrote_are_one_line(tmp_path, line, says):
 
 
 def test_a_bug_of_its_own_is_not_laid_to_the_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "draw_lines", lambda *panel: {}["a key of nothing"])
+    monkeypatch.setattr(report, "_draw", lambda *panel: {}["a key of nothing"])
     with pytest.raises(KeyError):
         write(tmp_path, [train_line(1)])
 
