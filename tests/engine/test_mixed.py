@@ -47,6 +47,24 @@ def watch(llm) -> list[tuple[int, int]]:
     return seen
 
 
+def watch_preemptions(llm) -> list[tuple[str, bool]]:
+    """Of each request that loses its blocks: whether it is in the middle of its prompt or of its answer, and whether
+    the newest step that it was in carried decode rows and chunks."""
+    lost, newest, engine = [], {}, llm.engine
+    launch, preempt = engine._launch, engine.scheduler._preempt
+
+    def noted_launch(plan):
+        newest.update({row.request.request_id: bool(plan.decode_rows and plan.chunks) for row in plan.rows})
+        return launch(plan)
+
+    def noted_preempt(request):
+        lost.append(("answer" if request.decoding else "prompt", newest[request.request_id]))
+        preempt(request)
+
+    engine._launch, engine.scheduler._preempt = noted_launch, noted_preempt
+    return lost
+
+
 @pytest.mark.parametrize("budget", [5, 12, 64])
 @pytest.mark.parametrize("mixed", [0, 3, 512])
 @pytest.mark.parametrize("heads, mtp_pattern, k", [("repeated", "*-", 0), ("repeated", "*-", 3), ("distinct", "M*", 3)])
@@ -86,10 +104,11 @@ def test_mixing_changes_no_draft(heads):
 @pytest.mark.parametrize("k", [0, 3])
 def test_preemption_in_the_middle_of_mixed_steps(shapes, k):
     model = tiny_model()
-    llm = make_llm(model, k, block_size=2, num_blocks=40, max_num_batched_tokens=12, async_scheduling=True)
-    seen = watch(llm)
+    llm = make_llm(model, k, block_size=2, num_blocks=40, max_num_batched_tokens=7, async_scheduling=True)
+    lost = watch_preemptions(llm)
     assert generate(llm, PROMPTS) == [decode(model, prompt, 20) for prompt in PROMPTS]
-    assert llm.stats().preemptions > 0 and any(rows and chunk for rows, chunk in seen)
+    assert len(lost) == llm.stats().preemptions
+    assert ("prompt", True) in lost
 
 
 def test_what_decodes_does_not_depend_on_the_chunk_beside_it(monkeypatch):
