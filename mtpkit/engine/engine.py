@@ -20,7 +20,7 @@ from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.graphs import StepGraphs
 from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.pacing import Pacing
+from mtpkit.engine.pacing import pacing_for
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.processors import GREEDY, processors_of
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
@@ -123,10 +123,8 @@ class Engine:
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
             self.graphs = StepGraphs(self.builder, config, width, num_blocks)
-        self.pacing = None
-        if config.graphs or config.max_inter_token_latency is not None:
-            sizes = (self.graphs.chunk_sizes, self.graphs.sizes_beside) if self.graphs else ()
-            self.pacing = Pacing(config.max_inter_token_latency, *sizes)
+        sizes = (self.graphs.chunk_sizes, self.graphs.sizes_beside) if self.graphs else ()
+        self.pacing = pacing_for(config, device, *sizes)
         self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing)
         self._arrived = 0.0
         """When the newest results arrived."""

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import torch
+
+from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.step import Plan
 
 _FIRST = 512
@@ -81,6 +84,15 @@ class Pacing:
         token = (seconds - (self._decode[level] if decoding else 0.0)) / tokens
         if tokens >= _LONG or (self._token is not None and token < self._token):
             self._token = _mean(self._token, token)
+
+
+def pacing_for(config: EngineConfig, device: torch.device, *sizes: Sequence[int]) -> Pacing | None:
+    """The pacing of an engine, given the captured sizes that `Pacing` takes, if there are any.
+
+    None on a CPU without a bound from the user: steps as plans have them, which do not depend on times.
+    """
+    bound = config.max_inter_token_latency
+    return Pacing(bound, *sizes) if device.type == "cuda" or config.graphs or bound is not None else None
 
 
 def _mean(old: float | None, new: float) -> float:

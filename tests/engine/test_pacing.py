@@ -1,9 +1,10 @@
 """The prompt tokens of a step follow what decoding requests can wait for."""
 
 import pytest
+import torch
 
-from mtpkit.engine import SamplingParams
-from mtpkit.engine.pacing import Pacing
+from mtpkit.engine import EngineConfig, SamplingParams
+from mtpkit.engine.pacing import Pacing, pacing_for
 from mtpkit.engine.step import Plan, Row
 from tests.engine.fakes import HashModel, fake_engine, run
 
@@ -110,6 +111,17 @@ def test_before_any_time_is_known_chunks_are_of_middle_size():
 @pytest.mark.parametrize("budget, tokens", [(10, 10), (16, 16), (100, 64), (8192, 128)])
 def test_steps_are_filled_up_to_captured_sizes(budget, tokens):
     assert Pacing(0.03, (16, 64, 128)).most_tokens(budget, 0, 1) == tokens
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("bound", [None, 0.03])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_on_a_gpu_are_paced_whether_or_not_graphs_run_them(device, bound, graphs):
+    config = EngineConfig(64, 2, max_inter_token_latency=bound, graphs=graphs)
+    pacing = pacing_for(config, torch.device(device), *[SIZES, SIZES] * graphs)
+    assert (pacing is None) == (device == "cpu" and bound is None and not graphs)
+    if pacing:
+        assert timed(pacing).bound == bound and pacing.most_tokens(8192, 16, 1) < 8192
 
 
 def test_the_scheduler_keeps_to_it():
