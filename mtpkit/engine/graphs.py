@@ -78,10 +78,11 @@ def _most_mixed(config: EngineConfig) -> int:
     return most and mixed_bucket(1, most)[1]
 
 
-def largest_step(config: EngineConfig) -> tuple[int, int]:
-    """Tokens and logits of the largest captured steps."""
-    rows = mixed_bucket(config.max_num_seqs, 1)[0] * config.decode_width
-    return max(most_chunk_tokens(config), rows + _most_mixed(config)), rows + config.max_num_seqs + 1
+def largest_step(config: EngineConfig) -> tuple[int, int, int]:
+    """Tokens, logits and rows of the largest captured steps."""
+    decode_rows, chunk_rows = mixed_bucket(config.max_num_seqs, 1)[0], config.max_num_seqs + 1
+    rows = decode_rows * config.decode_width
+    return max(most_chunk_tokens(config), rows + _most_mixed(config)), rows + chunk_rows, decode_rows + chunk_rows
 
 
 def _key(shape: StepShape, depths: int, use: Iterable[str]) -> Key:

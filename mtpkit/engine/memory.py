@@ -28,7 +28,8 @@ class MemoryPlan:
     in_use: int
     """Weights, and all else that was on the device before the engine."""
     activations: int
-    """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs."""
+    """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs; with the copies of recurrent
+    states that depths change, and the distributions of drafts that are drawn."""
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest captured step."""
     slot_bytes: int
@@ -99,9 +100,11 @@ def plan_memory(
     """
     again = config.max_num_seqs * (earlier[0] and earlier[0] + config.decode_width)  # see `DistinctDrafter`
     tokens, logit_rows = config.max_num_batched_tokens, config.max_num_seqs * (1 + config.decode_width)
+    rows = config.max_num_seqs
     if config.graphs:
-        tokens, logit_rows = largest_step(config)
+        tokens, logit_rows, rows = largest_step(config)
     activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logit_rows)
+    activations += rows * _draft_bytes(model, layout, config, earlier)
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total = in_use = 0
     available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
@@ -139,6 +142,15 @@ def plan_memory(
             f"max_num_seqs, {name} or max_num_batched_tokens, or raise gpu_memory_utilization"
         )
     return replace(plan, num_blocks=min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks)
+
+
+def _draft_bytes(model: ModelConfig, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]) -> int:
+    """What drafting takes for each row besides activations: a copy of the states that depths 2 .. K of a repeated head
+    change (see `StepInput.continued`), and distributions of drafts: each one, all together, and those under
+    verification."""
+    depths = config.num_speculative_tokens
+    forked = layout.head_slot_bytes if depths > 1 and not earlier[0] else 0
+    return forked + (3 * depths * model.vocab_size * torch.float32.itemsize if config.draft_sampling else 0)
 
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int) -> int:

@@ -112,6 +112,41 @@ def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
     assert tokens[0] == 2 * tokens[1] > 100 * 4 * 48  # at least the widest activation of each token
 
 
+@pytest.mark.parametrize("graphs, rows", [(False, 8), (True, 8 + 9)])
+def test_distributions_of_drawn_drafts_are_planned_for(graphs, rows):
+    """Each of the 3 drafts of a row three times, in fp32; with graphs for all rows of a step."""
+    llm = make_llm(tiny_model(), 3)
+    drawn, best = (plan_of(llm, 200, draft_sampling=drawn, graphs=graphs).activations for drawn in (True, False))
+    assert drawn - best == rows * 3 * 3 * VOCAB_SIZE * 4
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+def test_states_that_depths_change_are_planned_for(rollback):
+    """A copy of each row's for the depths after the first of a repeated head, as a step makes it."""
+    llm = make_llm(tiny_model("repeated", "M*M-", "M-"), 3, state_rollback=rollback)
+    engine, slots = llm.engine, torch.arange(8)
+    forked = engine.states.fork_heads(slots).layers
+    copied = [
+        tensor.nbytes
+        for name, states in forked.items()
+        for state, kept in zip(states, engine.states[name], strict=True)
+        for key, tensor in state.tensors.items()
+        if tensor.data_ptr() != kept.tensors[key].data_ptr()
+    ]
+    assert sum(copied) == 8 * engine.layout.head_slot_bytes > 0
+    model = llm.model.mtpkit_config
+    of = {
+        earlier: plan_memory(model, engine.layout, engine.config, torch.device("cpu"), 0.9, 200, earlier).activations
+        for earlier in ((0, 0), (2, 48))
+    }
+    kept = plan_memory(model, replace(engine.layout, specs={}), engine.config, torch.device("cpu"), 0.9, 200)
+    assert of[0, 0] - kept.activations == sum(copied)
+    one = replace(engine.config, num_speculative_tokens=1, max_num_batched_tokens=engine.config.max_num_batched_tokens)
+    bare = replace(engine.layout, specs={})
+    single = [plan_memory(model, layout, one, torch.device("cpu"), 0.9, 200) for layout in (engine.layout, bare)]
+    assert single[0].activations == single[1].activations, "one draft changes no state"
+
+
 def test_positions_that_a_drafter_runs_over_again_are_planned_for():
     """2 of each of the 8 requests, and the tokens of a decode row: as if the largest step had 48 tokens more."""
     llm = make_llm(tiny_model(), 3)

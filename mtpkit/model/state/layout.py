@@ -96,6 +96,11 @@ class StateLayout:
         return self._bytes("slot")
 
     @property
+    def head_slot_bytes(self) -> int:
+        """What the layers of MTP heads take of `slot_bytes`."""
+        return self._bytes("slot", layers=_HEADS)
+
+    @property
     def ring_bytes(self) -> int:
         """What the replay rings take of `slot_bytes`."""
         return self._bytes("slot", only_rings=True)
@@ -116,8 +121,10 @@ class StateLayout:
             }
         )
 
-    def _all(self) -> list[tuple[StateSpec, StateSizes]]:
-        return [(spec, self.sizes_of(name)) for name, specs in self.specs.items() for spec in specs]
+    def _all(self, layers: str = "") -> list[tuple[StateSpec, StateSizes]]:
+        """The states of the layers whose names start so, and their sizes."""
+        specs = {name: specs for name, specs in self.specs.items() if name.startswith(layers)}
+        return [(spec, self.sizes_of(name)) for name, own in specs.items() for spec in own]
 
-    def _bytes(self, unit: Unit, only_rings: bool = False) -> int:
-        return sum(spec.unit_bytes(sizes, only_rings) for spec, sizes in self._all() if spec.unit == unit)
+    def _bytes(self, unit: Unit, only_rings: bool = False, layers: str = "") -> int:
+        return sum(spec.unit_bytes(sizes, only_rings) for spec, sizes in self._all(layers) if spec.unit == unit)
