@@ -42,8 +42,31 @@ SHAPES = {
     "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.5)),
     "tied": dict(tie_word_embeddings=True, rms_norm_eps=1e-3, num_hidden_layers=2, linear_num_value_heads=6),
 }
-DENSE = {"qwen3_next": dict(mlp_only_layers=[0, 1, 2, 3, 4]), "qwen3_5": dict()}
-CASES = [(family, case) for family in DENSE for case in SHAPES]
+EXPERTS = dict(
+    num_experts=5,
+    num_experts_per_tok=3,
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+    norm_topk_prob=True,
+)
+DENSE = dict(mlp_only_layers=[0, 1, 2, 3, 4])
+VARIANTS = {
+    "next": ("qwen3_next", EXPERTS),
+    "next_raw": ("qwen3_next", EXPERTS | dict(norm_topk_prob=False, mlp_only_layers=[1], num_experts_per_tok=1)),
+    "next_dense": ("qwen3_next", DENSE),
+    "3.5": ("qwen3_5", dict()),
+    "3.5_moe": ("qwen3_5_moe", EXPERTS),
+}
+CASES = [(variant, case) for variant in VARIANTS for case in SHAPES]
+
+
+def write_variant(variant, directory, case="usual", **changes):
+    family, sizes = VARIANTS[variant]
+    return write(family, directory, **sizes | SHAPES[case] | changes)
+
+
+def add_variant_heads(variant, directory, **changes):
+    add_heads(VARIANTS[variant][0], directory, **changes)
 
 
 @torch.no_grad()
@@ -52,28 +75,28 @@ def own_logits(directory, ids=IDS):
     return compute_logits(model, base_forward(model, ids, SequenceInput())).transpose(0, 1)
 
 
-@pytest.mark.parametrize(("family", "case"), CASES)
-def test_logits_are_those_of_transformers(tmp_path, family, case):
-    model = write(family, tmp_path, **DENSE[family] | SHAPES[case])
+@pytest.mark.parametrize(("variant", "case"), CASES)
+def test_logits_are_those_of_transformers(tmp_path, variant, case):
+    model = write_variant(variant, tmp_path, case)
     with torch.no_grad():
         assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("family", "case", "heads", "dtype"),
+    ("variant", "case", "heads", "dtype"),
     [
-        ("qwen3_next", "odd", True, torch.bfloat16),
-        ("qwen3_next", "types", False, torch.float32),
-        ("qwen3_5", "odd", True, torch.float32),
-        ("qwen3_5", "tied", True, torch.bfloat16),
-        ("qwen3_5", "interval", False, torch.bfloat16),
+        ("next", "odd", True, torch.bfloat16),
+        ("next_raw", "types", False, torch.float32),
+        ("3.5", "tied", True, torch.bfloat16),
+        ("3.5_moe", "odd", True, torch.float32),
+        ("3.5_moe", "interval", False, torch.bfloat16),
     ],
 )
-def test_round_trip_is_bitwise_equal(tmp_path, family, case, heads, dtype):
-    hf, back = tmp_path / "hf", tmp_path / "back"
-    write(family, hf, dtype=dtype, **DENSE[family] | SHAPES[case])
+def test_round_trip_is_bitwise_equal(tmp_path, variant, case, heads, dtype):
+    hf, back, family = tmp_path / "hf", tmp_path / "back", VARIANTS[variant][0]
+    write_variant(variant, hf, case, dtype=dtype)
     if heads:
-        add_heads(family, hf)
+        add_variant_heads(variant, hf)
     import_checkpoint(hf, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", back)
     before, after = read_all(hf), read_all(back)
@@ -82,7 +105,9 @@ def test_round_trip_is_bitwise_equal(tmp_path, family, case, heads, dtype):
     assert (VISION.keys() <= after.keys()) == (family != "qwen3_next")
     config = load_config(hf)
     assert config == load_config(tmp_path / "megatron") == load_config(back)
-    assert config.mtp.pattern == ("*-" if heads else "") and config.mtp.depths_known == (not heads)
+    assert config.mtp.pattern == (
+        ("*-" if variant == "3.5" else "*E") if heads else ""
+    ) and config.mtp.depths_known == (not heads)
     first, second = (json.loads((d / "config.json").read_text()) for d in (hf, back))
     assert first.keys() <= second.keys()
     inner, again = text_config(hf), text_config(back)
@@ -107,10 +132,12 @@ def error_of_depths(directory, model, own=None, depths: int = 3) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "case"), [("qwen3_next", "odd"), ("qwen3_next", "rotary"), ("qwen3_5", "usual")])
-def test_heads_are_those_of_the_reference(tmp_path, family, case):
-    model = write(family, tmp_path, **DENSE[family] | SHAPES[case])
-    add_heads(family, tmp_path)
+@pytest.mark.parametrize(
+    ("variant", "case"), [("next", "odd"), ("next_raw", "rotary"), ("3.5", "usual"), ("3.5_moe", "usual")]
+)
+def test_heads_are_those_of_the_reference(tmp_path, variant, case):
+    model = write_variant(variant, tmp_path, case)
+    add_variant_heads(variant, tmp_path)
     assert error_of_depths(tmp_path, model) < 1e-5
     swapped = load_model(tmp_path)
     joined = swapped.mtp.layers[0].eh_proj.weight
@@ -120,19 +147,19 @@ def test_heads_are_those_of_the_reference(tmp_path, family, case):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Model of a family with a head, by its name; made once."""
+    """Model of a variant with a head; made once."""
 
     @functools.cache
-    def make(family):
-        directory = tmp_path_factory.mktemp(family)
-        write(family, directory, **DENSE[family])
-        add_heads(family, directory)
+    def make(variant):
+        directory = tmp_path_factory.mktemp(variant)
+        write_variant(variant, directory)
+        add_variant_heads(variant, directory)
         return load_model(directory)
 
     return make
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("variant", ["next", "3.5", "3.5_moe"])
 @pytest.mark.parametrize(
     ("k", "settings"),
     [
@@ -142,9 +169,9 @@ def written(tmp_path_factory):
         (4, {"state_rollback": "replay", "async_scheduling": True}),
     ],
 )
-def test_drafts_change_no_token(written, family, k, settings):
+def test_drafts_change_no_token(written, variant, k, settings):
     """Chunked prompts and mixed steps, preemption, steps ahead of their results."""
-    model = written(family)
+    model = written(variant)
     prompts = make_prompts((1, 1 + k, 9, 21))
     llm = guide(make_llm(model, k, **settings), prompts, 10)
     assert generate(llm, prompts, greedy(10)) == [decode(model, prompt, 10) for prompt in prompts]
@@ -181,7 +208,7 @@ TRAPS = {
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_traps_would_be_seen(tmp_path, monkeypatch, trap):
-    model = write("qwen3_next", tmp_path, **DENSE["qwen3_next"])
+    model = write("qwen3_next", tmp_path, **DENSE)
     with torch.no_grad():
         want = model(IDS, use_cache=False).logits.double()
     assert relative(own_logits(tmp_path), want) < 1e-5
@@ -221,11 +248,42 @@ def test_betas_and_alphas_in_each_others_place_would_be_seen(tmp_path):
     ],
 )
 def test_what_cannot_be_represented_is_named(tmp_path, family, changes, named):
-    write(family, tmp_path, **DENSE[family], tie_word_embeddings=False)
+    write(family, tmp_path, **(DENSE if family == "qwen3_next" else {}), tie_word_embeddings=False)
     edit_text(tmp_path, **changes)
     with pytest.raises(UserError) as caught:
         load_config(tmp_path)
     assert all(name in str(caught.value) for name in named), caught.value
+
+
+def test_experts_are_packed_one_by_one_or_both(tmp_path):
+    """As Qwen3.5 has them, packed in the base and one by one in the head; packed ones have no `.weight`."""
+    write_variant("3.5_moe", tmp_path / "hf")
+    add_variant_heads("3.5_moe", tmp_path / "hf")
+
+    def repack(tensors):
+        """transformers writes the base one by one, `add_heads` the head packed."""
+        packed = [tensors.pop(f"mtp.layers.0.mlp.experts.{name}") for name in ("gate_up_proj", "down_proj")]
+        for number, (both, down) in enumerate(zip(*packed, strict=True)):
+            for name, tensor in zip(("gate", "up", "down"), (*both.chunk(2), down), strict=True):
+                tensors[f"mtp.layers.0.mlp.experts.{number}.{name}_proj.weight"] = tensor.clone()
+        for own in (f"model.language_model.layers.{layer}.mlp.experts." for layer in range(4)):
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{own}{number}.{name}_proj.weight") for number in range(5)])
+                for name in ("gate", "up", "down")
+            )
+            tensors |= {f"{own}gate_up_proj": torch.cat([gate, up], 1), f"{own}down_proj": down}
+
+    want = own_logits(tmp_path / "hf")
+    edit(tmp_path / "hf", repack)
+    assert torch.equal(own_logits(tmp_path / "hf"), want)
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back")
+    before, after = read_all(tmp_path / "hf"), read_all(tmp_path / "back")
+    assert before.keys() == after.keys() and all(bits_equal(before[name], after[name]) for name in before)
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    edit(tmp_path / "hf", lambda tensors: tensors.update({f"{name}.weight": tensors.pop(name)}))
+    with pytest.raises(UserError, match=rf"{name}\.weight"):
+        load_model(tmp_path / "hf")
 
 
 def test_settings_of_the_text_model_are_missing(tmp_path):
@@ -236,7 +294,7 @@ def test_settings_of_the_text_model_are_missing(tmp_path):
 
 
 def test_a_published_config_without_a_count_has_one_head(tmp_path):
-    write("qwen3_next", tmp_path, **DENSE["qwen3_next"])
+    write("qwen3_next", tmp_path, **DENSE)
     add_heads("qwen3_next", tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=None)
     config = load_config(tmp_path)

@@ -1,4 +1,4 @@
-"""GLM-4-MoE and MiMo: drafts against transformers and a recurrence in fp64, decoding, several ranks."""
+"""GLM-4-MoE and MiMo: drafts against transformers and a recurrence in fp64, decoding. These and Qwen: several ranks."""
 
 import math
 from pathlib import Path
@@ -13,6 +13,7 @@ from mtpkit.checkpoint import load_config, load_model
 from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, write_glm, write_mimo
+from tests.checkpoint.qwen_models import add_heads, write
 from tests.engine.tiny import decode, generate, greedy, make_llm, record_drafts, teacher_forced_drafts
 from tests.kernels.recurrence import relative
 from tests.ranks import run_ranks
@@ -36,6 +37,19 @@ def mimo(tmp_path_factory) -> Path:
     write_mimo(directory, initializer_range=0.3, num_attention_heads=6, num_key_value_heads=1, head_dim=8)
     add_mimo_heads(directory)
     return directory
+
+
+QWEN = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=8)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> dict[str, Path]:
+    found = {}
+    for family, sizes in (("qwen3_next", QWEN), ("qwen3_5", {}), ("qwen3_5_moe", QWEN)):
+        found[family] = tmp_path_factory.mktemp(family)
+        write(family, found[family], num_hidden_layers=2, full_attention_interval=2, **sizes)
+        add_heads(family, found[family])
+    return found
 
 
 @pytest.fixture
@@ -160,23 +174,28 @@ def outputs(model, depths):
     return {str(i): compute_logits(model, state) for i, state in enumerate((hidden, *states))}
 
 
+BOTH = ("tensor_parallel", "expert_parallel")
+SPLITS = {"glm": BOTH, "mimo": BOTH[:1], "qwen3_next": BOTH[:1], "qwen3_5": BOTH[:1], "qwen3_5_moe": BOTH}
+
+
 def split_rank(rank: int, out: Path, directories: dict[str, Path]) -> None:
     for name, directory in directories.items():
         depths = load_config(directory).mtp.num_layers
-        for split in ("tensor_parallel", "expert_parallel") if name == "glm" else ("tensor_parallel",):
+        for split in SPLITS[name]:
             parallel_state.destroy_model_parallel()
             found = outputs(load_model(directory, **{split: 2}), depths)
             save_file({n: t.contiguous() for n, t in found.items()}, out / f"{name}.{split}.{rank}.st")
 
 
-def test_two_ranks_compute_what_one_does(glm, mimo, tmp_path):
+def test_two_ranks_compute_what_one_does(glm, mimo, qwen, tmp_path):
     """Loaded from the published layout, split over tensor-parallel ranks (MiMo's one group of heads too) or over
     expert-parallel ones."""
-    run_ranks(split_rank, tmp_path, {"glm": glm, "mimo": mimo})
-    for name, directory in (("glm", glm), ("mimo", mimo)):
+    directories = {"glm": glm, "mimo": mimo, **qwen}
+    run_ranks(split_rank, tmp_path, directories)
+    for name, directory in directories.items():
         want = outputs(load_model(directory), load_config(directory).mtp.num_layers)
         files = sorted(tmp_path.glob(f"{name}.*.st"))
-        assert len(files) == (4 if name == "glm" else 2)
+        assert len(files) == 2 * len(SPLITS[name])
         for file in files:
             have = load_file(file)
             assert have.keys() == want.keys()

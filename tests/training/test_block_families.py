@@ -1,6 +1,7 @@
-"""Heads of GLM-4-MoE and MiMo are trained from a published directory and go back into its layout."""
+"""Heads of GLM-4-MoE, MiMo and Qwen are trained from a published directory and go back into its layout."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from mtpkit.checkpoint.convert import export_checkpoint
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.loop import train
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, write_glm, write_mimo
+from tests.checkpoint.qwen_models import add_heads, write
 from tests.checkpoint.test_blocks import read_all
 from tests.engine.tiny import decode, generate, greedy, make_llm
 
@@ -17,10 +19,20 @@ LAYER = 3
 """The number of the heads' layer in GLM-4-MoE's names."""
 
 
-@pytest.mark.parametrize("family", ["glm", "mimo"])
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=8)
+FAMILIES = {
+    "glm": (write_glm, add_glm_heads),
+    "mimo": (write_mimo, add_mimo_heads),
+    "qwen3_next": (partial(write, "qwen3_next", **EXPERTS), partial(add_heads, "qwen3_next")),
+    "qwen3_5": (partial(write, "qwen3_5"), partial(add_heads, "qwen3_5")),
+    "qwen3_5_moe": (partial(write, "qwen3_5_moe", **EXPERTS), partial(add_heads, "qwen3_5_moe")),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_heads_train_and_go_back(tmp_path, tokenizer_dir, text_files, family):
     """Heads of a published directory are trained on; the export has new heads and the same base."""
-    write, add = {"glm": (write_glm, add_glm_heads), "mimo": (write_mimo, add_mimo_heads)}[family]
+    write, add = FAMILIES[family]
     hf, run, back = tmp_path / "hf", tmp_path / "run", tmp_path / "back"
     write(hf, vocab_size=300)
     add(hf)
@@ -48,7 +60,12 @@ def test_heads_train_and_go_back(tmp_path, tokenizer_dir, text_files, family):
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     heads = {
-        n for n in before if ("mtp_layers" in n or f"layers.{LAYER}." in n) and "embed" not in n and ".head." not in n
+        n
+        for n in before
+        if (n.startswith("mtp.") or "mtp_layers" in n or f"model.layers.{LAYER}." in n)
+        and not (family.startswith("qwen") and n.startswith("model."))
+        and "embed_tokens" not in n
+        and ".head." not in n
     }
     frozen = {name for name in heads if name.endswith("e_score_correction_bias")}
     assert before.keys() - same <= heads - frozen and len(heads - same) > 0.8 * len(heads)

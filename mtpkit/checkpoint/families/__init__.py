@@ -6,13 +6,14 @@ from mtpkit.checkpoint.families.glm4_moe import GLM4_MOE
 from mtpkit.checkpoint.families.mimo import MIMO
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.families.qwen3_5 import QWEN3_5
+from mtpkit.checkpoint.families.qwen3_5_moe import QWEN3_5_MOE
 from mtpkit.checkpoint.families.qwen3_next import QWEN3_NEXT
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
 
 __all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
-_ALL = (NEMOTRON_H, DEEPSEEK_V3, GLM4_MOE, MIMO, QWEN3_NEXT, QWEN3_5)
+_ALL = (NEMOTRON_H, DEEPSEEK_V3, GLM4_MOE, MIMO, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By `model_type` of the Hugging Face config. To support another family, add it here."""
 

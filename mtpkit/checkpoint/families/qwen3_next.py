@@ -4,7 +4,7 @@ Each layer is a gated delta net or attention, then experts or an MLP. All norms 
 layouts, but for the output norm of a gated delta net, see `Centered`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.serving import Serving
-from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
+from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, Ways, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -176,6 +176,57 @@ class Layers(Line):
             yield f"{config.mtp.num_layers} physical heads, only one"
 
 
+@dataclass(frozen=True)
+class Router(Line):
+    """Softmax over all experts; the weights of those chosen are divided by their sum unless `key` says false. The
+    shared expert has a gate.
+
+    Attributes:
+        key: `norm_topk_prob`, or empty where the family always divides.
+    """
+
+    key: str = ""
+    kind: str = "moe"
+
+    def fields(self) -> Collection[str]:
+        settings = ("score_function", "enable_expert_bias", "pre_softmax", "normalize", "group_best")
+        return (*(f"moe_router_{name}" for name in settings), "moe_shared_expert_gate")
+
+    def read(self, file: Values) -> Settings:
+        return {
+            "moe_router_score_function": "softmax",
+            "moe_router_enable_expert_bias": False,
+            "moe_router_pre_softmax": not file.typed(self.key, True) if self.key else False,
+            "moe_shared_expert_gate": True,
+        }
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        return {self.key: config.moe.routing.normalize} if self.key else {}
+
+    def misfits(self, config: ModelConfig) -> Iterator[str]:
+        sizes = config.moe
+        if sizes.router_score_function != "softmax":
+            yield f"moe_router_score_function {sizes.router_score_function}"
+        if not sizes.shared_expert_gate:
+            yield "experts without a gated shared expert"
+        if not self.key and not sizes.routing.normalize:
+            yield "moe_router_pre_softmax True"
+
+
+def expert_lines(router: Router) -> tuple[Line, ...]:
+    """Lines of models with experts."""
+    return (
+        Fixed("", None, "moe_latent_size", 0, kind="moe"),
+        Fixed("", None, "moe_router_num_groups", 1, kind="moe"),
+        Fixed("", None, "moe_router_topk_scaling_factor", 1.0, kind="moe"),
+        Key("num_experts", "num_moe_experts", "moe"),
+        Key("num_experts_per_tok", "moe_router_topk", "moe"),
+        Key("moe_intermediate_size", "moe_ffn_hidden_size", "moe"),
+        Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "moe"),
+        router,
+    )
+
+
 def _every(interval: int, count: int) -> str:
     """Mixers of `count` layers, each `interval`-th attention."""
     return "".join(ATTENTION if (n + 1) % interval == 0 else DELTA for n in range(count))
@@ -250,6 +301,13 @@ def _delta_net(config: ModelConfig) -> Iterator[Entry]:
     yield from delta_net(config, projections)
 
 
+def moe(config: ModelConfig) -> Iterator[Entry | Ways]:
+    """Routed experts, which files hold one by one or packed, and the shared one with its gate."""
+    yield from blocks.experts(config)
+    yield from blocks.network("mlp.shared_expert.", "mlp.shared_experts.")
+    yield one("mlp.shared_expert_gate.weight", "mlp.shared_experts.gate_weight")
+
+
 def outside(prefix: str) -> tuple[Entry, ...]:
     """The tensors of the base outside of its layers, where those of the text model have a prefix."""
     return (
@@ -284,10 +342,14 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     read_patterns=_LAYERS.patterns,
-    lines=(*shared_lines(_LAYERS, Heads(default=1)), Key("intermediate_size", "ffn_hidden_size", "mlp")),
+    lines=(
+        *shared_lines(_LAYERS, Heads(default=1)),
+        *expert_lines(Router("norm_topk_prob")),
+        Key("intermediate_size", "ffn_hidden_size", "mlp"),
+    ),
     replaced=("mtpkit",),
     outside=outside("model."),
-    layers={"attention": attention, "gated_delta_net": _delta_net, "mlp": blocks.mlp},
+    layers={"attention": attention, "gated_delta_net": _delta_net, "mlp": blocks.mlp, "moe": moe},
     base_layer=blocks.base_layer,
     mtp_outside=mtp_outside,
     mtp_layer=mtp_layer,
