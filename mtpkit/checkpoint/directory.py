@@ -21,7 +21,7 @@ from mtpkit.checkpoint.quantized import Dequantized, read_block_fp8
 from mtpkit.checkpoint.tensors import CheckedTensors, Tensors, TensorSource, require_same_names
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
-from mtpkit.errors import UserError, listed, shown
+from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import is_there, read_json, read_text
 
 Layout = Literal["hf", "megatron"]
@@ -202,7 +202,10 @@ def open_weights(
     config = load_config(directory)
     family = get_family(config.family)
     weights: Tensors = HFReader(directory, family.published_name, family.carried)
-    if block := read_block_fp8(Values(hf_settings(directory), directory)):
+    settings = Values(hf_settings(directory), directory / "config.json")
+    block = read_block_fp8(settings)
+    raise_problems(settings.where, settings.problems)
+    if block is not None:
         weights = Dequantized(weights, block, directory, fp8_as)
     checked = CheckedTensors(weights, directory, torch.device(device))
     return family.table(config).to_megatron(checked, directory)

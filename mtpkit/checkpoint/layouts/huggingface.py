@@ -80,26 +80,32 @@ class HFReader:
         self.places: dict[str, Place] = {}
         """File and first byte of each tensor, by its name in `tensors` or `carried`."""
         problems: list[str] = []
+        disagreeing: dict[str, set[str]] = {}
+        twice: list[str] = []
         for path, promised in _shards(directory, single, problems).items():
             header = _read_header(path, problems)
             if header is None:
                 continue
             if promised is not None and header.keys() != promised:
-                apart = listed(sorted(header.keys() ^ promised), width=120)
-                problems.append(f"{path.name} and {INDEX} disagree about {apart}")
+                disagreeing[path.name] = header.keys() ^ promised
             for stored, place in sorted(header.items()):
-                self._add(path, stored, place, problems)
+                self._add(path, stored, place, problems, twice)
+        if disagreeing:
+            names = listed(sorted(set().union(*disagreeing.values())), width=120)
+            problems.append(f"{listed(disagreeing, width=60)} and {INDEX} disagree about {names}")
+        if twice:
+            problems.append(f"stored twice, under two prefixes or in two shards: {listed(twice, width=120)}")
         if problems:
-            raise UserError(f"{directory}: {listed(problems, width=240, separator='; ')}; download the files again")
+            raise UserError(f"{directory}: {listed(problems, width=300, separator='; ')}; download the files again")
 
-    def _add(self, path: Path, stored: str, place: "_Entry", problems: list[str]) -> None:
+    def _add(self, path: Path, stored: str, place: "_Entry", problems: list[str], twice: list[str]) -> None:
         _, canonical, carried, _ = self._arguments
         apart = stored.startswith(carried)
         name = stored if apart else canonical(stored)
         if place.dtype not in DTYPES:
             problems.append(f"{stored} has dtype {place.dtype}, which torch lacks")
         elif name in self.places:
-            problems.append(f"{path.name}: {stored} is stored twice, under two prefixes or in two shards")
+            twice.append(stored)
         else:
             (self._carried if apart else self.tensors)[name] = TensorInfo(place.shape, DTYPES[place.dtype])
             self.places[name] = Place(path.name, stored, place.start)
@@ -173,7 +179,8 @@ def _read_header(path: Path, problems: list[str]) -> dict[str, _Entry] | None:
             for name in names
         }
     except (SafetensorError, OSError, ValueError) as error:
-        problems.append(f"{path.name} is damaged or cut off ({error})")
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        problems.append(f"{path.name} is damaged or cut off ({reason})")
         return None
 
 
