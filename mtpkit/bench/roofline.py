@@ -178,7 +178,7 @@ class Roofline:
             check_depths(self.config, k)
         config, fed, context = self.config, num_prompts * prompt_len, prompt_len / 2
         passes = math.ceil(fed / (max_num_batched_tokens or fed))
-        base = self._layers(config.pattern, fed, context, fed, num_prompts, passes)
+        base = self._layers(config.pattern, fed, context, fed, num_prompts, passes, prompt=True)
         phases = {"base": _join([*base, self._output(num_prompts, config.vocab_size, passes)])}
         for depth in range(1, k + 1):
             whole = depth == 1 or not config.mtp.repeated
@@ -205,7 +205,14 @@ class Roofline:
         return _join(works)
 
     def _layers(
-        self, pattern: str, fed: float, context_len: float, cached: float, states: float, passes: int = 1
+        self,
+        pattern: str,
+        fed: float,
+        context_len: float,
+        cached: float,
+        states: float,
+        passes: int = 1,
+        prompt: bool = False,
     ) -> Iterator[Work]:
         """Layers over `fed` tokens.
 
@@ -214,6 +221,7 @@ class Roofline:
             cached: tokens whose keys and values are moved, read or written.
             states: times that a request's state is moved.
             passes: times that the weights are read.
+            prompt: whether the tokens attend to each other alone.
         """
         for letter in pattern:
             matrices = KINDS[letter].matrices(self.config)
@@ -222,7 +230,7 @@ class Roofline:
         if update := sum(layer.state_flops for layer in kept):
             state_bytes = sum(layer.state for layer in kept) * self.state_dtype.itemsize
             yield Work("state", states * state_bytes, fed * update)
-        if scores := sum(layer.score_flops for layer in kept):
+        if scores := sum((prompt and layer.prompt_score_flops) or layer.score_flops for layer in kept):
             kv_bytes = sum(layer.kv for layer in kept) * self.dtype.itemsize
             yield Work("attention", cached * kv_bytes, fed * scores * context_len)
 

@@ -123,7 +123,8 @@ def test_ops_of_latent_attention(device, monkeypatch):
     projections = ("q_down_proj", "q_up_proj", "kv_down_proj", "proj")
     assert {
         "latent_attention",
-        "latent_prefill_attention",
+        "latent_context_attention",
+        "chunk_attention",
         "store_kv",
         "sequence_attention",
         "depth_attention",

@@ -208,6 +208,8 @@ def test_latent_attention_reads_a_row_a_token_and_scores_it_for_all_heads():
     attention = works(Roofline(DEEPSEEK_V3).decode(2, context_len=1000), "verify")["attention"]
     assert attention.bytes == 2 * 1000 * 61 * 576 * 2
     assert attention.flops == 2 * 1000 * 61 * 128 * 2 * (576 + 512)
+    prompts = works(Roofline(DEEPSEEK_V3).prefill(2, 1000), "base")["attention"]
+    assert prompts.flops == 2 * 1000 * 500 * 61 * 128 * 2 * (192 + 128)  # with each head's own keys and values
 
 
 def test_tables_hold_every_step_and_its_works():

@@ -52,7 +52,7 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
     if has(AttentionConfig):
         yield mixers.prefill_attention(shapes, lens)
     if has(MlaConfig):
-        yield latent.prefill(shapes, lens)
+        yield from (latent.context(shapes, lens), latent.chunk(shapes, lens))
     if has(Mamba2Config):
         yield from (mixers.conv_varlen(shapes, lens), mixers.ssd_varlen(shapes, lens))
     if has(MoeConfig):

@@ -3,6 +3,7 @@
 Shape legend: R rows (requests), T = 1 + K tokens per row, B blocks per row.
 """
 
+import torch
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
@@ -56,21 +57,46 @@ def decode(shapes: Shapes) -> Case:
     )
 
 
-def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Case:
-    """Attention of prompts of one length."""
+def _starts(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
+    """[R + 1], first token of each prompt and the end of the last one, for prompts of one length."""
+    return lens[0] * (shapes.full(1, len(lens) + 1).cumsum(0) - 1)
+
+
+def context(shapes: Shapes, lens: tuple[int, ...]) -> Case:
+    """Attention of chunks of one length to as many tokens that were computed before."""
     rows, length = len(lens), lens[0]
 
     def make() -> Args:
         queries, cache = _queries(shapes, rows * length), _cache(shapes, rows, length)
-        starts = length * shapes.full(1, rows + 1).cumsum(0) - length
-        return *queries, *cache, shapes.full(0, rows), starts, _scale(shapes)
+        return *queries, *cache, shapes.full(length, rows), _starts(shapes, lens), _scale(shapes)
 
     return Case(
-        latent_attention.latent_prefill_attention,
-        f"{rows} x {length}",
+        latent_attention.latent_context_attention,
+        f"{rows} x {length}, {length} before",
         make,
         lambda args: _row_bytes(shapes, rows * length) + size(args[0], args[0], args[1]),
-        flops=_flops(shapes, rows * length * length / 2),
+        flops=_flops(shapes, rows * length * length),
+        judge=lambda _, outputs: outputs[0],
+    )
+
+
+def chunk(shapes: Shapes, lens: tuple[int, ...]) -> Case:
+    """Attention of the tokens of chunks of one length to each other, beside what came before."""
+    rows, length, sizes = len(lens), lens[0], shapes.config.mla
+    heads = shapes.config.attention.num_attention_heads
+
+    def make() -> Args:
+        widths = (sizes.qk_width, sizes.qk_width, sizes.v_head_dim, sizes.v_head_dim)
+        parts = (shapes.normal(rows * length, heads, width) for width in widths)
+        before = shapes.normal(rows * length, heads, dtype=torch.float32)
+        return *parts, before, shapes.full(length, rows), _starts(shapes, lens), _scale(shapes)
+
+    return Case(
+        latent_attention.chunk_attention,
+        f"{rows} x {length}",
+        make,
+        lambda args: size(*args[:5], args[3]),
+        flops=1.0 * rows * length**2 * heads * (sizes.qk_width + sizes.v_head_dim),
     )
 
 

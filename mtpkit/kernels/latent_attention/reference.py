@@ -4,6 +4,8 @@ DeepSeek-V2 (arXiv:2405.04434, section 2.1.2). Of a token the cache holds one ro
 A head with keys Wk c and values Wv c has the scores q (Wk c) = (q Wk) c and the output sum p Wv c = Wv sum p c: its
 queries are multiplied by Wk before, its outputs by Wv after, and in between all heads attend to the rows themselves.
 
+Prompts attend to what was cached before their chunk in this way, too, and to their own chunk per head.
+
 Shape legend: R rows (requests), T tokens per row, C width of the latent, P width of the rotary key.
 """
 
@@ -43,7 +45,7 @@ def latent_attention(
     return torch.where((context_lens >= 0)[:, None, None, None], out, 0)
 
 
-def latent_prefill_attention(
+def latent_context_attention(
     q_latent: Tensor,
     q_rotary: Tensor,
     cache: Tensor,
@@ -51,19 +53,62 @@ def latent_prefill_attention(
     context_lens: Tensor,
     query_start: Tensor,
     scale: float,
-) -> Tensor:
-    """`latent_attention` of R rows of any number of new tokens each, concatenated; see `prefill_attention` for rows.
+) -> tuple[Tensor, Tensor]:
+    """Attention of R rows of any number of new tokens each, concatenated, over what the cache held before them.
+
+    No size depends on what `query_start` holds, so that a CUDA graph can be captured. `chunk_attention` adds what the
+    new tokens see of each other, for which a head's own keys and values take fewer FLOPs than latents.
 
     Args:
-        q_latent: [T, heads, C], q_rotary: [T, heads, P].
+        q_latent: [T, heads, C], q_rotary: [T, heads, P], cache, block_tables: as for `latent_attention`.
+        context_lens: [R] int64, tokens before the new ones; 0, or -1 for rows that are padding: nothing is read.
         query_start: [R + 1] int64, first token of each row and the end of the last one; the queries begin at token
             query_start[0].
 
     Returns:
-        [T, heads, C].
+        Latents weighted by softmax, [T, heads, C], zero where there is no context; the logarithm of the sum of the
+        exponentials of the scores, [T, heads] fp32, -inf where there is none.
     """
-    out = torch.zeros_like(q_latent)
+    out, lse = torch.zeros_like(q_latent), q_latent.new_full(q_latent.shape[:2], -torch.inf, dtype=torch.float32)
+    queries = torch.cat([q_latent, q_rotary], -1).float()
     for row, tokens in chunk_rows(query_start, context_lens, len(q_latent)):
-        own = block_tables[row], context_lens[row]
-        out[tokens] = latent_attention(q_latent[None, tokens], q_rotary[None, tokens], cache, *own, scale)[0]
+        if not (length := int(context_lens[row])):
+            continue
+        entries = cache[block_tables[row].flatten()].flatten(0, 1)[:length].float()
+        scores = scale * torch.einsum("thd,nd->thn", queries[tokens], entries)
+        lse[tokens] = scores.logsumexp(-1)
+        out[tokens] = (scores.softmax(-1) @ entries[:, : q_latent.shape[-1]]).to(out.dtype)
+    return out, lse
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    earlier: Tensor,
+    earlier_lse: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention inside each of R rows, concatenated, in one softmax with what came before.
+
+    Args:
+        q, k: [T, heads, d], v: [T, heads, e], of any strides but the last.
+        earlier: [T, heads, e], values before the row weighted by their own softmax; earlier_lse: [T, heads] fp32, the
+            logarithm of the sum of the exponentials of their scores, -inf where there are none.
+        context_lens, query_start: as for `latent_context_attention`; a row with context -1 gets zeros.
+        scale: factor of the scores.
+
+    Returns:
+        [T, heads, e].
+    """
+    out = v.new_zeros(v.shape)
+    for _, tokens in chunk_rows(query_start, context_lens, len(q)):
+        own = slice(tokens.start, tokens.stop)
+        scores = scale * torch.einsum("thd,nhd->htn", q[own].float(), k[own].float())
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
+        both = torch.cat([earlier_lse[own].t()[..., None], scores.masked_fill(~seen, -torch.inf)], -1).softmax(-1)
+        values = both[..., 1:] @ v[own].transpose(0, 1).float() + both[..., :1] * earlier[own].transpose(0, 1).float()
+        out[own] = values.transpose(0, 1).to(out.dtype)
     return out

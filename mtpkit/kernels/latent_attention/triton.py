@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.attention.flash import forward_tiles
 from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
 from mtpkit.kernels.attention.triton import (
     UNALIGNED,
@@ -23,8 +24,9 @@ from mtpkit.kernels.attention.triton import (
     split_plan,
     store_lines,
 )
-from mtpkit.kernels.device import MULTIPROCESSORS, padded, row_of_tile, strided
+from mtpkit.kernels.device import padded, row_of_tile, strided
 
+_LN_2 = tl.constexpr(0.6931471805599453)
 _RESIDENT = 1
 """Programs that a multiprocessor holds at once."""
 
@@ -182,7 +184,7 @@ def latent_attention(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
-def _prefill_kernel(
+def _context_kernel(
     latent_rows,
     rotary_rows,
     cache_ptr,
@@ -190,6 +192,7 @@ def _prefill_kernel(
     lens_ptr,
     start_ptr,
     out_ptr,
+    lse_ptr,
     scale,
     rows,
     width,
@@ -201,32 +204,33 @@ def _prefill_kernel(
     C: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Compute M queries of one row per program, see `row_of_tile`. A row's tiles with the longest context run first."""
+    """Compute M queries of one row per program, see `row_of_tile`."""
     q_ptr, q_token, q_head = latent_rows
     p_ptr, p_token, p_head = rotary_rows
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, begin, tokens, first = row_of_tile(start_ptr, rows, tile, HEADS, M, 1)
+    row, begin, tokens, first = row_of_tile(start_ptr, rows, tl.program_id(0), HEADS, M, 1)
     count = tokens * HEADS
     if first >= count:
         return
     m = first + tl.arange(0, M)
+    line = lse_ptr + begin.to(tl.int64) * HEADS + m
     context = tl.load(lens_ptr + row).to(tl.int32)
-    if context < 0:
+    if context <= 0:
         store_lines(out_ptr, tl.zeros([M, C], tl.float32), begin, 0, m, count, 1, HEADS, WIDTHS[0])
+        tl.store(line, tl.full([M], float("-inf"), tl.float32), mask=m < count)
         return
     q_latent = load_queries(q_ptr + begin * q_token, m, count, q_token, q_head, HEADS, WIDTHS[0], C)
     q_rotary = load_queries(p_ptr + begin * p_token, m, count, p_token, p_head, HEADS, WIDTHS[1], P)
-    newest = context + m // HEADS
+    newest = tl.zeros([M], tl.int32) + (context - 1)
     queries, cache = (q_latent, q_rotary), (cache_ptr, table_ptr + row.to(tl.int64) * width)
-    seen_by_all = (context + first // HEADS + 1) // N * N
-    end = context + (tl.minimum(first + M, count) - 1) // HEADS + 1
+    whole = context // N * N
     state = empty_state(M, C)
-    state = _attend(queries, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, WIDTHS, N, False)
-    acc, _, total = _attend(queries, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, WIDTHS, N, True)
+    state = _attend(queries, newest, state, 0, whole, cache, scale, BLOCK_SIZE, WIDTHS, N, False)
+    acc, best, total = _attend(queries, newest, state, whole, context, cache, scale, BLOCK_SIZE, WIDTHS, N, True)
     store_lines(out_ptr, acc / total[:, None], begin, 0, m, count, 1, HEADS, WIDTHS[0])
+    tl.store(line, (best + tl.log2(total)) * _LN_2, mask=m < count)
 
 
-def latent_prefill_attention(
+def latent_context_attention(
     q_latent: Tensor,
     q_rotary: Tensor,
     cache: Tensor,
@@ -236,18 +240,15 @@ def latent_prefill_attention(
     scale: float,
     *,
     tiles: Tiles | None = None,
-) -> Tensor:
-    """See the reference. A single short row runs as a decode row, whose context is split."""
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
     (count, heads, width), rows = q_latent.shape, len(context_lens)
     out = q_latent.new_empty(count, heads, width)
+    lse = q_latent.new_empty(count, heads, dtype=torch.float32)
     if count == 0:
-        return out
+        return out, lse
     chosen = tiles or latent_tiles(count * heads, width, q_latent.dtype)
-    blocks = count * heads // chosen.m + rows
-    if tiles is None and rows == 1 and 2 * blocks <= _RESIDENT * MULTIPROCESSORS:
-        whole = q_latent[None], q_rotary[None]
-        return latent_attention(*whole, cache, block_tables, context_lens, scale)[0]
-    _prefill_kernel[(blocks,)](
+    _context_kernel[(count * heads // chosen.m + rows,)](
         strided(q_latent),
         strided(q_rotary),
         cache,
@@ -255,9 +256,116 @@ def latent_prefill_attention(
         context_lens,
         query_start,
         out,
+        lse,
         score_scale(1, scale),
         rows,
         block_tables.stride(0),
         **_sizes(q_latent, q_rotary, cache, chosen),
+    )
+    return out, lse
+
+
+@triton.jit
+def _fold_own(q, newest, state, k_rows, v_rows, first, last, count, scale, WIDTHS, N, MASKED):
+    """Fold the row's own keys first .. last - 1 into a running softmax; `k_rows` and `v_rows` are the pointer to the
+    row's first token and the elements from one token to the next."""
+    k_ptr, k_token = k_rows
+    v_ptr, v_token = v_rows
+    D: tl.constexpr = q.shape[1]
+    E: tl.constexpr = state[0].shape[1]
+    for start in range(first, last, N):
+        place = start + tl.arange(0, N)
+        keys = load_queries(k_ptr, place, count, k_token, 0, 1, WIDTHS[0], D)
+        values = load_queries(v_ptr, place, count, v_token, 0, 1, WIDTHS[1], E)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(place[None, :] <= newest[:, None], scores, float("-inf"))
+        state = fold(state, scores, values, scale, MASKED)
+    return state
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def _chunk_kernel(
+    q_rows,
+    k_rows,
+    v_rows,
+    earlier_rows,
+    lse_ptr,
+    lens_ptr,
+    start_ptr,
+    out_ptr,
+    scale,
+    rows,
+    WIDTHS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Compute M queries of one row and head per program. A row's tiles with the most keys run first. The running
+    softmax of a query starts with what came before the row."""
+    q_ptr, q_token, q_head = q_rows
+    k_ptr, k_token, k_head = k_rows
+    v_ptr, v_token, v_head = v_rows
+    e_ptr, e_token, e_head = earlier_rows
+    tile, head, heads = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row, begin, count, first = row_of_tile(start_ptr, rows, tile, 1, M, 1)
+    if first >= count:
+        return
+    begin = begin.to(tl.int64)
+    m = first + tl.arange(0, M)
+    place = ((begin + m) * heads + head)[:, None] * WIDTHS[1] + tl.arange(0, E)[None, :]
+    inside = (m < count)[:, None] & (tl.arange(0, E) < WIDTHS[1])[None, :]
+    dtype = out_ptr.dtype.element_ty
+    if tl.load(lens_ptr + row) < 0:
+        tl.store(out_ptr + place, tl.zeros([M, E], tl.float32).to(dtype), mask=inside)
+        return
+    q = load_queries(q_ptr + begin * q_token + head * q_head, m, count, q_token, 0, 1, WIDTHS[0], D)
+    earlier = load_queries(e_ptr + begin * e_token + head * e_head, m, count, e_token, 0, 1, WIDTHS[1], E)
+    lse = tl.load(lse_ptr + (begin + m) * heads + head, mask=m < count, other=float("-inf"))
+    total = tl.where(lse == float("-inf"), 0.0, 1.0)
+    state = earlier.to(tl.float32) * total[:, None], lse / _LN_2, total
+    keys = k_ptr + begin * k_token + head * k_head, k_token
+    values = v_ptr + begin * v_token + head * v_head, v_token
+    whole = (first + 1) // N * N
+    end = tl.minimum(first + M, count)
+    state = _fold_own(q, m, state, keys, values, 0, whole, count, scale, WIDTHS, N, False)
+    acc, _, total = _fold_own(q, m, state, keys, values, whole, end, count, scale, WIDTHS, N, True)
+    tl.store(out_ptr + place, (acc / total[:, None]).to(dtype), mask=inside)
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    earlier: Tensor,
+    earlier_lse: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """See the reference."""
+    (count, heads, width), rows = q.shape, len(context_lens)
+    out = v.new_empty(v.shape)
+    if count == 0:
+        return out
+    chosen = tiles or forward_tiles(width, q.dtype)
+    _chunk_kernel[(count // chosen.m + rows, heads)](
+        strided(q),
+        strided(k),
+        strided(v),
+        strided(earlier),
+        earlier_lse.contiguous(),
+        context_lens,
+        query_start,
+        out,
+        score_scale(1, scale),
+        rows,
+        WIDTHS=(width, v.shape[-1]),
+        D=padded(width),
+        E=padded(v.shape[-1]),
+        **chosen.launch(),
     )
     return out

@@ -84,6 +84,8 @@ class Memory:
     """Elements of keys and values per token."""
     score_flops: int = 0
     """FLOPs per token and token that it attends to."""
+    prompt_score_flops: int = 0
+    """The same where both belong to a prompt that is computed at once; 0: `score_flops`."""
 
 
 class LayerKind(ABC):

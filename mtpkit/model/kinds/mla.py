@@ -70,10 +70,13 @@ class Mla(LayerKind):
         return (PagedLatentSpec(config.mla.kv_lora_rank, config.mla.qk_pos_emb_head_dim),)
 
     def memory(self, config: ModelConfig) -> Memory:
-        """Count scores of all heads with one row, and sums of its latent."""
-        sizes = config.mla
+        """Count scores of all heads with one row, and sums of its latent; in prompts each head has its own keys and
+        values."""
+        sizes, heads = config.mla, config.attention.num_attention_heads
         return Memory(
-            kv=sizes.row, score_flops=2 * config.attention.num_attention_heads * (sizes.row + sizes.kv_lora_rank)
+            kv=sizes.row,
+            score_flops=2 * heads * (sizes.row + sizes.kv_lora_rank),
+            prompt_score_flops=2 * heads * (sizes.qk_width + sizes.v_head_dim),
         )
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:

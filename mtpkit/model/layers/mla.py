@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpkit.kernels.attention import depth_attention
 from mtpkit.kernels.kv_store import store_kv
-from mtpkit.kernels.latent_attention import latent_attention, latent_prefill_attention
+from mtpkit.kernels.latent_attention import chunk_attention, latent_attention, latent_context_attention
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import SplitOverRanks
 from mtpkit.model.layers.rotary import frequencies, rotate, yarn_frequencies, yarn_scale
@@ -105,12 +105,12 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         inputs = SequenceInput() if inference_context is None else inference_context
         if isinstance(inputs, StepInput):
             keep = inputs.keep
-            self._store(hidden_states, inputs)
+            entries = self._store(hidden_states, inputs)
             if keep is not None:
                 hidden_states, residual = hidden_states[keep], None if residual is None else residual[keep]
                 if not len(keep):
                     return (hidden_states if residual is None else residual), None
-            out = self._step(hidden_states, inputs)[:, None]
+            out = self._step(hidden_states, entries, inputs)[:, None]
         else:
             q, k, v = (t.transpose(0, 1) for t in self._project(hidden_states, inputs))  # [b, s, n, ..]
             if isinstance(inputs, DepthInput):
@@ -161,14 +161,18 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         assert isinstance(cache, PagedLatent)
         return cache
 
-    def _store(self, x: Tensor, step: StepInput) -> None:
-        """Store the rows of x [T, 1, h]: the normed latent, and the rotated key."""
-        row = self.linear_kv_down_proj(x)[:, :, None]  # [T, 1, 1, C + P]
+    def _store(self, x: Tensor, step: StepInput) -> tuple[Tensor, Tensor]:
+        """Store the rows of x [T, 1, h]: the normed latent, and the rotated key.
+
+        Returns:
+            The latents before the norm [T, 1, C], and the keys [T, 1, P].
+        """
+        row = self.linear_kv_down_proj(x)
         latent, rotary = row.split([self.sizes.kv_lora_rank, self.sizes.qk_pos_emb_head_dim], -1)
-        if self.config.mtpkit.attention.qk_layernorm:
-            latent = self.linear_kv_up_proj.normed(latent)
-        rotary = self._rotate(rotary, step.positions[None])
-        store_kv(latent[:, 0], rotary[:, 0], *self._cache(step).parts, step.kv_slots)
+        normed = self.linear_kv_up_proj.normed(latent) if self.config.mtpkit.attention.qk_layernorm else latent
+        rotary = self._rotate(rotary[:, :, None], step.positions[None])[:, 0]
+        store_kv(normed, rotary, *self._cache(step).parts, step.kv_slots)
+        return latent, rotary
 
     def _absorbed(self) -> tuple[Tensor, Tensor]:
         """Each head's projections of latents to keys [n, d, C] and to values [n, e, C]."""
@@ -178,36 +182,45 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         key, value = weight.unflatten(0, (self.heads, -1)).split([self.sizes.qk_head_dim, self.sizes.v_head_dim], 1)
         return key, value
 
-    def _step(self, x: Tensor, step: StepInput) -> Tensor:
+    def _step(self, x: Tensor, entries: tuple[Tensor, Tensor], step: StepInput) -> Tensor:
         """Attend through the cache, with the projections of keys and values absorbed into queries and outputs.
 
         Returns:
-            [N, n, e], given x [N, 1, h] of the tokens to keep, or of all.
+            [N, n, e], given x [N, 1, h] of the tokens to keep, or of all, and the result of `_store`.
         """
         cache, keep = self._cache(step).rows, step.keep
         positions = step.positions if keep is None else step.positions[keep]
         plain, rotary = self._queries(x)
         key_up, value_up = self._absorbed()
         latent = (plain[:, 0].transpose(0, 1) @ key_up).transpose(0, 1)  # [N, n, C]
-        queries = latent, self._rotate(rotary, positions[None])[:, 0]
+        rotary = self._rotate(rotary, positions[None])[:, 0]
         if keep is not None:
             kept = torch.searchsorted(step.query_start[1:], keep, right=True)
             places = step.block_tables[kept], positions
-            out = latent_attention(queries[0][:, None], queries[1][:, None], cache, *places, self.scale)[:, 0]
-        else:
-            out = self._rows(queries, cache, step)
-        return (out.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1)
-
-    def _rows(self, queries: tuple[Tensor, Tensor], cache: Tensor, step: StepInput) -> Tensor:
-        """Outputs [T, n, C] of decode rows, then of chunks."""
-        rows, start = step.num_decode_rows, step.num_decode_tokens
-        outputs = []
+            out = latent_attention(latent[:, None], rotary[:, None], cache, *places, self.scale)[:, 0]
+            return _per_head(out, value_up)
+        rows, start, outputs = step.num_decode_rows, step.num_decode_tokens, []
         if rows:
-            latent, rotary = (part[:start].unflatten(0, (rows, step.decode_width)) for part in queries)
-            tables, lengths = step.block_tables[:rows], step.context_lens[:rows]
-            outputs.append(latent_attention(latent, rotary, cache, tables, lengths, self.scale).flatten(0, 1))
+            own = step.block_tables[:rows], step.context_lens[:rows]
+            wide, turned = (part[:start].unflatten(0, (rows, step.decode_width)) for part in (latent, rotary))
+            outputs.append(_per_head(latent_attention(wide, turned, cache, *own, self.scale).flatten(0, 1), value_up))
         if step.num_chunk_rows:
-            latent, rotary = (part[start:] for part in queries)
-            places = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
-            outputs.append(latent_prefill_attention(latent, rotary, cache, *places, self.scale))
+            lengths, starts = step.context_lens[rows:], step.query_start[rows:]
+            own = step.block_tables[rows:], lengths
+            before, lse = latent_context_attention(latent[start:], rotary[start:], cache, *own, starts, self.scale)
+            k, v = self._keys_and_values(entries[0][start:], entries[1][start:])
+            q = torch.cat([plain[start:, 0], rotary[start:]], -1)
+            before = _per_head(before, value_up)
+            outputs.append(chunk_attention(q, k, v, before, lse, lengths, starts, self.scale))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _keys_and_values(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [T, n, d + P] and values [T, n, e] of latents [T, 1, C] before their norm and rotated keys [T, 1, P]."""
+        kv, _ = self.linear_kv_up_proj(latent.contiguous())
+        plain, v = kv[:, 0].unflatten(-1, (self.heads, -1)).split([self.sizes.qk_head_dim, self.sizes.v_head_dim], -1)
+        return torch.cat([plain, rotary.expand(-1, self.heads, -1)], -1), v
+
+
+def _per_head(latents: Tensor, value_up: Tensor) -> Tensor:
+    """Outputs [N, n, e] of sums of latents [N, n, C] and the projections to values [n, e, C]."""
+    return (latents.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1)
