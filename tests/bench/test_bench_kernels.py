@@ -16,7 +16,14 @@ from mtpkit.bench.kernel_cases.mixers import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine
-from mtpkit.bench.shapes import DEEPSEEK_V3_TINY, NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, open_model
+from mtpkit.bench.shapes import (
+    DEEPSEEK_V3_TINY,
+    NEMOTRON_3_TINY,
+    NEMOTRON_H_8B,
+    NEMOTRON_H_TINY,
+    QWEN3_NEXT_TINY,
+    open_model,
+)
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.dispatch import CHOICE
@@ -97,7 +104,13 @@ def test_no_op_is_forgotten(monkeypatch):
     assert len(picked) > 20
     called, options = set(), dict(activation="swiglu", attention_output_gate=True)
     monkeypatch.setenv(CHOICE, "reference")
-    for config in (NEMOTRON_H_TINY, NEMOTRON_3_TINY, NEMOTRON_H_TINY.replace(**options), DEEPSEEK_V3_TINY):
+    for config in (
+        NEMOTRON_H_TINY,
+        NEMOTRON_3_TINY,
+        NEMOTRON_H_TINY.replace(**options),
+        DEEPSEEK_V3_TINY,
+        QWEN3_NEXT_TINY,
+    ):
         for one in every(shapes(config, rows=1, k=2, context_len=5)):
             args = one.make()
             sys.setprofile(lambda frame, event, _: called.add(frame.f_code) if event == "call" else None)
@@ -136,6 +149,21 @@ def test_bytes_of_latent_attention_are_a_row_a_token():
     """A row of 32 + 8 numbers for all heads, the queries, and outputs as wide as the latent."""
     one = case("latent_attention", config=DEEPSEEK_V3_TINY, rows=2, k=0, context_len=32)
     assert one.bytes(one.make()) == 4 * (2 * 33 * 40 + 2 * 4 * (32 + 32 + 8))
+
+
+def test_ops_of_gated_delta_nets(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_SETS", 2)
+    result = measure_kernels(QWEN3_NEXT_TINY, KernelConfig(rows=(3,), context_len=21, repeats=1), device, "tiny")
+    found = {row.op for row in result.rows}
+    assert {"causal_conv1d_update", "causal_conv1d_varlen", "linear in_proj", "linear out_proj", "norm_gate"} <= found
+    assert {f"delta_{op}" for op in ("replay_update", "snapshot_update", "inputs", "varlen", "rule")} <= found
+
+
+def test_bytes_of_a_replay_are_its_state_and_little_more():
+    one = case("delta_replay_update", config=QWEN3_NEXT_TINY, rows=2, k=0, context_len=0)
+    args = one.make()
+    entries = 2 * 4 * (2 * 16 + 4 * 16 + 4)  # of the new tokens: keys, corrections, decays
+    assert one.bytes(args) == size(args[0]) + entries + 2 * 4 * (2 * 2 * 16 + 2 * 4 * 16 + 2 * 4)
 
 
 def test_matrices_that_do_not_become_fp8_have_no_case_of_it():

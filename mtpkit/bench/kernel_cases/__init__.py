@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from mtpkit.bench.kernel_cases import latent, linears, mixers, tokens, training
+from mtpkit.bench.kernel_cases import delta, latent, linears, mixers, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
-from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlaConfig, MlpConfig, MoeConfig
+from mtpkit.config.sections import AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MlaConfig, MlpConfig, MoeConfig
 from mtpkit.kernels.head_loss import LossKind
 
 _PREFILL_ROWS = 16
@@ -26,6 +26,10 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     if has(Mamba2Config):
         yield from (mixers.ssm_replay(shapes), mixers.ssm_snapshot(shapes), mixers.conv_update(shapes))
         yield linears.gated_norm(shapes)
+    if has(GatedDeltaNetConfig):
+        yield from (delta.replay(shapes), delta.snapshot(shapes), delta.gated_norm(shapes))
+        if not has(Mamba2Config):  # which has the same op
+            yield mixers.conv_update(shapes)
     if has(AttentionConfig):
         yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes))
         if shapes.config.attention.attention_output_gate:
@@ -55,6 +59,10 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
         yield from (latent.context(shapes, lens), latent.chunk(shapes, lens))
     if has(Mamba2Config):
         yield from (mixers.conv_varlen(shapes, lens), mixers.ssd_varlen(shapes, lens))
+    if has(GatedDeltaNetConfig):
+        yield from (delta.inputs(shapes, sum(lens)), delta.varlen(shapes, lens))
+        if not has(Mamba2Config):
+            yield mixers.conv_varlen(shapes, lens)
     if has(MoeConfig):
         for case in (linears.route(shapes, sum(lens)), linears.expert_mlp(shapes, sum(lens))):
             yield replace(case, name=f"{case.op}, prefill")
@@ -66,6 +74,8 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
     attention = {AttentionConfig.letter, MlaConfig.letter}
     if attention & set(shapes.config.pattern):
         yield training.sequence_attention(shapes, length)
+    if GatedDeltaNetConfig.letter in shapes.config.letters:
+        yield delta.rule(shapes, length)
     if shapes.k:
         if attention & set(shapes.config.mtp.pattern) and shapes.k > 1:
             yield training.depth_attention(shapes, length)

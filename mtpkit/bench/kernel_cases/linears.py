@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.config import ModelConfig
-from mtpkit.config.sections import AttentionConfig, Mamba2Config, MlaConfig, MlpConfig
+from mtpkit.config.sections import AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MlaConfig, MlpConfig
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import moe, norm
 from mtpkit.kernels.linear import linear, reference
@@ -65,6 +65,10 @@ def calls(shapes: Shapes) -> Iterator[Call]:
     if config.has(Mamba2Config):
         yield Call("in_proj", config.mamba2.projected, hidden, norm=True)
         yield Call("out_proj", hidden, inner, gated=True, residual=True)
+    if config.has(GatedDeltaNetConfig):
+        delta = config.gated_delta_net
+        yield Call("in_proj", delta.projected, hidden, norm=True)
+        yield Call("out_proj", hidden, delta.value_width, residual=True)
     if config.has(AttentionConfig):
         yield Call("linear_qkv", sizes.projected, hidden, norm=True, bias=sizes.add_qkv_bias)
         yield Call("linear_proj", hidden, sizes.num_attention_heads * sizes.kv_channels, residual=True)

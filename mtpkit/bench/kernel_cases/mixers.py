@@ -11,6 +11,7 @@ from torch import Tensor
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.bench.settings import depth_rates
 from mtpkit.config import ModelConfig
+from mtpkit.config.sections import Mamba2Config
 from mtpkit.kernels import attention, causal_conv1d, kv_store, ring, ssd, ssm_update
 
 _BLOCK = 16
@@ -48,7 +49,7 @@ def paged_attention(shapes: Shapes) -> Case:
     )
 
 
-def _starts(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
+def starts_of(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
     """[R + 1], first token of each prompt and the end of the last one."""
     return torch.tensor([0, *lens], device=shapes.device).cumsum(0)
 
@@ -60,7 +61,7 @@ def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
     def make() -> Args:
         cache = _cache(shapes, rows, length)
-        return shapes.normal(rows * length, heads, width), *cache, shapes.full(0, rows), _starts(shapes, lens)
+        return shapes.normal(rows * length, heads, width), *cache, shapes.full(0, rows), starts_of(shapes, lens)
 
     return Case(
         attention.prefill_attention,
@@ -161,19 +162,23 @@ def ssm_snapshot(shapes: Shapes) -> Case:
     return Case(ssm_update.ssm_snapshot_update, shapes.step, make, count)
 
 
-def _conv_dim(config: ModelConfig) -> int:
-    return config.mamba2.inner + 2 * config.mamba2.bc_width
+def _conv(shapes: Shapes) -> tuple[int, int, bool]:
+    """Width and channels of the convolution, and whether it has a bias."""
+    mamba, delta = shapes.config.mamba2, shapes.config.gated_delta_net
+    if shapes.config.has(Mamba2Config):
+        return mamba.conv_kernel, mamba.inner + 2 * mamba.bc_width, True
+    return delta.conv_kernel_dim, delta.convolved, False
 
 
 def conv_update(shapes: Shapes) -> Case:
     """The convolution of a step."""
-    rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
-    width, channels = config.mamba2.conv_kernel, _conv_dim(config)
+    rows, tokens = shapes.rows, shapes.tokens
+    width, channels, biased = _conv(shapes)
 
     def make() -> Args:
         x = shapes.normal(rows, tokens, channels + 64)[..., 32 : 32 + channels]  # between z and dt of the projection
         state = shapes.normal(rows, width - 2 + tokens, channels)
-        weight, bias = shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels)
+        weight, bias = shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels) if biased else None
         return x, state, weight, bias, shapes.permutation(rows), shapes.ints(tokens, rows)
 
     def count(args: Args) -> float:
@@ -185,14 +190,14 @@ def conv_update(shapes: Shapes) -> Case:
 
 def conv_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """The convolution of prompts, each after a window."""
-    width, channels, rows = shapes.config.mamba2.conv_kernel, _conv_dim(shapes.config), len(lens)
+    (width, channels, biased), rows = _conv(shapes), len(lens)
 
     def make() -> Args:
         x = shapes.normal(sum(lens), channels + 64)[:, 32 : 32 + channels]
-        weights = (shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels))
+        weights = (shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels) if biased else None)
         windows = shapes.normal(rows, width - 1, channels)
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows))
-        return x, *weights, _starts(shapes, lens), windows, *places
+        return x, *weights, starts_of(shapes, lens), windows, *places
 
     return Case(
         causal_conv1d.causal_conv1d_varlen,
@@ -208,7 +213,7 @@ def ssd_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
     def make() -> Args:
         places = _state(shapes, rows), shapes.permutation(rows), shapes.full(shapes.context_len, rows)
-        return *_inputs(shapes, sum(lens)), _starts(shapes, lens), config.mamba2.chunk_size, *places
+        return *_inputs(shapes, sum(lens)), starts_of(shapes, lens), config.mamba2.chunk_size, *places
 
     def count(args: Args) -> float:
         x, dt, _, B, C, *_ = args

@@ -1,0 +1,145 @@
+"""Gated delta nets: state update, rule over sequences, and what runs around them.
+
+Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
+"""
+
+import math
+
+from torch import Tensor
+
+from mtpkit.bench.kernel_cases.mixers import ring_lens, starts_of
+from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.kernels import gated_delta_rule, norm, ring
+
+_PER_PAIR = 2.0
+"""FLOPs of a multiplication and an addition."""
+
+
+def _raw(shapes: Shapes, *lead: int) -> tuple[Tensor, ...]:
+    """q, k, v, a, b, A_log and dt_bias; the first five are views of the convolution's output and of the projection."""
+    sizes, heads = shapes.config.gated_delta_net, shapes.config.gated_delta_net.num_value_heads
+    parts = [sizes.key_width, sizes.key_width, sizes.value_width]
+    q, k, v = shapes.normal(*lead, sizes.convolved).split(parts, -1)
+    q, k = (t.unflatten(-1, (sizes.num_key_heads, -1)) for t in (q, k))
+    b, a = shapes.normal(*lead, sizes.projected)[..., -2 * heads :].chunk(2, -1)
+    A_log, dt_bias = shapes.uniform(heads).float().log(), shapes.normal(heads).float() - 4
+    return q, k, v.unflatten(-1, (heads, -1)), a, b, A_log, dt_bias
+
+
+def _state(shapes: Shapes, *lead: int) -> Tensor:
+    sizes = shapes.config.gated_delta_net
+    widths = sizes.num_value_heads, sizes.value_head_dim, sizes.key_head_dim
+    return shapes.normal(*lead, *widths, std=0.1, dtype=shapes.state_dtype)
+
+
+def replay(shapes: Shapes) -> Case:
+    """The state update that replays the entries of a ring."""
+    rows, tokens, sizes = shapes.rows, shapes.tokens, shapes.config.gated_delta_net
+    length = ring.ring_length(tokens)
+
+    def make() -> Args:
+        raw = _raw(shapes, rows, tokens)
+        keys, values = (sizes.num_key_heads, sizes.key_head_dim), (sizes.num_value_heads, sizes.value_head_dim)
+        ring_k = shapes.normal(rows, length, *keys, std=1 / math.sqrt(sizes.key_head_dim))
+        ring_u = shapes.normal(rows, length, *values).float()
+        ring_g = -0.1 * shapes.uniform(rows, length, sizes.num_value_heads).float()
+        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
+        return _state(shapes, rows), ring_k, ring_u, ring_g, *places, *raw
+
+    def count(args: Args) -> float:
+        state, ring_k, ring_u, ring_g, _, _, lens, q, k, v, a, b, *_ = args
+        folded = int((ring.ring_base(lens, tokens, length) == 0).sum() - (lens == 0).sum())
+        entry = size(ring_k[0, 0], ring_u[0, 0], ring_g[0, 0])
+        moved = size(state) + folded * size(state[0]) + (int(lens.sum()) + rows * tokens) * entry
+        return moved + size(q, k, v, v, a, b)
+
+    def whole() -> float:
+        return rows * sizes.value_width * sizes.key_head_dim * shapes.state_dtype.itemsize
+
+    op = gated_delta_rule.delta_replay_update
+    return Case(op, shapes.step, make, count, note=lambda moved: f"{moved / whole():.2f} x the state")
+
+
+def snapshot(shapes: Shapes) -> Case:
+    """The state update that keeps the state after every token."""
+    rows, tokens = shapes.rows, shapes.tokens
+
+    def make() -> Args:
+        raw = _raw(shapes, rows, tokens)
+        return _state(shapes, rows, tokens), shapes.permutation(rows), shapes.ints(tokens, rows), *raw
+
+    def count(args: Args) -> float:
+        state, _, _, q, k, v, a, b, *_ = args
+        return size(state) * (1 + 1 / tokens) + size(q, k, v, v, a, b)
+
+    return Case(gated_delta_rule.delta_snapshot_update, shapes.step, make, count)
+
+
+def inputs(shapes: Shapes, count: int) -> Case:
+    """Queries and keys of unit length, decays and rates, as prompts and sequences have them made."""
+
+    def make() -> Args:
+        q, k, _, *rest = _raw(shapes, count)
+        return q, k, *rest
+
+    def moved(args: Args) -> float:
+        q, k, a, b, *_ = args
+        return 2 * size(q, k) + size(a, b) + 2 * 4 * a.numel()
+
+    return Case(gated_delta_rule.delta_inputs, f"{count} tokens", make, moved)
+
+
+def _made(shapes: Shapes, count: int) -> tuple[Tensor, ...]:
+    """q, k, v, g and beta as `delta_inputs` makes them."""
+    q, k, v, *rest = _raw(shapes, count)
+    q, k, g, beta = gated_delta_rule.delta_inputs(q, k, *rest)
+    return q, k, v, g, beta
+
+
+def _flops(shapes: Shapes, tokens: int) -> float:
+    """FLOPs of the recurrence: a key and a query read the state, which takes up one product."""
+    sizes = shapes.config.gated_delta_net
+    return 3 * _PER_PAIR * tokens * sizes.value_width * sizes.key_head_dim
+
+
+def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
+    """The rule over prompts, each after a state."""
+    rows = len(lens)
+
+    def make() -> Args:
+        places = _state(shapes, rows), shapes.permutation(rows), shapes.full(shapes.context_len, rows)
+        return *_made(shapes, sum(lens)), starts_of(shapes, lens), *places
+
+    def count(args: Args) -> float:
+        q, k, v, g, beta, _, states, *_ = args
+        return size(q, k, v, v, g, beta, states, states)
+
+    op = gated_delta_rule.delta_varlen
+    return Case(op, f"{rows} x {lens[0]}", make, count, flops=_flops(shapes, sum(lens)))
+
+
+def rule(shapes: Shapes, length: int) -> Case:
+    """The rule over a training sequence."""
+
+    def make() -> Args:
+        q, *rest = _made(shapes, length)
+        return q[:, None], *rest, starts_of(shapes, (length,))
+
+    def count(args: Args) -> float:
+        q, k, v, g, beta, *_ = args
+        return size(q, k, v, v, g, beta)
+
+    return Case(gated_delta_rule.delta_rule, f"{length} tokens", make, count, flops=_flops(shapes, length))
+
+
+def gated_norm(shapes: Shapes) -> Case:
+    """The norm of each value head, then its gate."""
+    config, sizes = shapes.config, shapes.config.gated_delta_net
+
+    def make() -> Args:
+        z = shapes.normal(shapes.count, sizes.projected)[:, sizes.convolved :][:, : sizes.value_width]
+        x, weight = shapes.normal(shapes.count, sizes.value_width), shapes.normal(sizes.value_head_dim)
+        return x, z, weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+
+    shape = f"[{shapes.count}, {sizes.value_width}]"
+    return Case(norm.norm_gate, shape, make, lambda args: size(args[0], args[0], args[1]))
