@@ -15,7 +15,7 @@ from mtpkit import LLM, SamplingParams
 from mtpkit.checkpoint import load_config, load_model, save_hf_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
-from mtpkit.checkpoint.families import FAMILIES, find_family
+from mtpkit.checkpoint.families import FAMILIES, find_family, only_fit
 from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import UserError, listed
@@ -121,6 +121,16 @@ def test_a_layer_kind_without_names_does_not_fit(tmp_path):
     config = toy_config(pattern="M*-")
     assert list(TOY.misfits(config)) == ["layers of kind mamba2"]
     assert find_family(config.replace(family="")).model_type == "nemotron_h"
+
+
+def test_a_base_that_families_share_names_none(tmp_path):
+    """Attention with biases and gated MLPs is a base of GLM-4-MoE's without experts, and one of MiMo's."""
+    rotary = dict(position_embedding_type="rope", add_qkv_bias=True, activation="swiglu")
+    config = toy_config(family="", pattern="*-*-", mtp_pattern="", mtp_num_depths=0, **rotary)
+    assert only_fit(config) == "" and only_fit(config.replace(tie_word_embeddings=True)) == "mimo"
+    with pytest.raises(UserError, match=r"several families, glm4_moe, mimo; choose one with --family"):
+        find_family(config)
+    assert find_family(config, "glm4_moe").model_type == "glm4_moe"
 
 
 def family_words() -> list[str]:

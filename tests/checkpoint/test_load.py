@@ -56,7 +56,14 @@ def relative(have: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"time_step_limit": [0.5, 1e9]}, {"moe_latent_size": 16}, {"n_group": 2, "topk_group": 1}]
+    "changes",
+    [
+        {},
+        {"time_step_limit": [0.5, 1e9]},
+        {"moe_latent_size": 16},
+        {"n_group": 2, "topk_group": 1},
+        {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    ],
 )
 def test_logits_equal_transformers(tmp_path, changes):
     from transformers import NemotronHForCausalLM

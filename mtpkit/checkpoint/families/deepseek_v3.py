@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
+from mtpkit.checkpoint.families.routers import SigmoidRouter
 from mtpkit.checkpoint.families.serving import Finding, Need, Serving, Subject
 from mtpkit.checkpoint.families.table import Entry, one
 from mtpkit.checkpoint.values import Values
@@ -183,7 +184,7 @@ DEEPSEEK_V3 = Family(
         Fixed("scoring_func", "sigmoid", kind="moe"),
         Fixed("topk_method", "noaux_tc", kind="moe"),
         blocks.SharedExperts(),
-        blocks.Router(),
+        SigmoidRouter(),
         LAYERS,
         EndTokens(),
         Heads(),

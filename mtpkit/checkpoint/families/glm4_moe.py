@@ -3,6 +3,7 @@
 from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
+from mtpkit.checkpoint.families.routers import SigmoidRouter
 from mtpkit.checkpoint.families.serving import Serving
 
 LAYERS = blocks.Layers(dense_key="first_k_dense_replace")
@@ -34,7 +35,7 @@ GLM4_MOE = Family(
         Key("num_experts_per_tok", "moe_router_topk", "moe"),
         Key("moe_intermediate_size", "moe_ffn_hidden_size", "moe"),
         blocks.SharedExperts(),
-        blocks.Router(),
+        SigmoidRouter(),
         LAYERS,
         EndTokens(),
         Heads(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
+from mtpkit.checkpoint.families.routers import SigmoidRouter
 from mtpkit.checkpoint.families.serving import Need, Serving
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
 from mtpkit.checkpoint.layouts import megatron
@@ -110,24 +111,10 @@ def _dt_limit(limit: object) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class _Router(Line):
-    """What must go together for Megatron's router to compute the same."""
+class _SharedExpert(Line):
+    """There is one, always."""
 
     kind: str = "moe"
-
-    def read(self, file: Values) -> Settings:
-        topk = file.typed("num_experts_per_tok", 0)
-        if file.typed("norm_topk_prob", True) != (topk > 1):
-            file.problems.append(
-                "norm_topk_prob must be true with num_experts_per_tok above 1 and false with 1, as in Megatron"
-            )
-        if file.typed("n_group", 1) > 1 and topk != 2 * file.typed("topk_group", 1):
-            # Transformers ranks a group by its two best experts, Megatron by its topk / topk_group best.
-            file.problems.append("n_group above 1 needs num_experts_per_tok equal to twice topk_group")
-        return {}
-
-    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        return {"norm_topk_prob": config.moe.router_topk > 1}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         if not config.moe.shared_expert_intermediate_size:
@@ -163,9 +150,6 @@ LINES = (
     Key("moe_intermediate_size", "moe_ffn_hidden_size", "moe"),
     Key("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "moe"),
     Key("moe_latent_size", "moe_latent_size", "moe", default=0, null=0),
-    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", "moe", default=1.0),
-    Key("n_group", "moe_router_num_groups", "moe", default=1),
-    Key("topk_group", "moe_router_group_topk", "moe", default=1),
     Key("mamba_num_heads", "mamba_num_heads", "mamba2"),
     Key("mamba_head_dim", "mamba_head_dim", "mamba2"),
     Key("ssm_state_size", "mamba_state_dim", "mamba2"),
@@ -175,7 +159,8 @@ LINES = (
     _Pattern(),
     _StepSize(),
     Fixed("n_shared_experts", 1, kind="moe"),
-    _Router(),
+    _SharedExpert(),
+    SigmoidRouter(),
     EndTokens(),
     Heads("num_nextn_predict_layers", "mtp_hybrid_override_pattern"),
 )
