@@ -17,7 +17,7 @@ from mtpkit.bench.timing import Kernel, Trace
 from mtpkit.engine import verifier
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
-from mtpkit.model.layers import attention, mamba, moe
+from mtpkit.model.layers import attention, moe, recurrent
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.state import Committed
 
@@ -138,8 +138,8 @@ def kept_rejections(patch):
 
 
 def kept_window(patch):
-    update = mamba.causal_conv1d_update
-    patch.setattr(mamba, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1])))
+    update = recurrent.causal_conv1d_update
+    patch.setattr(recurrent, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1])))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -173,13 +173,9 @@ def no_experts(patch):
 
 
 def other_experts(patch):
-    choose = moe.route
-
-    def shift(*args):
-        expert_ids, weights = choose(*args)
-        return (expert_ids + 1) % 8, weights
-
-    patch.setattr(moe, "route", shift)
+    """Only where they are stacked: both passes share the router."""
+    run = moe.expert_mlp
+    patch.setattr(moe, "expert_mlp", lambda x, fc1, fc2, ids, *args: run(x, fc1, fc2, (ids + 1) % 8, *args))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -96,6 +96,21 @@ def test_recurrent_heads(heads, k, rollback, settings):
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
 
 
+@pytest.mark.parametrize("mtp_pattern", ["G*", "*-"])
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize(
+    ("k", "settings"),
+    [(1, {}), (2, {"max_num_batched_tokens": 10}), (3, {"block_size": 2, "num_blocks": 34}), (4, {})],
+)
+def test_gated_delta_nets(k, settings, rollback, mtp_pattern):
+    """Chunked prompts beside decode rows, preemption; heads with such layers and without."""
+    model, prompts = tiny_model("repeated", "G*G-", mtp_pattern), make_prompts((1, k, 1 + k, 9, 21))
+    llm = guide(make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts)
+    assert generate(llm, prompts) == truth(model, prompts)
+    assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
+    assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
+
+
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_mixtures_of_experts(k):
     """Against megatron-core's own pass through the experts, one after another."""
