@@ -92,8 +92,10 @@ def transformers_with_mtp(directory, prompt, count, monkeypatch):
     from transformers.modeling_layers import MtpModel
 
     layer = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
-    # Otherwise it looks for the heads at layer 61, and refuses to load these.
-    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{layer}\."])
+    # Otherwise it looks for the heads at layer 61, and refuses to load those after this base.
+    monkeypatch.setattr(
+        DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{layer + i}\." for i in (0, 1)]
+    )
     model = DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager").eval()
     known, drafts, forward = {}, {}, MtpModel.forward
 
@@ -111,18 +113,24 @@ def transformers_with_mtp(directory, prompt, count, monkeypatch):
     return out[0, len(prompt) :].tolist(), drafts
 
 
-def test_drafts_and_tokens_are_those_of_transformers(with_head, monkeypatch):
-    """Drafts after the same known tokens; transformers asks for fewer of them near the end."""
+@pytest.mark.parametrize("physical", [1, 2])
+def test_drafts_and_tokens_are_those_of_transformers(with_head, tmp_path, physical, monkeypatch):
+    """Drafts after the same known tokens; transformers asks for fewer of them near the end. Two heads have a cache
+    each."""
+    directory, settings = with_head, dict(dtype="float32", device="cpu", max_model_len=64, warm_up=False)
+    if physical > 1:
+        directory = tmp_path
+        write_deepseek(directory, q_lora_rank=None, initializer_range=0.3)
+        add_glm_heads(directory, physical, writer=write_deepseek)
     seen = 0
     for seed, length in ((1, 3), (2, 9)):
         prompt = torch.randint(96, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
         with monkeypatch.context() as patch:
-            tokens, drafts = transformers_with_mtp(with_head, prompt, 16, patch)
-        settings = dict(dtype="float32", device="cpu", max_model_len=64, warm_up=False)
-        assert generate(LLM(with_head, 1, **settings), [prompt], greedy(16), poison=False) == [tokens]
-        mine = record_drafts(LLM(with_head, 1, **settings), [prompt], 16, guided=False)
-        both = drafts.keys() & mine.keys()
-        assert {key: mine[key] for key in both} == {key: drafts[key] for key in both}
+            tokens, drafts = transformers_with_mtp(directory, prompt, 16, patch)
+        assert generate(LLM(directory, physical, **settings), [prompt], greedy(16), poison=False) == [tokens]
+        mine = record_drafts(LLM(directory, physical, **settings), [prompt], 16, guided=False)
+        both = [key for key in drafts.keys() & mine.keys() if len(drafts[key]) == physical]
+        assert [mine[key] for key in both] == [drafts[key] for key in both]
         seen += len(both)
     assert seen > 12
 
