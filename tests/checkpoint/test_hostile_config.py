@@ -42,7 +42,7 @@ def outcome(action, where: str) -> str:
 HF_NUMBERS = {line.key for line in NEMOTRON_H.lines if isinstance(line, Key)}
 HF_NUMBERS |= {"routed_scaling_factor", "n_group", "topk_group"}
 HF_KEYS = {*SIZES, *HF_NUMBERS, *(line.key for line in NEMOTRON_H.lines if isinstance(line, Fixed) and line.key)}
-HF_KEYS |= {"num_hidden_layers", "n_shared_experts"}
+HF_KEYS |= {"num_hidden_layers", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor"}
 HF_KEYS |= {"model_type", "mtpkit", "num_nextn_predict_layers", "hybrid_override_pattern", "layers_block_type"}
 HF_KEYS |= {"mtp_hybrid_override_pattern", "mtp_layers_block_type", "norm_topk_prob", "eos_token_id"}
 HF_KEYS |= {"time_step_limit", "time_step_min", "attention_head_dim"}

@@ -31,7 +31,7 @@ from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
 from mtpkit.training.config.settings import DataConfig, TrainConfig
 from mtpkit.training.heads import build_with_heads
-from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base, write_megatron_copy
+from tests.checkpoint.builders import GOLDEN, edit, edit_config, write_base, write_megatron_copy
 from tests.toy_config import toy_config
 
 CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp"]
@@ -55,6 +55,24 @@ def relative(have: torch.Tensor, want: torch.Tensor) -> float:
     return ((have - want).abs().max() / want.abs().max()).item()
 
 
+ODD = dict(
+    hidden_size=40,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=6,
+    intermediate_size=52,
+    ssm_state_size=5,
+    mamba_num_heads=6,
+    mamba_head_dim=10,
+    n_groups=3,
+    conv_kernel=3,
+    chunk_size=16,
+    n_routed_experts=7,
+    num_experts_per_tok=3,
+    layer_norm_epsilon=1e-3,
+)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -63,22 +81,46 @@ def relative(have: torch.Tensor, want: torch.Tensor) -> float:
         {"moe_latent_size": 16},
         {"n_group": 2, "topk_group": 1},
         {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False},
+        ODD,
+        ODD | {"moe_latent_size": 11, "moe_intermediate_size": 9, "norm_topk_prob": False},
+        {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5, "routed_scaling_factor": 0.7},
+        {"num_experts_per_tok": 1, "norm_topk_prob": True},
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "num_key_value_heads": 1, "n_groups": 1},
     ],
 )
 def test_logits_equal_transformers(tmp_path, changes):
     from transformers import NemotronHForCausalLM
 
     write_base(tmp_path / "hf", "ME*-M", **changes)
-    add_heads(tmp_path / "hf")
     edit_config(tmp_path / "hf", time_step_min=changes.get("time_step_limit", [0.0])[0])  # what transformers clamps at
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
     tokens = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        want = NemotronHForCausalLM.from_pretrained(tmp_path / "hf")(tokens).logits
+        model = NemotronHForCausalLM.from_pretrained(tmp_path / "hf", experts_implementation="eager")
+        want = model(tokens).logits
         for layout in ("hf", "megatron"):
             model = load_model(tmp_path / layout)
             have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
             assert relative(have, want) < 1e-4, layout
+
+
+def test_several_shared_experts_are_one_network(tmp_path):
+    """As vLLM and SGLang read the two keys; transformers takes the width for that of all."""
+    write_base(tmp_path / "hf", "E*")
+    want = load_file(tmp_path / "hf" / "model.safetensors")
+    edit_config(tmp_path / "hf", n_shared_experts=2, moe_shared_expert_intermediate_size=12)
+    config = load_config(tmp_path / "hf")
+    assert config.moe.shared_expert_intermediate_size == 24
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    for name, family in (("kept", None), ("again", "nemotron_h")):
+        export_checkpoint(tmp_path / "megatron", tmp_path / name, family=family)
+        values = json.loads((tmp_path / name / "config.json").read_text())
+        assert (values["n_shared_experts"], values["moe_shared_expert_intermediate_size"]) == (2, 12)
+        assert load_file(tmp_path / name / "model.safetensors").keys() == want.keys()
+    (tmp_path / "megatron" / "config.json").unlink()
+    export_checkpoint(tmp_path / "megatron", tmp_path / "new")
+    values = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (values["n_shared_experts"], values["moe_shared_expert_intermediate_size"]) == (1, 24)
 
 
 def test_loading_casts(hf_dir):

@@ -111,10 +111,31 @@ def _dt_limit(limit: object) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class _SharedExpert(Line):
-    """There is one, always."""
+class _SharedExperts(Line):
+    """The width of each of `n_shared_experts`, which are one network together.
+
+    vLLM and SGLang multiply the two; transformers builds one expert of that width whatever the number is.
+    """
 
     kind: str = "moe"
+    key: str = "moe_shared_expert_intermediate_size"
+
+    def names(self) -> Mapping[str, str]:
+        return {self.key: self.key}
+
+    def read(self, file: Values) -> Settings:
+        count, width = file.typed("n_shared_experts", 1), file.typed(self.key, 0)
+        if file.get(self.key) is None:
+            file.problems.append(f"missing key {self.key}")
+        elif not count or not width:
+            file.problems.append(f"n_shared_experts {count} of width {width}: both must be positive")
+        return {self.key: count * width}
+
+    def write(self, config: ModelConfig, original: Settings | None) -> Settings:
+        """The number that the original has, where it divides the width."""
+        width, count = config.moe.shared_expert_intermediate_size, (original or {}).get("n_shared_experts", 1)
+        count = count if isinstance(count, int) and count > 0 and width % count == 0 else 1
+        return {self.key: width // count, "n_shared_experts": count}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         if not config.moe.shared_expert_intermediate_size:
@@ -148,7 +169,6 @@ LINES = (
     Key("n_routed_experts", "num_moe_experts", "moe"),
     Key("num_experts_per_tok", "moe_router_topk", "moe"),
     Key("moe_intermediate_size", "moe_ffn_hidden_size", "moe"),
-    Key("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "moe"),
     Key("moe_latent_size", "moe_latent_size", "moe", default=0, null=0),
     Key("mamba_num_heads", "mamba_num_heads", "mamba2"),
     Key("mamba_head_dim", "mamba_head_dim", "mamba2"),
@@ -158,8 +178,7 @@ LINES = (
     Key("chunk_size", "mamba_chunk_size", "mamba2", default=128),
     _Pattern(),
     _StepSize(),
-    Fixed("n_shared_experts", 1, kind="moe"),
-    _SharedExpert(),
+    _SharedExperts(),
     SigmoidRouter(),
     EndTokens(),
     Heads("num_nextn_predict_layers", "mtp_hybrid_override_pattern"),
