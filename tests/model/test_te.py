@@ -84,9 +84,21 @@ def test_golden_logits_and_depths(case, te):
         assert relative(states[k][:count].cpu(), want[:count]) < TOLERANCE, k
 
 
+ATTENTION = dict(
+    pattern="*-M",
+    mtp_pattern="*-",
+    attention_output_gate=True,
+    add_qkv_bias=True,
+    qk_layernorm=True,
+    layernorm_zero_centered_gamma=True,
+)
+
+
 @pytest.mark.gpu
-def test_one_state_dict_for_both_backends(te):
-    local, other = (build_model(CONFIG, device="cuda", backend=name, seed=3) for name in ("local", "te"))
+@pytest.mark.parametrize("changes", [{}, ATTENTION], ids=["usual", "attention"])
+def test_one_state_dict_for_both_backends(te, changes):
+    config = CONFIG.replace(**changes)
+    local, other = (build_model(config, device="cuda", backend=name, seed=3) for name in ("local", "te"))
     mine, theirs = local.state_dict(), other.state_dict()
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
@@ -96,9 +108,15 @@ def test_one_state_dict_for_both_backends(te):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backends", [("local", "te"), ("te", "local")])
-def test_what_one_backend_saves_the_other_loads(te, tmp_path, backends):
+@pytest.mark.parametrize("changes", [{}, ATTENTION], ids=["usual", "attention"])
+def test_what_one_backend_saves_the_other_loads(te, tmp_path, backends, changes):
     saves, loads = backends
-    saved = build_model(CONFIG, device="cuda", backend=saves, seed=3)
+    saved = build_model(CONFIG.replace(**changes), device="cuda", backend=saves, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            if parameter.dim() == 1:  # biases and norms around zero start as zeros
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).cuda())
     save_model(saved, tmp_path)
     loaded = load_model(tmp_path, device="cuda", backend=loads)
     ids = toy_tokens(24).cuda()

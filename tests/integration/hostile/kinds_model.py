@@ -71,6 +71,7 @@ HF_CONFIG = Rules(
         "mtpkit": {"{}", "unknown"},
         "time_step_limit*": {*FAR, "2.7", "[]", "{}", "NaN", "unknown"},
         "time_step_min*": {"*"},
+        "torch_dtype": {"[]"},  # transformers, which reads config.json for a tokenizer's class, fails on a list
     },
     aliases={"layer_norm_epsilon": "layernorm_epsilon"},
 )
