@@ -18,7 +18,7 @@ demo: $(STAMP) ## train MTP heads on the tiny base, convert them, measure the sp
 	@$(VENV)/bin/mtpkit demo
 
 test: $(STAMP) ## run the test suite
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need a GPU
 	@$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)

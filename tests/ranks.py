@@ -16,7 +16,7 @@ def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2, de
     They are forked from one that has imported what the first caller needs: each would take 10 s for it. Where there is
     a GPU the imports look for it, after which CUDA cannot be used in a fork. Their environment is that of the first.
     """
-    mp.get_context("forkserver").set_forkserver_preload([function.__module__])
+    mp.get_context("forkserver").set_forkserver_preload(["tests.preload", function.__module__])
     method = "forkserver" if device == "cpu" else "spawn"
     mp.start_processes(_work, (ranks, _free_port(), function, args), nprocs=ranks, start_method=method)
 

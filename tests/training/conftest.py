@@ -41,22 +41,24 @@ def text_files(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def toy_base(tmp_path_factory, tokenizer_dir, text_files) -> Path:
     """A Megatron directory of a headless toy base, trained until it knows the text."""
-    model = toy_model(vocab_size=300, mtp_pattern="", mtp_num_depths=0)
-    data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(60):
-        batch = data.batch([(step * 4 + row) % len(data) for row in range(4)])
-        hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
-        logits = compute_logits(model, hidden).transpose(0, 1)[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.token_ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.5
-    directory = tmp_path_factory.mktemp("base")
-    save_model(model, directory)
-    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
-    return directory
+
+    def make(directory):
+        model = toy_model(vocab_size=300, mtp_pattern="", mtp_num_depths=0)
+        data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(60):
+            batch = data.batch([(step * 4 + row) % len(data) for row in range(4)])
+            hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+            logits = compute_logits(model, hidden).transpose(0, 1)[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.token_ids[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert loss.item() < 0.5
+        save_model(model, directory)
+        shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+
+    return made_once(tmp_path_factory, "base", make)
 
 
 @pytest.fixture

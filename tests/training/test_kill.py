@@ -26,7 +26,7 @@ def work(overrides: list[str]) -> None:
 def launch():
     """Starts training in a process of its own, which has the imports behind it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtpkit.training.loop"])
+    context.set_forkserver_preload(["tests.preload"])
 
     def launch(overrides: list[str]):
         process = context.Process(target=work, args=(overrides,))
