@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mtpkit.checkpoint.families import Family
+from mtpkit.checkpoint.directory import beside, detect_layout, load_config
+from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.table import Stored
 from mtpkit.checkpoint.layouts.huggingface import CarriedTensors, HFReader, write_shard
 from mtpkit.config import ModelConfig
@@ -72,6 +73,15 @@ def open_carried(places: Iterable[Path]) -> CarriedTensors | None:
     """The tensors of the original that are not the text model's, if there are any; raises as `HFReader` does."""
     place = next((place for place in places if is_there(place / CARRIED)), None)
     return None if place is None else HFReader(place, carried=("",), single=CARRIED).carried
+
+
+def find_carried(directory: Path) -> CarriedTensors | None:
+    """The tensors of a model directory of either layout that are not the text model's, if there are any."""
+    if detect_layout(directory) == "megatron":
+        return open_carried(beside(directory))
+    family = get_family(load_config(directory).family)
+    carried = HFReader(directory, family.published_name, family.carried).carried
+    return carried if carried.tensors else None
 
 
 def carried_names(directory: Path) -> list[str]:

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -13,7 +15,8 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import detect_layout, find_torch_dist, open_weights
 from mtpkit.checkpoint.load import load_model
-from mtpkit.checkpoint.tensors import TensorSource, bits_equal, is_finite
+from mtpkit.checkpoint.original import find_carried
+from mtpkit.checkpoint.tensors import SeveralSources, TensorSource, bits_equal, is_finite
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states, unroll_depths
@@ -53,20 +56,27 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     Raises:
         UserError: one of them is no checkpoint or is damaged.
     """
-    a, b = open_weights(first), open_weights(second)
+    (a, apart), (b, _) = _with_carried(first), _with_carried(second)
     result = Comparison(
         only_first=sorted(a.tensors.keys() - b.tensors.keys()), only_second=sorted(b.tensors.keys() - a.tensors.keys())
     )
     for name in tqdm([n for n in a.tensors if n in b.tensors], desc="comparing", disable=None):
         one, other = a.read(name), b.read(name)
         difference = _difference(one, other)
-        if not (is_finite(one) and (not difference or is_finite(other))):
+        if name not in apart and not (is_finite(one) and (not difference or is_finite(other))):
             result.not_finite.append(name)
         if difference:
             result.different.append(f"{name} ({difference})")
         else:
             result.equal.append(name)
     return result
+
+
+def _with_carried(directory: Path | str) -> tuple[TensorSource, Set[str]]:
+    """The weights of a directory under Megatron's names, with the tensors that are not the text model's, which may hold
+    any values; and the names of the latter."""
+    weights, carried = open_weights(directory), find_carried(Path(directory))
+    return (SeveralSources(weights, carried), carried.tensors.keys()) if carried else (weights, frozenset())
 
 
 def _difference(a: Tensor, b: Tensor) -> str:
@@ -80,9 +90,18 @@ def _difference(a: Tensor, b: Tensor) -> str:
     return f"differs by up to {(a.double() - b.double()).abs().max().item():.3g}"
 
 
+class Agreement(NamedTuple):
+    """How far the outputs of two models agree."""
+
+    difference: float
+    """Largest difference of logits, relative to the largest logit."""
+    same_token: float
+    """Share of positions at which both choose the same token: of the base, or as a draft."""
+
+
 @torch.no_grad()
-def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed: int = 0) -> dict[str, float]:
-    """Largest relative difference of logits, in fp32, on random tokens: `base` and `depth 1` to `depth K`.
+def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed: int = 0) -> dict[str, Agreement]:
+    """Compare logits and greedy tokens, in fp32, on random tokens: `base` and `depth 1` to `depth K`.
 
     Raises:
         UserError: the two have different vocabularies or numbers of depths.
@@ -96,7 +115,12 @@ def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed
         del model
     if {k: v.shape for k, v in outputs[0].items()} != {k: v.shape for k, v in outputs[1].items()}:
         raise UserError(f"{first} and {second} differ in vocabulary or MTP depths; their logits cannot be compared")
-    return {k: ((outputs[1][k] - v).abs().max() / v.abs().max()).item() for k, v in outputs[0].items()}
+    return {name: _agreement(logits, outputs[1][name]) for name, logits in outputs[0].items()}
+
+
+def _agreement(a: Tensor, b: Tensor) -> Agreement:
+    same = (a.argmax(-1) == b.argmax(-1)).float().mean()
+    return Agreement(((b - a).abs().max() / a.abs().max()).item(), same.item())
 
 
 def _all_logits(model: HybridModel, tokens: Tensor) -> dict[str, Tensor]:

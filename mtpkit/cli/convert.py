@@ -112,8 +112,8 @@ def verify(
             print(f"{len(names)} {title}: {', '.join(names)}")
     same = result.identical
     if logits:
-        for name, difference in compare_logits(first, second).items():
-            print(f"logits of {name}: largest relative difference {difference:.3g}")
+        for name, (difference, tokens) in compare_logits(first, second).items():
+            print(f"logits of {name}: largest relative difference {difference:.3g}, {tokens:.1%} of tokens the same")
             same = same and difference <= tolerance
     raise typer.Exit(0 if same else 1)
 

@@ -1,5 +1,6 @@
 """The command: exit codes, what it prints, and that it reads every tensor once."""
 
+import re
 import shutil
 from collections import Counter
 
@@ -26,7 +27,7 @@ def test_there_and_back(hf_dir, tmp_path, capsys):
     assert convert("verify", hf_dir, tmp_path / "back", "--logits") == 0
     out = capsys.readouterr().out
     assert "tensors are equal bit for bit" in out
-    assert "logits of depth 3: largest relative difference 0" in out
+    assert "logits of depth 3: largest relative difference 0, 100.0% of tokens the same" in out
 
 
 def test_an_import_warns_of_a_tokenizer_without_its_vocabulary(hf_dir, tmp_path, capsys):
@@ -50,6 +51,8 @@ def test_verify_names_what_differs(hf_dir, tmp_path, capsys):
     edit(hf_dir, nudge)
     assert convert("verify", hf_dir, tmp_path / "megatron", "--logits") == 1
     out = capsys.readouterr().out
+    shares = [float(share) for share in re.findall(r"([0-9.]+)% of tokens the same", out)]
+    assert len(shares) == 4 and 0 <= min(shares) < 100
     assert "1 differ: decoder.layers.1.self_attention.linear_qkv.weight (differs by up to 1)" in out
 
 

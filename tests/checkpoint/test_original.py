@@ -113,3 +113,15 @@ def test_copies_are_written_from_the_base(tmp_path):
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
     after = read_all(tmp_path / "back")
     assert all(bits_equal(after[copy], tensors[name]) for copy, name in COPIES.items())
+
+
+def test_verify_compares_carried_tensors_too(tmp_path, capsys):
+    write_odd(tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    assert convert("verify", tmp_path / "hf", tmp_path / "megatron") == 0
+    edit(tmp_path / "hf", lambda found: (found["visual.steps"].add_(1), found.pop("audio.mask")))
+    assert convert("verify", tmp_path / "hf", tmp_path / "megatron") == 1
+    out = capsys.readouterr().out
+    assert (
+        "1 differ: visual.steps (differs by up to 1)" in out and f"1 only in {tmp_path / 'megatron'}: audio.mask" in out
+    )
