@@ -83,9 +83,11 @@ PLACES = {
     "data draft-vocab --output": "out.json",
     "convert import destination": "out",
     "convert export destination": "out",
+    "convert stitch destination": "out",
     "speedup --output": "out",
     "acceptance --json": "out.json",
     **{f"bench {name} --output": "out" for name in ("decode", "prefill", "load", "train", "kernels", "roofline")},
+    **dict.fromkeys(("bench convert --output", "bench convert --directory"), "out"),
     "bench load --save-requests": "out.json",
     "demo --output": "out",
 }
@@ -114,6 +116,8 @@ def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
         "--output": "out.jsonl",
         "--config": "config.yaml",
         "destination": "out",
+        "directory": model_dir,
+        "trained": megatron_dir,
         "--size": 50,
         "first": model_dir,
         "second": model_dir,
@@ -151,8 +155,8 @@ def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
 
 def says(line: str, parameter: Parameter, value: str = "") -> bool:
     """Whether an error names the parameter, or the path that it was given."""
-    names = (parameter.name, parameter.name.upper(), parameter.flag.replace("-", "_") or parameter.name)
-    normal = re.sub("[^a-zA-Z]", "_", line)
+    names = [parameter.name, parameter.name.upper(), parameter.flag.replace("-", "_") or parameter.name]
+    normal, *names = (re.sub("[^a-zA-Z]", "_", text) for text in (line, *names))
     return any(f"_{name}_" in normal for name in names) or bool(value and value.split("/")[0][:80] in line)
 
 
