@@ -4,6 +4,8 @@ A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_che
 `iter_0000123/` or `release/`, or a folder with `checkpoint/` in it. Config and tokenizer lie in or beside it.
 """
 
+import functools
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from mtpkit.checkpoint.families import get_family, only_fit
 from mtpkit.checkpoint.families.keys import as_token_ids
 from mtpkit.checkpoint.layouts import megatron
-from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader
+from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader, stored_names
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.quantized import Dequantized, read_block_fp8
@@ -25,6 +27,8 @@ from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.files import is_there, read_json, read_text
 
 Layout = Literal["hf", "megatron"]
+
+_logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OWN_CONFIG = "mtpkit.json"
@@ -127,14 +131,15 @@ def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
 def load_config(directory: Path | str) -> ModelConfig:
     """The `ModelConfig` of a model directory of either layout.
 
-    A config of Megatron names no family: it is the one that fits, if only one does.
+    A config of Megatron names no family: it is the one that fits, if only one does. A Hugging Face model without a
+    single tensor of its heads has none, whatever its config.json counts.
 
     Raises:
         UserError: no config, or one that cannot be represented.
     """
     directory = Path(directory)
     if detect_layout(directory) == "hf":
-        return _config_from_hf(directory / "config.json")
+        return _with_stored_heads(directory, _config_from_hf(directory / "config.json"))
     for place in beside(directory):
         own, other = place / OWN_CONFIG, place / "config.json"
         if is_there(own):
@@ -150,6 +155,25 @@ def load_config(directory: Path | str) -> ModelConfig:
     if args is None:
         raise UserError(f"{directory}: no config; looked for {OWN_CONFIG} and config.json there, and for args inside")
     return _config_from_megatron(getattr(args, "__dict__", args), f"args in {checkpoint}")
+
+
+def _with_stored_heads(directory: Path, config: ModelConfig) -> ModelConfig:
+    """The config, without heads if no tensor of them is stored: transformers drops heads and keeps their number."""
+    names = stored_names(directory) if config.mtp.num_depths else set()
+    family = get_family(config.family)
+    heads = tuple({prefix for depth in range(config.mtp.num_layers) for prefix in family.mtp_prefixes(config, depth)})
+    if not names or any(family.published_name(name).startswith(heads) for name in names):
+        return config
+    _warn_of_lost_heads(directory / "config.json", config.mtp.num_layers)
+    return config.replace(mtp_pattern="", mtp_num_depths=0)
+
+
+@functools.cache
+def _warn_of_lost_heads(path: Path, count: int) -> None:
+    """Warn once per process."""
+    _logger.warning(
+        "%s counts %d MTP layer(s), of which no tensor is stored: the model is read without heads", path, count
+    )
 
 
 def hf_settings(directory: Path) -> dict[str, object]:

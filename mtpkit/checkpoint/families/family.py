@@ -156,6 +156,10 @@ class Family:
         kinds = {"", *_kinds(letters)}
         return [line for line in self.lines if line.kind in kinds]
 
+    def mtp_prefixes(self, config: ModelConfig, depth: int) -> Iterator[str]:
+        """Yield what names of tensors in the layers of physical MTP depth d begin with."""
+        return (self.mtp_layer(config, depth, number) for number in range(len(config.mtp.pattern)))
+
     def table(self, config: ModelConfig) -> Table:
         """Every tensor of a model, base and heads, under both names."""
         return Table(self._entries(config), megatron.parameters(config), self.copies(config))

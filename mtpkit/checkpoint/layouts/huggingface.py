@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: safetensors shards read and written one tensor at a time."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -208,6 +209,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     if odd:
         raise UserError(f"{index}: weight_map must name files of {index.parent}, not {listed(odd)}; download it again")
     return places
+
+
+def stored_names(directory: Path) -> set[str]:
+    """Names on disk of all tensors of a directory; empty where that cannot be told, as reading them would say why."""
+    with contextlib.suppress(UserError):
+        found = [
+            _read_header(path, []) if names is None else names for path, names in _shards(directory, SINGLE, []).items()
+        ]
+        return {name for names in found for name in names or ()}
+    return set()
 
 
 def read_total_metadata(directory: Path) -> dict[str, object]:
