@@ -64,9 +64,11 @@ def clean(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def hf(clean: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
-    return shutil.copytree(clean, tmp_path / "hf")
+def hf(clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that a test may change, under a short path: errors are cut to a length."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(clean, "hf")
+    return Path("hf")
 
 
 def heads(directory: Path) -> list[str]:
