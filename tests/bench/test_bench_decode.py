@@ -1,5 +1,6 @@
 """The decode benchmark: what is timed, what is refused; the engine is real, or a stand-in with its own clock."""
 
+import functools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -142,6 +143,15 @@ def kept_window(patch):
     patch.setattr(recurrent, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1])))
 
 
+@functools.cache
+def measured(k, dtype):
+    """A model and settings that a whole engine passes with."""
+    model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
+    config = DecodeConfig(batch_sizes=(2,), ks=(k,), prompt_len=64, max_tokens=80, repeats=1, acceptance=(0.6,))
+    measure_decode(model, config)
+    return model, config
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("sabotage", "k"),
@@ -150,9 +160,7 @@ def kept_window(patch):
 )
 def test_a_broken_engine_is_not_timed(sabotage, k, dtype, monkeypatch):
     """Random weights are such that the tokens say what state and attention were. Memory that nobody wrote is NaN."""
-    model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
-    config = DecodeConfig(batch_sizes=(2,), ks=(k,), prompt_len=64, max_tokens=80, repeats=1, acceptance=(0.6,))
-    measure_decode(model, config)
+    model, config = measured(k, dtype)
     sabotage(monkeypatch)
     unwritten = sabotage in (blocks_of_others, kept_rejections)
     seen = "are not those of a plain forward pass" + ("|are NaN or infinite" if unwritten else "")
