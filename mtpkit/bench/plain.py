@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mtpkit.engine import SamplingParams
 from mtpkit.errors import MtpkitError
+from mtpkit.kernels.moe import reference
 from mtpkit.kernels.sampling import apply_penalties
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
 from mtpkit.model.hybrid import HybridModel
@@ -114,9 +115,17 @@ def _mixtures(model: HybridModel) -> list[Any]:
 
 @contextmanager
 def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[None]:
-    """Refuse mixtures whose output is not that of megatron-core's own pass through the experts."""
+    """Refuse mixtures whose output is not that of megatron-core's own pass through the experts. Both passes choose
+    experts by one op, whose choice is compared with its reference."""
 
     def compare(layer: Any, args: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> None:
+        logits, bias = layer.router.gating(args[0]), layer.router.expert_bias
+        chosen, _ = layer.router.routing(logits)
+        settings = model.mtpkit_config.moe.routing
+        ids, weights = reference.route(logits.flatten(0, -2), None if bias is None else bias.float(), *settings)
+        apart = float((chosen - torch.zeros_like(chosen).scatter(1, ids, weights)).norm() / chosen.norm())
+        if not apart <= _EXPERTS_APART[torch.float32]:
+            raise MtpkitError(f"a mixture of experts chooses others than the reference does, by {apart:.1e}")
         want = layer.one_by_one(args[0]).float()
         error = float((output[0].float() - want).norm() / want.norm())
         if not error <= _EXPERTS_APART[precision]:

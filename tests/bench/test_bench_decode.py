@@ -181,20 +181,38 @@ def no_experts(patch):
 
 
 def other_experts(patch):
-    """Only where they are stacked: both passes share the router."""
+    """Only where they are stacked."""
     run = moe.expert_mlp
     patch.setattr(moe, "expert_mlp", lambda x, fc1, fc2, ids, *args: run(x, fc1, fc2, (ids + 1) % 8, *args))
 
 
+def other_choice(patch):
+    """In both passes."""
+    run = moe.route
+
+    def shifted(logits, *args):
+        ids, weights = run(logits, *args)
+        return (ids + 1) % logits.shape[1], weights
+
+    patch.setattr(moe, "route", shifted)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sabotage", [no_experts, other_experts])
-def test_broken_experts_are_not_timed(sabotage, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("sabotage", "says"),
+    [
+        (no_experts, "differs from megatron-core's own by"),
+        (other_experts, "differs from megatron-core's own by"),
+        (other_choice, "chooses others than the reference does"),
+    ],
+)
+def test_broken_experts_are_not_timed(sabotage, says, dtype, monkeypatch):
     """Though the plain pass has the same."""
     model = open_model("nemotron-3-tiny", torch.device("cpu"), dtype)
     config = DecodeConfig(batch_sizes=(2,), ks=(2,), prompt_len=64, max_tokens=40, repeats=1, acceptance=(0.6,))
     measure_decode(model, config)
     sabotage(monkeypatch)
-    with pytest.raises(MtpkitError, match="a mixture of experts differs from megatron-core's own by"):
+    with pytest.raises(MtpkitError, match=f"a mixture of experts {says}"):
         measure_decode(model, config)
 
 

@@ -53,7 +53,7 @@ class MegatronReader:
         self._metadata = read_index(directory)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.keys = self._metadata.state_dict_metadata.keys()
-        """Of tensors and objects as stored, training state included."""
+        """Names of tensors and objects as stored, training state included."""
         self.on_disk = {
             key: TensorInfo(tuple(entry.size), entry.properties.dtype)
             for key, entry in self._metadata.state_dict_metadata.items()

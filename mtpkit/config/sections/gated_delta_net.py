@@ -16,7 +16,7 @@ class GatedDeltaNetConfig(Section):
 
     num_key_heads: Count = 0
     num_value_heads: Count = 0
-    """As many for each key head, whose queries and keys they share."""
+    """A multiple of the key heads; value heads of one key head share its queries and keys."""
     key_head_dim: Count = 128
     value_head_dim: Count = 128
     conv_kernel_dim: Annotated[int, up_to(2**10)] = 4
