@@ -156,7 +156,8 @@ def test_padding_rows_touch_nothing_and_both_ways_agree(twin, dtype):
     slots, zeros = torch.tensor([2, -1, 0], device=twin.device), torch.zeros(3, dtype=torch.int64, device=twin.device)
     state = normal(4, heads, width, 16, of=torch.float32)
     entries = state[:, None].repeat(1, tokens, 1, 1, 1)
-    rings = normal(4, length, 2, 16), normal(4, length, heads, width, of=torch.float32), normal(4, length, heads)
+    kept = normal(4, length, heads, width, of=torch.float32), normal(4, length, heads, of=torch.float32)
+    rings = normal(4, length, 2, 16), *kept
     before = [t.clone() for t in (state, entries, *rings)]
     y = op.delta_replay_update(state, *rings, slots, zeros, zeros, **drawn)
     again = op.delta_snapshot_update(entries, slots, zeros, **drawn)

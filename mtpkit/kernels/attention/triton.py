@@ -108,6 +108,13 @@ def load_blocks(table_ptr, place, last, BLOCK_SIZE):
 
 
 @triton.jit
+def slots_of(block, place, BLOCK_SIZE):
+    """Slots [N] of the cache that hold the positions `place` [N], of the blocks `block` [N]. Triton 3.6 believes that
+    this sum is aligned at every position as it is at the first one, unless told that any slot may come."""
+    return tl.multiple_of(block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE, [1])
+
+
+@triton.jit
 def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH, N, MASKED):
     """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
 
@@ -131,7 +138,7 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
     block = load_blocks(table_ptr, place, last, BLOCK_SIZE)
     for start in range(first, last, N):
         place = start + tl.arange(0, N)
-        slot = block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE
+        slot = slots_of(block, place, BLOCK_SIZE)
         offset = (slot * SLOT)[:, None] + channel
         if MASKED:
             # Entries beyond may be NaN, and NaN times a weight of zero is NaN.

@@ -21,6 +21,7 @@ from mtpkit.kernels.attention.triton import (
     load_blocks,
     load_queries,
     row_range,
+    slots_of,
     split_plan,
     store_lines,
 )
@@ -62,7 +63,7 @@ def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTH
     block = load_blocks(table_ptr, first + tl.arange(0, N), last, BLOCK_SIZE)
     for start in range(first, last, N):
         place = start + tl.arange(0, N)
-        slot = block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE
+        slot = slots_of(block, place, BLOCK_SIZE)
         row = rows_ptr + (slot * (WIDTHS[0] + WIDTHS[1]))[:, None]
         # Entries beyond may be NaN, and NaN times a weight of zero is NaN.
         inside = (place < last)[:, None]
