@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from mtpkit.checkpoint import load_config, load_model
 from mtpkit.checkpoint.convert import import_checkpoint
+from mtpkit.engine import LLM
+from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, write_glm, write_mimo
 from tests.checkpoint.qwen_models import add_heads, write
@@ -28,6 +30,15 @@ def glm(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("glm")
     write_glm(directory, initializer_range=0.3, moe_intermediate_size=16)
     add_glm_heads(directory, physical=2)
+    return directory
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def other_glm(request, tmp_path_factory) -> Path:
+    """One physical head, which is repeated, as published; or four distinct ones."""
+    directory = tmp_path_factory.mktemp("other_glm")
+    write_glm(directory, initializer_range=0.3, num_hidden_layers=2)
+    add_glm_heads(directory, physical=request.param)
     return directory
 
 
@@ -90,13 +101,35 @@ def test_drafts_and_tokens_of_glm_are_those_of_transformers(glm, monkeypatch):
 
 @pytest.mark.parametrize("directory", ["glm", "mimo"], indirect=True)
 def test_any_number_of_drafts_gives_the_tokens_of_none(directory):
+    check_all_k(directory, 2 if load_config(directory).mtp.num_layers == 2 else 4)
+
+
+def test_any_number_of_drafts_of_other_heads_of_glm(other_glm):
+    """Four of distinct heads too; what each draft is, is that of whole sequences."""
+    model = check_all_k(other_glm, 4)
+    found = record_drafts(make_llm(model, 4), PROMPTS, 8)
+    assert len(found) > 8
+    assert all(made == teacher_forced_drafts(model, known, 4) for known, made in found.items())
+
+
+def check_all_k(directory: Path, most: int):
+    """Up to `most` drafts a step give the tokens of none, with room for all and without; returns the model."""
     model = load_model(directory)
     want = [decode(model, prompt, 14) for prompt in PROMPTS]
-    most = 2 if load_config(directory).mtp.num_layers == 2 else 4
     for k in range(most + 1):
         assert generate(make_llm(model, k), PROMPTS, greedy(14)) == want, k
     small = make_llm(model, most, num_blocks=9, block_size=4, max_num_batched_tokens=8)
     assert generate(small, PROMPTS, greedy(14)) == want, "preempted, and prompts in chunks"
+    return model
+
+
+@pytest.mark.parametrize("k", [3, 4])
+def test_more_drafts_than_distinct_heads_are_refused(glm, k):
+    """The message says what to do."""
+    with pytest.raises(UserError) as error:
+        LLM(glm, k, device="cpu")
+    said = f"num_speculative_tokens is {k}, but the model has 2 distinct MTP heads: set it to 2 or less"
+    assert str(error.value) == said
 
 
 @pytest.mark.parametrize("directory", ["glm", "mimo"], indirect=True)
