@@ -96,7 +96,7 @@ def export_checkpoint(
     source, destination = check_paths(source, destination, "megatron", force)
     weights, config = open_weights(source), load_config(source)
     chosen, places = find_family(config, family, source), list(beside(source))
-    stored = read_stored(places)
+    stored = read_stored(places, chosen.table(config))
     hf_config, mapped = _hf_view(weights, config, chosen, load_hf_config(source), source, stored)
     carried = open_carried(places)
     with staged_directory(destination) as staging:

@@ -1,7 +1,8 @@
 """What a Megatron directory keeps of the Hugging Face directory that it was imported from, besides weights and config.
 
 `carried.safetensors` holds the tensors that are not the text model's, under their names on disk; `mtpkit_original.json`
-says how the others were stored where there is a choice. Both are there only where there is something to keep.
+says how the others were stored where there is a choice, and has the values that Megatron's layout rounds. Both are
+there only where there is something to keep.
 """
 
 import json
@@ -10,25 +11,35 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import beside, detect_layout, load_config
 from mtpkit.checkpoint.families import Family, get_family
-from mtpkit.checkpoint.families.table import Stored
+from mtpkit.checkpoint.families.table import Stored, Table
 from mtpkit.checkpoint.layouts.huggingface import CarriedTensors, HFReader, write_shard
+from mtpkit.checkpoint.tensors import FLOATS
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, read_json, staged_file
 
 CARRIED, ORIGINAL = "carried.safetensors", "mtpkit_original.json"
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
 
 def keep_original(source: Path, directory: Path, family: Family, config: ModelConfig) -> None:
     """Write what there is to keep of a Hugging Face directory into a Megatron directory that has none of it."""
     reader = HFReader(source, family.published_name, family.carried)
-    stored = family.table(config).stored_in(reader.tensors)
-    if stored.ways or stored.lacking:
-        values = {"ways": dict(stored.ways), "lacking": list(stored.lacking)}
+    table = family.table(config)
+    stored, rounded = table.stored_in(reader.tensors), table.rounded_in(reader)
+    if stored.ways or stored.lacking or rounded:
+        values = {
+            "ways": dict(stored.ways),
+            "lacking": list(stored.lacking),
+            "rounded": {name: _as_json(tensor) for name, tensor in rounded.items()},
+        }
         (directory / ORIGINAL).write_text(json.dumps(values, indent=2) + "\n")
     carried = reader.carried
     if carried.tensors:
@@ -49,24 +60,40 @@ def link_original(source: Path, directory: Path) -> None:
                     shutil.copyfile(source / name, staging)
 
 
-def read_stored(places: Iterable[Path]) -> Stored:
-    """How the original stored its tensors; as a family does by default where nothing says it.
+def _as_json(tensor: Tensor) -> dict[str, object]:
+    """The dtype and the values of a flat tensor, which decimal numbers hold exactly."""
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "values": tensor.double().tolist()}
+
+
+def read_stored(places: Iterable[Path], table: Table) -> Stored:
+    """How the original stored the tensors of a table; as a family does by default where nothing says it.
 
     Args:
         places: directories to look in, nearest first.
 
     Raises:
-        UserError: the record is damaged.
+        UserError: the record is damaged, or says what the table cannot follow.
     """
     path = next((place / ORIGINAL for place in places if is_there(place / ORIGINAL)), None)
     if path is None:
         return Stored()
     values = read_json(path)
-    ways, lacking = values.get("ways", {}), values.get("lacking", [])
-    texts = isinstance(ways, dict) and isinstance(lacking, list)
+    ways, lacking, rounded = values.get("ways", {}), values.get("lacking", []), values.get("rounded", {})
+    texts = isinstance(ways, dict) and isinstance(lacking, list) and isinstance(rounded, dict)
     if not texts or not all(isinstance(text, str) for text in (*ways.values(), *lacking)):
         raise UserError(f"{path} holds {shown(values)}; import the checkpoint again")
-    return Stored(ways, tuple(lacking))
+    stored = Stored(ways, tuple(lacking), {name: _from_json(value, path) for name, value in rounded.items()})
+    table.check(stored, path)
+    return stored
+
+
+def _from_json(found: object, where: Path) -> Tensor:
+    """The flat tensor that `_as_json` wrote."""
+    values, dtype = (found.get("values"), found.get("dtype")) if isinstance(found, dict) else (None, None)
+    numbers = isinstance(values, list) and all(type(value) is float for value in values)
+    if not numbers or dtype not in _DTYPES:
+        raise UserError(f"{where}: rounded {shown(found)} is no tensor; import the checkpoint again")
+    return torch.tensor(values, dtype=torch.float64).to(_DTYPES[dtype])
 
 
 def open_carried(places: Iterable[Path]) -> CarriedTensors | None:

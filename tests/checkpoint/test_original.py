@@ -1,5 +1,7 @@
 """Experts packed or not, copies, tensors of other models: each original comes back as it was."""
 
+import json
+
 import pytest
 import torch
 
@@ -85,10 +87,29 @@ def test_a_run_keeps_what_its_base_has(tmp_path, layout):
 def test_a_damaged_record_is_refused(tmp_path):
     write_odd(tmp_path / "hf", (BASE,))
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
-    for text in ('{"ways": 3}', '{"lacking": [1]}', "{"):
+    for text in ('{"ways": 3}', '{"lacking": [1]}', '{"rounded": []}', '{"rounded": {"a": 3}}', "{"):
         (tmp_path / "megatron" / ORIGINAL).write_text(text)
         with pytest.raises(UserError, match=ORIGINAL):
             export_checkpoint(tmp_path / "megatron", tmp_path / "back")
+
+
+def test_an_unknown_way_is_refused(tmp_path):
+    """It would be written as by default; what the record says of tensors that a model lacks has no effect."""
+    write_odd(tmp_path / "hf", (BASE,))
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    record = json.loads((tmp_path / "megatron" / ORIGINAL).read_text())
+    key = f"{BASE}mixer.experts.up_proj"
+    assert record["ways"][key] == "packed"
+    record["ways"] |= {key: "stacked", "mtp.layers.7.mixer.experts.up_proj": "stacked"}
+    (tmp_path / "megatron" / ORIGINAL).write_text(json.dumps(record))
+    with pytest.raises(UserError) as caught:
+        export_checkpoint(tmp_path / "megatron", tmp_path / "back")
+    said = f"{key} is stored 'stacked', not 'one by one', 'packed'; import the checkpoint again"
+    assert str(caught.value) == f"{tmp_path / 'megatron' / ORIGINAL}: {said}"
+    assert not (tmp_path / "back").exists()
+    record["ways"][key] = "packed"
+    (tmp_path / "megatron" / ORIGINAL).write_text(json.dumps(record))
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back")
 
 
 def test_heads_are_named_with_their_copies(tmp_path):

@@ -2,21 +2,24 @@
 
 import functools
 import json
+import re
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mtpkit.checkpoint import load_config, load_model
+from mtpkit.checkpoint import load_config, load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families import qwen3_next
+from mtpkit.checkpoint.original import ORIGINAL
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import UserError
 from mtpkit.kernels.norm import norm_gate
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.model.layers.delta import GatedDeltaNet
 from tests.checkpoint.block_models import edit_config
-from tests.checkpoint.builders import edit
+from tests.checkpoint.builders import edit, write_megatron_copy
 from tests.checkpoint.qwen_models import VISION, add_heads, edit_text, text_config, write
 from tests.checkpoint.qwen_oracle import Head
 from tests.checkpoint.test_blocks import read_all
@@ -80,6 +83,68 @@ def test_logits_are_those_of_transformers(tmp_path, variant, case):
     model = write_variant(variant, tmp_path, case)
     with torch.no_grad():
         assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) < 1e-5
+
+
+OUT_NORM = "model.language_model.layers.0.linear_attn.norm.weight"
+ROUNDED = [0.1, -0.3, 1e-7, 321.0, -0.0, 3e7, -1.7]
+"""Values of which one subtracted and added again leaves something else, in fp32 or in bf16."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_megatron_rounds_comes_back(tmp_path, dtype):
+    """Through an import and through a run in fp32; but a weight that was changed since is what it was changed to."""
+    hf, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    write("qwen3_5", hf, dtype=dtype, num_hidden_layers=2, linear_value_head_dim=len(ROUNDED))
+    edit(hf, lambda tensors: tensors[OUT_NORM].copy_(torch.tensor(ROUNDED)))
+    import_checkpoint(hf, megatron)
+    export_checkpoint(megatron, back)
+    before, after = read_all(hf), read_all(back)
+    assert [name for name in before if not bits_equal(before[name], after[name])] == []
+    save_model(load_model(megatron), tmp_path / "run", companions=megatron)
+    export_checkpoint(tmp_path / "run", tmp_path / "of_run")
+    after = read_all(tmp_path / "of_run")
+    assert [name for name in before if not bits_equal(before[name].to(after[name].dtype), after[name])] == []
+
+    def scale(tensors):
+        tensors["decoder.layers.0.self_attention.out_norm.weight"].mul_(2)
+
+    write_megatron_copy(megatron, tmp_path / "changed", scale)
+    shutil.copy(megatron / ORIGINAL, tmp_path / "changed" / ORIGINAL)
+    export_checkpoint(tmp_path / "changed", tmp_path / "of_changed", family="qwen3_5")
+    scaled = (before[OUT_NORM] - 1) * 2 + 1
+    assert torch.equal(read_all(tmp_path / "of_changed")[OUT_NORM], scaled)
+
+
+def test_what_is_not_rounded_needs_no_record(tmp_path):
+    write("qwen3_5", tmp_path / "hf", num_hidden_layers=1)
+    edit(tmp_path / "hf", lambda tensors: tensors[OUT_NORM].uniform_(0.5, 2))
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    assert not (tmp_path / "megatron" / ORIGINAL).exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([1.0], "is no tensor"),
+        ({"dtype": "int8", "values": [1.0]}, "is no tensor"),
+        ({"dtype": "float32", "values": ["1"]}, "is no tensor"),
+        ({"dtype": "float32", "values": [1.0, 2.0]}, f"{OUT_NORM} has 2 values, not 6"),
+    ],
+)
+def test_a_damaged_record_of_what_is_rounded_is_refused(rounded, tmp_path, value, words):
+    (rounded / ORIGINAL).write_text(json.dumps({"rounded": {OUT_NORM: value}}))
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        export_checkpoint(rounded, tmp_path / "back")
+    assert ORIGINAL in str(caught.value) and "import the checkpoint again" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """A Megatron directory."""
+    folder = tmp_path_factory.mktemp("rounded")
+    write("qwen3_5", folder / "hf", num_hidden_layers=1)
+    import_checkpoint(folder / "hf", folder / "megatron")
+    return folder / "megatron"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.serving import Serving
-from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, Ways, one
+from mtpkit.checkpoint.families.table import Entry, FuseQKV, Rounding, Split, Ways, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -82,10 +82,10 @@ class Ungroup:
 
 
 @dataclass(frozen=True)
-class Centered:
+class Centered(Rounding):
     """A norm's weight w, which Megatron stores as w - 1 since its norm multiplies by 1 + the weight.
 
-    There and back is exact for all weights from 0.5 on; below, the last bits may change.
+    The difference is exact for weights from 0.5 to 2; of others it may be rounded, see `Stored.rounded`.
     """
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:

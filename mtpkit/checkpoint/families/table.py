@@ -4,6 +4,7 @@ An `Entry` ties one or more Hugging Face tensors to one or more of Megatron's, s
 Shapes are stated on Megatron's side alone; those of the Hugging Face tensors follow from them.
 """
 
+import math
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
-from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.checkpoint.tensors import Shape, TensorInfo, Tensors, TensorSource, bits_equal, require_same_names
+from mtpkit.errors import MtpkitError, UserError, listed, shown
 
 
 class Transform(Protocol):
@@ -36,6 +37,10 @@ class Same:
 
 
 SAME: Final = Same()
+
+
+class Rounding:
+    """What a `Transform` of one tensor to one derives from if it may round, so that not every value comes back."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +147,8 @@ class Ways:
         return Ways(hf + self.key, ways)
 
     def chosen(self, stored: "Stored") -> tuple[Entry, ...]:
-        """The entries of the way that an original used; of the first way where it used none of these."""
-        way = stored.ways.get(self.key, "")
-        return self.ways[way if way in self.ways else next(iter(self.ways))]
+        """The entries of the way that an original used; of the first way where nothing says it."""
+        return self.ways[stored.ways.get(self.key, next(iter(self.ways)))]
 
     def found(self, names: Container[str]) -> str:
         """The way of which a file has the most names; the first of several."""
@@ -153,12 +157,15 @@ class Ways:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a Hugging Face file chose where there is a choice. It is kept, so that exports have the original's names."""
+    """What a Hugging Face file chose where there is a choice, and the values that Megatron's layout rounds. It is kept,
+    so that exports have the original's names and values."""
 
     ways: Mapping[str, str] = field(default_factory=dict)
     """Key of `Ways` -> the way, where it is not the first."""
     lacking: tuple[str, ...] = ()
     """Names of copies (see `Family.copies`) that the file did without."""
+    rounded: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name of a tensor that does not come back from what Megatron stores of it -> the tensor, flat."""
 
 
 def expert_ways(count: int, hf: str, megatron: str, one_by_one: Sequence[Entry]) -> Ways:
@@ -198,7 +205,7 @@ class Table:
 
     def _check(self) -> None:
         for choice in dict.fromkeys(way for ways in self._ways for way in ways.ways):
-            stored = Stored({ways.key: choice for ways in self._ways})
+            stored = Stored({ways.key: choice for ways in self._ways if choice in ways.ways})
             nameless = self._shapes.keys() - {name for entry in self._entries(stored) for name in entry.megatron}
             if nameless:
                 raise MtpkitError(f"no Hugging Face name for {listed(sorted(nameless))}")
@@ -216,6 +223,34 @@ class Table:
         firsts = {ways.key: next(iter(ways.ways)) for ways in self._ways}
         others = {key: way for key, way in found.items() if way != firsts[key]}
         return Stored(others, tuple(copy for copy in self.copies if copy not in names))
+
+    def rounded_in(self, source: Tensors) -> dict[str, Tensor]:
+        """The tensors of a file that do not come back from what Megatron stores of them, flat."""
+        entries = [entry for entry in self._entries(Stored()) if isinstance(entry.transform, Rounding)]
+        tensors = {entry.hf[0]: (source.read(entry.hf[0]), entry.transform) for entry in entries}
+        return {
+            name: tensor.flatten()
+            for name, (tensor, transform) in tensors.items()
+            if not bits_equal(tensor, transform.to_hf(transform.to_megatron([tensor]))[0])
+        }
+
+    def check(self, stored: Stored, where: object) -> None:
+        """Check that this table can follow a record; what the record says of other tensors has no effect.
+
+        Raises:
+            UserError: names every unknown way, and every tensor of another size.
+        """
+        odd = [
+            f"{ways.key} is stored {shown(way)}, not {listed(map(repr, ways.ways))}"
+            for ways in self._ways
+            if (way := stored.ways.get(ways.key)) is not None and way not in ways.ways
+        ]
+        for entry in self._entries(Stored()) if stored.rounded else ():
+            name, size = entry.hf[0], math.prod(self._shapes[entry.megatron[0]])
+            if name in stored.rounded and len(stored.rounded[name]) != size:
+                odd.append(f"{name} has {len(stored.rounded[name])} values, not {size}")
+        if odd:
+            raise UserError(f"{where}: {listed(odd, width=240, separator='; ')}; import the checkpoint again")
 
     def hf_shapes(self, stored: Stored | None = None) -> dict[str, Shape]:
         """Names and shapes of all tensors of a file."""
@@ -255,12 +290,37 @@ class Table:
         stored = stored or Stored()
         require_same_names(where, source.tensors, self._shapes)
         entries = self._entries(stored)
-        steps = [_Step(entry.megatron, entry.hf, entry.transform.to_hf) for entry in entries]
+        steps = [_Step(entry.megatron, entry.hf, _to_hf(entry, stored)) for entry in entries]
         whole = {entry.hf: entry for entry in entries if len(entry.hf) == 1}
         for copy, name in self._copies(stored).items():
             entry = whole[(name,)]
             steps.append(_Step(entry.megatron, (copy,), entry.transform.to_hf))
         return MappedTensors(source, steps)
+
+
+def _to_hf(entry: Entry, stored: Stored) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    original = stored.rounded.get(entry.hf[0])
+    if original is None or not isinstance(entry.transform, Rounding):
+        return entry.transform.to_hf
+    return _Unrounded(entry.transform, original).to_hf
+
+
+@dataclass(frozen=True)
+class _Unrounded:
+    """A transform that gives the original's tensor back, as long as Megatron's is what an import made of it."""
+
+    transform: Transform
+    original: Tensor
+    """Flat, in the original's dtype."""
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (tensor,) = tensors
+        if not tensor.is_meta:
+            original = self.original.to(tensor.device).view(tensor.shape)
+            (imported,) = self.transform.to_megatron([original])
+            if torch.equal(imported.to(tensor.dtype), tensor):
+                return [original.to(tensor.dtype)]
+        return self.transform.to_hf(tensors)
 
 
 @dataclass(frozen=True)
