@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels.ancestors import MOST_TOKENS, seen_tokens
+
 
 def sequence_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
@@ -72,24 +74,36 @@ def depth_attention(
 
 
 def paged_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    ancestors: Tensor | None = None,
+    earlier: int = 0,
 ) -> Tensor:
     """Causal attention of the newest T tokens of R rows over their paged keys and values, the new tokens' included.
 
     Query t of row r has position context_lens[r] + t and sees positions up to its own. How the Triton twin splits a
     context depends on the batch and on the length of the block table, and so do the last bits of a row's output.
 
+    With `ancestors` the rows are trees, whose entry j lies at position context_lens[r] + j: a query sees the context
+    and the entries of its mask.
+
     Args:
         q: [R, T, heads, d], or [R, T, kv_heads, heads / kv_heads, d] for a view of a fused projection whose heads do
             not fit into one dimension.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, d].
         block_tables: [R, B] int64; only blocks with positions below context_lens[r] + T are read.
-        context_lens: [R] int64, number of tokens before the T new ones.
+        context_lens: [R] int64, number of tokens before the T new ones, or before the tree.
+        ancestors: [R, T] int64 masks of the T queries, see `kernels.ancestors`; None: a chain.
+        earlier: entries of a tree before those of the T queries.
 
     Returns:
         [R, T, heads, d].
     """
-    return attend_paged(q.flatten(2, -2), key_cache, value_cache, block_tables, context_lens)
+    tree = None if ancestors is None else (ancestors, earlier)
+    return attend_paged(q.flatten(2, -2), key_cache, value_cache, block_tables, context_lens, tree=tree)
 
 
 def attend_paged(
@@ -99,23 +113,28 @@ def attend_paged(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float | None = None,
+    tree: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """`paged_attention` of q [R, T, heads, d] with values [num_blocks, block_size, kv_heads, e], to [R, T, heads, e].
 
     Args:
         scale: factor of the scores; None: 1 / sqrt(d).
+        tree: `ancestors` and `earlier`; None: a chain.
     """
     rows, tokens, heads, width = q.shape
     block_size, groups = key_cache.shape[1:3]
     span = block_tables.shape[1] * block_size
     places = torch.arange(span, device=q.device)
     # Free blocks and blocks of other requests may hold NaN, so that a mask alone would not do.
-    used = places < (context_lens + tokens)[:, None]
+    used = places < (context_lens + tokens + (tree[1] if tree else 0))[:, None]
     keys, values = (
         torch.where(used[..., None, None], cache[block_tables].view(rows, span, groups, -1), 0).to(q.dtype)
         for cache in (key_cache, value_cache)
     )
-    mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
+    if tree is None:
+        mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
+    else:
+        mask = _sees_in_tree(tree[0], places - context_lens[:, None])
     # Heads of a group share keys: stack them as additional queries.
     rep = heads // groups
     stacked = q.reshape(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -123,6 +142,15 @@ def attend_paged(
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
     return out.unflatten(2, (rep, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _sees_in_tree(ancestors: Tensor, entries: Tensor) -> Tensor:
+    """[R, T, span] whether each query sees the entries [R, span] of the tree, of which negative ones are context."""
+    count = 1 + MOST_TOKENS
+    own = seen_tokens(ancestors, count).gather(
+        2, entries.clamp(0, count - 1)[:, None].expand(-1, ancestors.shape[1], -1)
+    )
+    return (entries < 0)[:, None] | own
 
 
 def prefill_attention(

@@ -20,7 +20,7 @@ __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_
 
 UNSPECIALIZED = ["tokens", "span", "fill", "longest", "width", "rows"]
 """Numbers that change from step to step and must not trigger a recompilation."""
-UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr"]
+UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr", "ancestors_ptr"]
 """Tensors that may be slices, whose alignment must not trigger a recompilation."""
 _MAX_PROGRAMS = 1024
 """Limit on programs that are added to shorten the longest split: empty programs are not free."""
@@ -115,13 +115,26 @@ def slots_of(block, place, BLOCK_SIZE):
 
 
 @triton.jit
-def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH, N, MASKED):
+def sees(place, newest, tree):
+    """[M, N] whether each query sees the positions `place` [N]: up to `newest` [M]; or, where `tree` has the position
+    of the tree's first entry and the queries' masks [M], all before it and the entries of the mask."""
+    if tree is None:
+        return place[None, :] <= newest[:, None]
+    else:
+        entry = place - tree[0]
+        bit = (tree[1][:, None] >> tl.minimum(tl.maximum(entry, 0), 63).to(tl.int64)[None, :]) & 1
+        return (entry < 0)[None, :] | (bit != 0)
+
+
+@triton.jit
+def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH, N, MASKED, tree=None):
     """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
 
     Args:
         q: [M, D].
         newest: [M], the last position that each query sees, used if MASKED. If not, all queries see all positions, and
             last is a multiple of N.
+        tree: see `sees`.
         state: as from `empty_state`.
         cache: pointers to the head's keys and values in slot 0, whose slots are SLOT elements apart, and to the row's
             block table.
@@ -154,7 +167,7 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
         block = load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
         if MASKED:
-            scores = tl.where(place[None, :] <= newest[:, None], scores, float("-inf"))
+            scores = tl.where(sees(place, newest, tree), scores, float("-inf"))
         state = fold(state, scores, values.to(q.dtype), scale, MASKED)
     return state
 
@@ -180,6 +193,7 @@ def _decode_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
+    ancestors_ptr,
     scale,
     tokens,
     span,
@@ -193,17 +207,18 @@ def _decode_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    EARLIER: tl.constexpr,
 ):
     """Compute one split of a row for M queries of one kv group per program.
 
     A row that needs only one split gets its output here, and a row with context -1 gets zeros. For other rows, split s
     stores its part of the output in part [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R,
-    splits, tokens * heads].
+    splits, tokens * heads]. Where the row is a tree, whole tiles of the context need no mask.
     """
     q_ptr, q_row, q_token, q_group, q_head = q_rows
     row, split = tl.program_id(1), tl.program_id(2)
     group = tl.program_id(0) % GROUPS
-    context, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), N)
+    context, end, length = row_range(lens_ptr, row, (tokens + EARLIER, span, fill, longest), N)
     first = split * length
     m = tl.program_id(0) // GROUPS * M + tl.arange(0, M)
     count = tokens * REP
@@ -219,7 +234,13 @@ def _decode_kernel(
     slot: tl.constexpr = GROUPS * WIDTH
     state = empty_state(M, D)
     newest = context + m // REP
-    acc, best, total = _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True)
+    tree = None
+    if ancestors_ptr is not None:
+        tree = context, tl.load(ancestors_ptr + row * tokens + m // REP, mask=m < count, other=0)
+        whole = tl.maximum(first, tl.minimum(last, context // N * N))
+        state = _attend(q, newest, state, first, whole, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False)
+        first = whole
+    acc, best, total = _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True, tree)
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
@@ -317,6 +338,8 @@ def paged_attention(
     value_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
+    ancestors: Tensor | None = None,
+    earlier: int = 0,
     *,
     tiles: Tiles | None = None,
     splits: int | None = None,
@@ -346,13 +369,15 @@ def paged_attention(
         out,
         part,
         lse,
+        None if ancestors is None else ancestors.contiguous(),
         score_scale(width),
         *plan,
         block_tables.stride(0),
+        EARLIER=earlier,
         **_sizes(q, key_cache, tiles),
     )
     if splits > 1:
-        combine(context_lens, out, part, lse, plan, splits, tiles.n)
+        combine(context_lens, out, part, lse, (tokens + earlier, *plan[1:]), splits, tiles.n)
     return out
 
 

@@ -106,19 +106,27 @@ def _convolve_row(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor
 
 
 def causal_conv1d_update(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, committed: Tensor
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: Tensor,
+    committed: Tensor,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """Convolve the next tokens of R rows and slide their windows.
 
     With w the kernel width and T new tokens, `state` holds the inputs of the rows' last step. The window of row r is
     its columns committed[r] .. committed[r] + w - 2. The state is replaced by the window and the new inputs without the
-    oldest column: whichever new token is accepted last, its window is then again a range of columns of `state`.
+    oldest column: whichever new token is accepted last, its window is then again a range of columns of `state`. Where
+    the new tokens are a tree, each is convolved with its ancestors, and what a path skips must be moved together first.
 
     Args:
         x: [R, T, c]; may be a view of a larger tensor.
         state: [slots, at least w - 2 + T, c], updated in place at `slots`.
         weight: [c, 1, w]; bias: [c] or None.
         slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its output is zero.
+        parents: [R, T] int64, the token that each one follows, see `kernels.ancestors`; None: a chain.
 
     Returns:
         silu of the convolution, [R, T, c], in the dtype of x.
@@ -128,7 +136,8 @@ def causal_conv1d_update(
     """
     if bool((slots < 0).any()):
         live, y = slots >= 0, x.new_zeros(x.shape)
-        y[live] = causal_conv1d_update(x[live], state, weight, bias, slots[live], committed[live])
+        own = None if parents is None else parents[live]
+        y[live] = causal_conv1d_update(x[live], state, weight, bias, slots[live], committed[live], own)
         return y
     width, tokens = weight.shape[-1], x.shape[1]
     columns = committed[:, None] + torch.arange(width - 1, device=x.device)
@@ -136,5 +145,17 @@ def causal_conv1d_update(
     inputs = torch.cat([window, x], 1)  # [R, w - 1 + T, c]
     state[slots, : width - 2 + tokens] = inputs[:, 1:].to(state)
     # For a few tokens this is faster than conv1d.
-    out = (inputs.unfold(1, width, 1) * weight[:, 0]).sum(-1)
+    windows = inputs.unfold(1, width, 1) if parents is None else _windows_of_paths(inputs, parents, width)
+    out = (windows * weight[:, 0]).sum(-1)
     return F.silu(out if bias is None else out + bias)
+
+
+def _windows_of_paths(inputs: Tensor, parents: Tensor, width: int) -> Tensor:
+    """[R, T, c, width] the inputs along the path to each of T tokens, of inputs [R, width - 1 + T, c]."""
+    at = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    columns: list[Tensor] = []
+    for _ in range(width):
+        columns.insert(0, at + width - 1)
+        at = torch.where(at >= 0, parents.gather(1, at.clamp_min(0)), at - 1)
+    rows = torch.arange(len(inputs), device=inputs.device)[:, None, None]
+    return inputs[rows, torch.stack(columns, -1)].transpose(2, 3)

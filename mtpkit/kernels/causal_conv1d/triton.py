@@ -50,6 +50,26 @@ def _convolve(inputs, taps, bias, t, WIDTH):
 
 
 @triton.jit
+def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
+    """The inputs along the path to token t, the oldest first: those that the taps read, in fp32.
+
+    Args:
+        sources: pointers to the row's first token, and its stride; to its window; to the row's parents.
+        newest: the token's own input.
+    """
+    x_ptrs, x_token, window_ptrs, parents_ptr = sources
+    inputs = (newest,)
+    at = tl.zeros([], tl.int64) + t
+    for _ in tl.static_range(WIDTH - 1):
+        parent = tl.load(parents_ptr + at, mask=at >= 0, other=0)
+        at = tl.where(at >= 0, parent, at - 1)
+        new = tl.load(x_ptrs + at * x_token, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+        old = tl.load(window_ptrs + (at + (WIDTH - 1)) * CHANNELS, mask=inside & (at < 0), other=0.0).to(tl.float32)
+        inputs = (tl.where(at >= 0, new, old),) + inputs  # noqa: RUF005
+    return inputs
+
+
+@triton.jit
 def _update_kernel(
     x_rows,
     state_ptr,
@@ -57,6 +77,7 @@ def _update_kernel(
     bias_ptr,
     slots_ptr,
     committed_ptr,
+    parents_ptr,
     y_ptr,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -86,7 +107,11 @@ def _update_kernel(
         inputs = inputs + (tl.load(x_ptrs + t * x_token, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
     taps, bias = _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED)
     for t in tl.static_range(TOKENS):
-        y = _convolve(inputs, taps, bias, t, WIDTH)
+        if parents_ptr is None:
+            y = _convolve(inputs, taps, bias, t, WIDTH)
+        else:
+            sources = x_ptrs, x_token, window_ptrs, parents_ptr + row * TOKENS
+            y = _convolve(_path(sources, inputs[WIDTH - 1 + t], t, inside, CHANNELS, WIDTH), taps, bias, 0, WIDTH)
         tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # a thread may write columns that another thread still reads
     for i in tl.static_range(1, WIDTH - 1 + TOKENS):
@@ -94,7 +119,13 @@ def _update_kernel(
 
 
 def causal_conv1d_update(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, committed: Tensor
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: Tensor,
+    committed: Tensor,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
     rows, tokens, channels = x.shape
@@ -112,6 +143,7 @@ def causal_conv1d_update(
         bias,
         slots.contiguous(),
         committed.contiguous(),
+        None if parents is None else parents.contiguous(),
         y,
         CHANNELS=channels,
         COLUMNS=state.shape[1],

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels.ancestors import parents_of
 from mtpkit.kernels.ring import ring_capacity
 
 EPSILON = 1e-6
@@ -154,15 +155,19 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
 
 
 def _steps(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parents: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (o [R, h, v], u [R, h, v], state [R, h, v, k]) after each of T tokens of R rows, all fp32."""
-    rep = v.shape[2] // k.shape[2]
+    rep, after = v.shape[2] // k.shape[2], [state]
     for t in range(v.shape[1]):
         key, query = (x[:, t].float().repeat_interleave(rep, 1) for x in (k, q))
+        if parents is not None:
+            state = torch.stack(after, 1)[torch.arange(len(v), device=v.device), parents[:, t] + 1]
         state = state * torch.exp(g[:, t])[..., None, None]
         u = beta[:, t, :, None] * (v[:, t].float() - torch.einsum("rhvk,rhk->rhv", state, key))
         state = state + u[..., None] * key[:, :, None]
+        if parents is not None:
+            after.append(state)
         yield torch.einsum("rhvk,rhk->rhv", state, query), u, state
 
 
@@ -177,6 +182,7 @@ def delta_snapshot_update(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """Step token by token from the committed snapshot and keep the state after every token.
 
@@ -186,6 +192,8 @@ def delta_snapshot_update(
         slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its output is zero.
         q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
             A_log, dt_bias: [h].
+        parents: [R, T] int64, the token that each one follows, see `kernels.ancestors`; that of token 0 alone is -1.
+            None: a chain.
 
     Returns:
         o [R, T, h, v] in the dtype of v.
@@ -193,11 +201,12 @@ def delta_snapshot_update(
     if bool((slots < 0).any()):
         live, out = slots >= 0, v.new_zeros(v.shape)
         slots, committed, q, k, v, a, b = (t[live] for t in (slots, committed, q, k, v, a, b))
-        out[live] = delta_snapshot_update(state, slots, committed, q, k, v, a, b, A_log, dt_bias)
+        parents = None if parents is None else parents[live]
+        out[live] = delta_snapshot_update(state, slots, committed, q, k, v, a, b, A_log, dt_bias, parents)
         return out
     q, k, g, beta = delta_inputs(q, k, a, b, A_log, dt_bias)
     outputs = []
-    for t, (o, _, after) in enumerate(_steps(state[slots, committed].float(), q, k, v, g, beta)):
+    for t, (o, _, after) in enumerate(_steps(state[slots, committed].float(), q, k, v, g, beta, parents)):
         state[slots, t] = after.to(state.dtype)
         outputs.append(o)
     return torch.stack(outputs, 1).to(v.dtype)
@@ -218,6 +227,7 @@ def delta_replay_update(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """Compute the step's outputs from a stored state and a ring of what came after that state.
 
@@ -226,6 +236,10 @@ def delta_replay_update(
     position i has place i % L of the ring. If they no longer fit, the committed entries are folded into the state,
     which is written at no other time. To roll back is to drop the ring entries of rejected tokens.
 
+    Where the new tokens are a tree, token t follows the committed entries and the tokens of its mask, with the decays
+    of its own path. Token t's entry goes where that of a chain's token t would; what a path skips must be moved
+    together before the next step.
+
     Args:
         state: [slots, h, v, k]; ring_k: [slots, L, j, k], of unit length; ring_u: [slots, L, h, v]; ring_g: [slots, L,
             h], log decays. L - `ring_capacity(L)` is at least T. Updated in place.
@@ -233,6 +247,7 @@ def delta_replay_update(
             zero.
         q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
             A_log, dt_bias: [h].
+        ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
 
     Returns:
         o [R, T, h, v] in the dtype of v. `ring_base(ring_lens, T, L)` of the old entries are still needed.
@@ -241,7 +256,8 @@ def delta_replay_update(
         live, out = slots >= 0, v.new_zeros(v.shape)
         where = (slots[live], context_lens[live], ring_lens[live])
         q, k, v, a, b = (t[live] for t in (q, k, v, a, b))
-        out[live] = delta_replay_update(state, ring_k, ring_u, ring_g, *where, q, k, v, a, b, A_log, dt_bias)
+        rest = A_log, dt_bias, None if ancestors is None else ancestors[live]
+        out[live] = delta_replay_update(state, ring_k, ring_u, ring_g, *where, q, k, v, a, b, *rest)
         return out
     tokens, length, rep = v.shape[1], ring_k.shape[1], v.shape[2] // k.shape[2]
     capacity = ring_capacity(length)
@@ -256,7 +272,8 @@ def delta_replay_update(
     added = torch.einsum("rehv,rehk->rhvk", old_u * to_end[..., None], old_k.repeat_interleave(rep, 2))
     folded = state[slots].float() * torch.exp(whole.float())[..., None, None] + added
     q, k, g, beta = delta_inputs(q, k, a, b, A_log, dt_bias)
-    outputs, corrections, _ = zip(*_steps(folded, q, k, v, g, beta), strict=True)
+    parents = None if ancestors is None else parents_of(ancestors)
+    outputs, corrections, _ = zip(*_steps(folded, q, k, v, g, beta, parents), strict=True)
 
     full = ring_lens + tokens > capacity
     if bool(full.any()):

@@ -20,7 +20,7 @@ from torch import Tensor
 from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, load, padded, strided
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.ring import ring_capacity
-from mtpkit.kernels.ssm_update.replay import dot, places, step_size
+from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
@@ -68,6 +68,7 @@ def _replay_kernel(
     a_in,
     b_in,
     parameters,
+    ancestors_ptr,
     out_ptr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -129,6 +130,9 @@ def _replay_kernel(
     token = o % HALF
     reads = tl.where(o < HALF, token - 1, token)[None, :] >= t[:, None]  # [T, O]: keys read what came before them
     of_token = token[None, :] == t[:, None]
+    if ancestors_ptr is not None:
+        seen = load_masks(ancestors_ptr, row, t, t, TOKENS)
+        reads = load_masks(ancestors_ptr, row, t, token, TOKENS) & ((o >= HALF)[None, :] | ~of_token)
 
     state_ptrs = state_ptr + p[:, None] * STATE + n[None, :]
     v_ptr += row * v_row + p
@@ -146,7 +150,7 @@ def _replay_kernel(
         if part == 0:
             tl.store(ring_g_ptr + new_place * HEADS + head, g, mask=is_new)
         beta = tl.sigmoid(tl.load(b_ptr + row * b_row + t * b_token + head, mask=is_new, other=0.0).to(tl.float32))
-        since = tl.cumsum(g, 0)  # [T]
+        since = tl.cumsum(g, 0) if ancestors_ptr is None else tl.sum(tl.where(seen, g[:, None], 0.0), 0)  # [T]
         to_last, whole = tl.cumsum(old_g, 0, reverse=True) - old_g, tl.sum(old_g, 0)  # [E]
         of_column = tl.sum(tl.where(of_token, since[:, None], 0.0), 0)  # [O]
         between = tl.where(reads, tl.exp(tl.minimum(of_column[None, :] - since[:, None], 0.0)), 0.0)
@@ -185,6 +189,7 @@ def delta_replay_update(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
+    ancestors: Tensor | None = None,
     *,
     block_p: int = 32,
     block_h: int | None = None,
@@ -208,6 +213,7 @@ def delta_replay_update(
         (slots.contiguous(), context_lens.contiguous(), ring_lens.contiguous()),
         *map(strided, (q, k, v, a, b)),
         (A_log, dt_bias),
+        None if ancestors is None else ancestors.contiguous(),
         out,
         HEADS=heads,
         WIDTH=width,

@@ -97,6 +97,7 @@ def _snapshot_kernel(
     a_in,
     b_in,
     parameters,
+    parents_ptr,
     out_ptr,
     tokens,
     HEADS: tl.constexpr,
@@ -132,6 +133,11 @@ def _snapshot_kernel(
     state = tl.load(state_ptrs + tl.load(committed_ptr + row) * entry, mask=state_mask, other=0.0).to(tl.float32)
     A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
     for t in range(tokens):
+        if parents_ptr is not None:
+            parent = tl.load(parents_ptr + row * tokens + t)
+            if parent != t - 1:
+                tl.debug_barrier()  # another thread may have written what this one reads
+                state = tl.load(state_ptrs + parent * entry, mask=state_mask, other=0.0).to(tl.float32)
         q = tl.load(q_ptr + row * q_row + t * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + row * k_row + t * k_token + group * k_head + n, mask=in_n, other=0.0).to(tl.float32)
         # Rounded as the other ways to compute the layer round them.
@@ -159,6 +165,7 @@ def delta_snapshot_update(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
     (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
@@ -173,6 +180,7 @@ def delta_snapshot_update(
         committed.contiguous(),
         *map(strided, (q, k, v, a, b)),
         (A_log, dt_bias),
+        None if parents is None else parents.contiguous(),
         out,
         tokens,
         HEADS=heads,

@@ -16,7 +16,14 @@ from mtpkit.kernels.attention.reference import attend_paged, chunk_rows
 
 
 def latent_attention(
-    q_latent: Tensor, q_rotary: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
+    q_latent: Tensor,
+    q_rotary: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    ancestors: Tensor | None = None,
+    earlier: int = 0,
 ) -> Tensor:
     """Causal attention of the newest T tokens of R rows over their paged rows, the new tokens' included.
 
@@ -29,6 +36,7 @@ def latent_attention(
         block_tables: [R, B] int64; only blocks with positions below context_lens[r] + T are read.
         context_lens: [R] int64, number of tokens before the T new ones; -1: the row's output is zero.
         scale: factor of the scores.
+        ancestors, earlier: rows that are trees, see `paged_attention`.
 
     Returns:
         [R, T, heads, C], latents weighted by softmax(scale * (q_latent c + q_rotary k)).
@@ -41,6 +49,7 @@ def latent_attention(
         block_tables,
         context_lens.clamp_min(0),
         scale,
+        None if ancestors is None else (ancestors, earlier),
     )
     return torch.where((context_lens >= 0)[:, None, None, None], out, 0)
 

@@ -21,6 +21,7 @@ from mtpkit.kernels.attention.triton import (
     load_blocks,
     load_queries,
     row_range,
+    sees,
     slots_of,
     split_plan,
     store_lines,
@@ -44,13 +45,14 @@ def latent_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit
-def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, MASKED):
+def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, MASKED, tree=None):
     """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
 
     Args:
         queries: [M, C] and [M, P].
         newest: [M], the last position that each query sees, used if MASKED. If not, all queries see all positions, and
             last is a multiple of N.
+        tree: see `sees`.
         state: as from `empty_state`.
         cache: pointers to the rows, and to the row's block table.
         scale: scale of the scores times log2(e).
@@ -73,7 +75,7 @@ def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTH
         scores = tl.dot(q_latent, tl.trans(latents), input_precision="ieee")
         scores = tl.dot(q_rotary, tl.trans(keys), scores, input_precision="ieee")
         if MASKED:
-            scores = tl.where(place[None, :] <= newest[:, None], scores, float("-inf"))
+            scores = tl.where(sees(place, newest, tree), scores, float("-inf"))
         state = fold(state, scores, latents, scale, MASKED)
     return state
 
@@ -88,6 +90,7 @@ def _decode_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
+    ancestors_ptr,
     scale,
     tokens,
     span,
@@ -101,12 +104,13 @@ def _decode_kernel(
     N: tl.constexpr,
     C: tl.constexpr,
     P: tl.constexpr,
+    EARLIER: tl.constexpr,
 ):
     """Compute one split of a row for M queries per program; results as those of `kernels.attention.triton`."""
     q_ptr, q_row, q_token, q_head = latent_rows
     p_ptr, p_row, p_token, p_head = rotary_rows
     row, split = tl.program_id(1), tl.program_id(2)
-    context, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), N)
+    context, end, length = row_range(lens_ptr, row, (tokens + EARLIER, span, fill, longest), N)
     first = split * length
     m = tl.program_id(0) * M + tl.arange(0, M)
     count = tokens * HEADS
@@ -120,8 +124,10 @@ def _decode_kernel(
     q_rotary = load_queries(p_ptr + row * p_row, m, count, p_token, p_head, HEADS, WIDTHS[1], P)
     last = tl.minimum(first + length, end)
     queries, cache = (q_latent, q_rotary), (cache_ptr, table_ptr + row * width)
-    newest, state = context + m // HEADS, empty_state(M, C)
-    acc, best, total = _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, True)
+    newest, state, tree = context + m // HEADS, empty_state(M, C), None
+    if ancestors_ptr is not None:
+        tree = context, tl.load(ancestors_ptr + row * tokens + m // HEADS, mask=m < count, other=0)
+    acc, best, total = _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, True, tree)
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
@@ -148,6 +154,8 @@ def latent_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
+    ancestors: Tensor | None = None,
+    earlier: int = 0,
     *,
     tiles: Tiles | None = None,
     splits: int | None = None,
@@ -174,13 +182,15 @@ def latent_attention(
         out,
         part,
         lse,
+        None if ancestors is None else ancestors.contiguous(),
         score_scale(1, scale),
         *plan,
         block_tables.stride(0),
+        EARLIER=earlier,
         **_sizes(q_latent, q_rotary, cache, tiles),
     )
     if splits > 1:
-        combine(context_lens, out, part, lse, plan, splits, tiles.n)
+        combine(context_lens, out, part, lse, (tokens + earlier, *plan[1:]), splits, tiles.n)
     return out
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels.ancestors import seen_tokens
 from mtpkit.kernels.ring import ring_capacity
 
 
@@ -24,6 +25,7 @@ def ssm_snapshot_update(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
+    parents: Tensor | None = None,
 ) -> Tensor:
     """Step token by token from the committed snapshot and keep the state after every token.
 
@@ -32,6 +34,8 @@ def ssm_snapshot_update(
             state after its token t. Updated in place.
         slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its y is zero.
         x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]; all may be views of larger tensors. A_log, D, dt_bias: [h].
+        parents: [R, T] int64, the token that each one follows, see `kernels.ancestors`; that of token 0 alone is -1.
+            None: a chain.
 
     Returns:
         y [R, T, h, p] in the dtype of x.
@@ -41,18 +45,24 @@ def ssm_snapshot_update(
         y = x.new_zeros(x.shape)
         rows = (t[live] for t in (slots, committed, x, dt, B, C))
         slots, committed, x, dt, B, C = rows
-        y[live] = ssm_snapshot_update(state, slots, committed, x, dt, A_log, B, C, D, dt_bias, dt_limit)
+        own = None if parents is None else parents[live]
+        y[live] = ssm_snapshot_update(state, slots, committed, x, dt, A_log, B, C, D, dt_bias, dt_limit, own)
         return y
     rep = x.shape[2] // B.shape[2]
     current = state[slots, committed].float()
+    after = [current]
     steps, A = step_size(dt, dt_bias, dt_limit), -torch.exp(A_log.float())
     outputs = []
     for t in range(x.shape[1]):
         step, x_t = steps[:, t], x[:, t].float()
         B_t, C_t = (m[:, t].float().repeat_interleave(rep, 1) for m in (B, C))
         added = torch.einsum("rh,rhp,rhn->rhpn", step, x_t, B_t)
+        if parents is not None:
+            current = torch.stack(after, 1)[torch.arange(len(x), device=x.device), parents[:, t] + 1]
         current = current * torch.exp(step * A)[..., None, None] + added
         state[slots, t] = current.to(state.dtype)
+        if parents is not None:
+            after.append(current)
         outputs.append(torch.einsum("rhpn,rhn->rhp", current, C_t) + D.float()[:, None] * x_t)
     return torch.stack(outputs, 1).to(x.dtype)
 
@@ -73,6 +83,7 @@ def ssm_replay_update(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """Compute the step's outputs from a stored state and a ring of the inputs since that state, in chunked form.
 
@@ -81,11 +92,16 @@ def ssm_replay_update(
     If they no longer fit, the committed entries are folded into the state, which is written at no other time. To roll
     back is to drop the ring entries of rejected tokens.
 
+    Where the new tokens are a tree, token t reads the committed entries and the tokens of its mask, with the decays of
+    its own path: the matrix of STree (arXiv:2505.14969), with the ring in front. Token t's entry goes where that of a
+    chain's token t would; what a path skips must be moved together before the next step.
+
     Args:
         state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], final
             step sizes. L - `ring_capacity(L)` is at least T. Updated in place.
         slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, and its y is zero.
         x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]; all may be views of larger tensors. A_log, D, dt_bias: [h].
+        ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
 
     Returns:
         y [R, T, h, p] in the dtype of x. `ring_base(ring_lens, T, L)` of the old entries are still needed.
@@ -97,7 +113,9 @@ def ssm_replay_update(
         live = slots >= 0
         y = x.new_zeros(x.shape)
         own = (slots[live], context_lens[live], ring_lens[live], x[live], dt[live])
-        y[live] = ssm_replay_update(state, ring_x, ring_B, ring_dt, *own, A_log, B[live], C[live], D, dt_bias, dt_limit)
+        masks, own_B, own_C = None if ancestors is None else ancestors[live], B[live], C[live]
+        rest = (state, ring_x, ring_B, ring_dt, *own, A_log, own_B, own_C, D, dt_bias)
+        y[live] = ssm_replay_update(*rest, dt_limit=dt_limit, ancestors=masks)
         return y
     rows, tokens, heads, width = x.shape
     groups, state_dim = B.shape[2:]
@@ -113,10 +131,10 @@ def ssm_replay_update(
     scaled_x = _joined(ring_x[old], x, stored).unflatten(2, (groups, rep)) * all_dt[..., None]
     # Log decay since the stored state, [R, E + T, g, r]; in fp64 since small decays are differences of large sums.
     A = -torch.exp(A_log.float()).view(groups, rep)
-    decay = torch.cumsum((all_dt * A).double(), 1)
+    decay, seen = _paths((all_dt * A).double(), tokens, ancestors)
     current = state[slots].float().view(rows, groups, rep, width, state_dim)
 
-    y = _replayed(current, scaled_x, all_B, C.float(), decay)
+    y = _replayed(current, scaled_x, all_B, C.float(), decay, seen)
     y = y.reshape(rows, tokens, heads, width) + x.float() * D.float()[:, None]
 
     full = ring_lens + tokens > capacity
@@ -135,15 +153,29 @@ def _joined(old: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     return torch.cat([kept, new.float()], 1)
 
 
-def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
+def _paths(logs: Tensor, tokens: int, ancestors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log decays since the stored state [R, J, g, r] along the path to each of J inputs, of which the last T = `tokens`
+    are new, and [R or 1, T, J] which inputs each new token sees; of the log decays of the inputs themselves."""
+    earlier = logs.shape[1] - tokens
+    decay = torch.cumsum(logs, 1)
+    if ancestors is None:
+        return decay, torch.ones(1, tokens, logs.shape[1], dtype=torch.bool, device=logs.device).tril(earlier)
+    own = seen_tokens(ancestors, tokens)
+    seen = torch.cat([own.new_ones(len(logs), tokens, earlier), own], 2)
+    # A running sum with zeros in it has the bits of the one without.
+    along = torch.cumsum(torch.where(seen[..., None, None], logs[:, None], 0.0), 2)[:, :, -1]
+    return torch.cat([decay[:, :earlier], along], 1), seen
+
+
+def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, decay: Tensor, seen: Tensor) -> Tensor:
     """Outputs [R, T, g, r, p] of the last T of J inputs after the state `current` [R, g, r, p, n].
 
-    scaled_x [R, J, g, r, p], B [R, J, g, n], queries [R, T, g, n], decay [R, J, g, r], log decay since that state.
+    scaled_x [R, J, g, r, p], B [R, J, g, n], queries [R, T, g, n]; decay [R, J, g, r] and seen [R or 1, T, J] as from
+    `_paths`.
     """
-    tokens, earlier = queries.shape[1], B.shape[1] - queries.shape[1]
-    causal = torch.ones(tokens, B.shape[1], dtype=torch.bool, device=B.device).tril(earlier)
+    earlier = B.shape[1] - queries.shape[1]
     log_pair = (decay[:, earlier:, None] - decay[:, None]).float()  # [R, T, J, g, r]
-    weights = torch.exp(log_pair.masked_fill(~causal[None, :, :, None, None], float("-inf")))
+    weights = torch.exp(log_pair.masked_fill(~seen[..., None, None], float("-inf")))
     scores = torch.einsum("rtgn,rjgn->rtjg", queries, B)
     y = torch.einsum("rtjgq,rjgqp->rtgqp", scores[..., None] * weights, scaled_x)
     return y + torch.einsum("rtgn,rgqpn->rtgqp", queries, current) * torch.exp(decay[:, earlier:].float())[..., None]

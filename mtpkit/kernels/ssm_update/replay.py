@@ -77,6 +77,19 @@ def places(rows, row, e, t, LENGTH):
 
 
 @triton.jit
+def load_masks(ancestors_ptr, row, t, o, TOKENS):
+    """[T, O] whether the tokens o [O] of a row that is a tree see the tokens t [T]; none do from TOKENS on."""
+    masks = tl.load(ancestors_ptr + row * TOKENS + o, mask=o < TOKENS, other=0)
+    return ((masks[None, :] >> t[:, None].to(tl.int64)) & 1) != 0
+
+
+@triton.jit
+def _along_paths(values, seen):
+    """The sums of values [T, H] over the tokens that each of O tokens sees, by seen [T, O]: [O, H]."""
+    return tl.sum(tl.where(seen[:, :, None], values[:, None, :], 0.0), 0)
+
+
+@triton.jit
 def _of_head(tile, h, head):
     """Column `head` of the tile [X, H], where h is arange(H)."""
     return tl.sum(tl.where(h[None, :] == head, tile, 0.0), 1)
@@ -105,6 +118,7 @@ def _replay_kernel(
     B_in,
     C_in,
     parameters,
+    ancestors_ptr,
     y_ptr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -158,7 +172,12 @@ def _replay_kernel(
     bias = tl.load(bias_ptr + heads).to(tl.float32)
     dt_ptrs = dt_ptr + row * dt_row + heads[None, :]
     step, since = _new_steps(dt_ptrs + t[:, None] * dt_token, t, A, bias, low, high, TOKENS, FORGOTTEN)
-    _, out_since = _new_steps(dt_ptrs + o[:, None] * dt_token, o, A, bias, low, high, TOKENS, FORGOTTEN)
+    if ancestors_ptr is None:
+        _, out_since = _new_steps(dt_ptrs + o[:, None] * dt_token, o, A, bias, low, high, TOKENS, FORGOTTEN)
+    else:
+        logs = tl.maximum(step * A[None, :], FORGOTTEN)
+        since = _along_paths(logs, load_masks(ancestors_ptr, row, t, t, TOKENS))
+        out_since = _along_paths(logs, load_masks(ancestors_ptr, row, t, o, TOKENS))
     old_step_ptrs = ring_dt_ptr + old_place[:, None] * HEADS + heads[None, :]
     old_step = tl.load(old_step_ptrs, mask=is_old[:, None], other=0.0)  # [E, H]
     if part == 0:
@@ -178,6 +197,8 @@ def _replay_kernel(
         tl.store(new_B_ptrs, B.to(ring_B_ptr.dtype.element_ty), mask=B_mask)
     scores, old_scores = dot(B, C, NARROW), dot(old_B, C, NARROW)  # [T, T], [E, T]
     later, same = t[:, None] <= o[None, :], t[:, None] == o[None, :]
+    if ancestors_ptr is not None:
+        later = load_masks(ancestors_ptr, row, t, o, TOKENS)
 
     state_ptrs = state_ptr + p[:, None] * STATE + n[None, :]
     x_ptrs = x_ptr + row * x_row + t[None, :] * x_token + first * x_head + p[:, None]
@@ -225,6 +246,7 @@ def ssm_replay_update(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
+    ancestors: Tensor | None = None,
     *,
     block_p: int = 32,
     block_h: int | None = None,
@@ -253,6 +275,7 @@ def ssm_replay_update(
         (slots.contiguous(), context_lens.contiguous(), ring_lens.contiguous()),
         *map(strided, (x, dt, B, C)),
         (A_log, D, dt_bias, *dt_limit),
+        None if ancestors is None else ancestors.contiguous(),
         y,
         HEADS=heads,
         WIDTH=width,

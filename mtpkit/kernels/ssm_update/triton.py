@@ -21,6 +21,7 @@ def _snapshot_kernel(
     B_in,
     C_in,
     parameters,
+    parents_ptr,
     y_ptr,
     tokens,
     HEADS: tl.constexpr,
@@ -54,6 +55,11 @@ def _snapshot_kernel(
     A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     D, bias = tl.load(D_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
     for t in range(tokens):
+        if parents_ptr is not None:
+            parent = tl.load(parents_ptr + row * tokens + t)
+            if parent != t - 1:
+                tl.debug_barrier()  # another thread may have written what this one reads
+                state = tl.load(state_ptrs + parent * entry, mask=state_mask, other=0.0).to(tl.float32)
         step = step_size(tl.load(dt_ptr + row * dt_row + t * dt_token + head), bias, low, high)
         x = tl.load(x_ptr + row * x_row + t * x_token + head * x_head + p, mask=in_p, other=0.0).to(tl.float32)
         B = tl.load(B_ptr + row * B_row + t * B_token + group * B_group + n, mask=in_n, other=0.0).to(tl.float32)
@@ -76,6 +82,7 @@ def ssm_snapshot_update(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
+    parents: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
     rows, tokens, heads, width = x.shape
@@ -89,6 +96,7 @@ def ssm_snapshot_update(
         committed.contiguous(),
         *map(strided, (x, dt, B, C)),
         (A_log, D, dt_bias, *dt_limit),
+        None if parents is None else parents.contiguous(),
         y,
         tokens,
         HEADS=heads,
