@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.model.state import Committed, States
+from mtpkit.model.state import Committed, States, StepPlaces
 from mtpkit.platform import to_device
 
 
@@ -110,6 +110,24 @@ class DepthInput(SequenceInput):
 
 
 @dataclass(frozen=True)
+class TreeInput:
+    """Trees that the decode rows of a step are, R rows of T tokens each; see `mtpkit.kernels.ancestors`.
+
+    Entry j of a row's tree has position starts[r] + j in the caches of keys and values. A tree may be fed level by
+    level: then each token is a row of its own, which continues the recurrent states of its parent.
+    """
+
+    ancestors: Tensor
+    """[R, T] int64, masks of the tree's entries that each token sees."""
+    starts: Tensor
+    """[R] int64."""
+    parents: Tensor | None = None
+    """[R, T] int64, the token of its row that each one follows, -1: the last committed one. None: rows of one token."""
+    earlier: int = 0
+    """Entries of the tree before this step."""
+
+
+@dataclass(frozen=True)
 class StepInput(LayerInput):
     """One step of the engine over a flat batch of T tokens in R rows, whose sizes only the device knows.
 
@@ -147,9 +165,8 @@ class StepInput(LayerInput):
     """Those of each layer by its `layer_name`."""
     keep: Tensor | None = None
     """[N] int64, the tokens whose results are wanted of a layer, see `LayerKind.narrows`; None: all."""
-    parents: Tensor | None = None
-    """[T] int64, index in its row of the token that each token follows, -1 for the last committed one. None: every row
-    is a chain, in which each token follows the one before it."""
+    tree: TreeInput | None = None
+    """None: every row is a chain, in which each token follows the one before it."""
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
         return self.positions[None]
@@ -163,6 +180,14 @@ class StepInput(LayerInput):
     def num_chunk_rows(self) -> int:
         """Rows that are chunks, which come last; any of them may be empty."""
         return len(self.state_slots) - self.num_decode_rows
+
+    @property
+    def attended(self) -> tuple[Tensor, Tensor | None, int]:
+        """[R] context lengths of the decode rows, their trees' masks [R, T] or None, and the trees' earlier entries: as
+        attention takes them."""
+        if self.tree is None:
+            return self.context_lens[: self.num_decode_rows], None, 0
+        return self.tree.starts, self.tree.ancestors, self.tree.earlier
 
     def committed_after(self, new: Tensor) -> Committed:
         """What is committed after this step, of its first rows.
@@ -194,8 +219,35 @@ class StepInput(LayerInput):
             committed=self.committed_after(accepted + 1),
             num_decode_rows=count,
             decode_width=1,
-            parents=None,
             states=self.states.fork_heads(self.state_slots[:count]),
+        )
+
+    def keep_path(self, path: Tensor, accepted: Tensor) -> None:
+        """Make the accepted paths of the decode rows the chains that the states hold, see `States.keep_path`."""
+        rows, slots = slice(self.num_decode_rows), self.kv_slots[: self.num_decode_tokens]
+        places = StepPlaces(
+            self.context_lens[rows], slots.unflatten(0, (self.num_decode_rows, -1)), self.state_slots[rows]
+        )
+        self.states.keep_path(places, path, accepted)
+
+    def branched(self, rows: Tensor, committed: Committed | None = None) -> "StepInput":
+        """Rows of one token each, which go on with what MTP layers hold of the rows `rows` [n], on copies. Positions,
+        context lengths and KV slots are those of these rows.
+
+        Args:
+            committed: what is committed of this step's rows; None: as it says.
+        """
+        return replace(
+            self,
+            query_start=torch.arange(len(rows) + 1, device=rows.device),
+            context_lens=self.context_lens[rows],
+            block_tables=self.block_tables[rows],
+            state_slots=torch.arange(len(rows), device=rows.device),
+            committed=(committed or self.committed).at(rows),
+            num_decode_rows=len(rows),
+            decode_width=1,
+            tree=None,
+            states=self.states.fork_heads(self.state_slots[rows]),
         )
 
     def advanced(self) -> "StepInput":

@@ -143,9 +143,9 @@ class SelfAttention(MegatronSelfAttention):
         rows, start = step.num_decode_rows, step.num_decode_tokens
         outputs = []
         if rows:
-            tables, lengths = step.block_tables[:rows], step.context_lens[:rows]
+            places = step.block_tables[:rows], *step.attended
             decode_q = q[:start].unflatten(0, (rows, step.decode_width))
-            outputs.append(paged_attention(decode_q, cache.key, cache.value, tables, lengths).flatten(0, 1))
+            outputs.append(paged_attention(decode_q, cache.key, cache.value, *places).flatten(0, 1))
         if step.num_chunk_rows:
             tables, lengths, starts = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
             outputs.append(prefill_attention(q[start:], cache.key, cache.value, tables, lengths, starts))

@@ -13,7 +13,7 @@ from mtpkit.kernels.gated_delta_rule import (
     delta_varlen,
 )
 from mtpkit.kernels.norm import norm_gate
-from mtpkit.model.inputs import DepthInput, SequenceInput
+from mtpkit.model.inputs import DepthInput, SequenceInput, TreeInput
 from mtpkit.model.layers.base import NoExtraState, split_parameter
 from mtpkit.model.layers.norm import norm_weight
 from mtpkit.model.layers.recurrent import Places, RecurrentMixer
@@ -97,14 +97,22 @@ class GatedDeltaNet(RecurrentMixer):
         return delta_varlen(*self._tokens(conv_out, rates), starts, *(places or ()))
 
     def update(
-        self, conv_out: Tensor, rates: Tensor, recurrent: Snapshot | Replay, slots: Tensor, lens: tuple[Tensor, Tensor]
+        self,
+        conv_out: Tensor,
+        rates: Tensor,
+        recurrent: Snapshot | Replay,
+        slots: Tensor,
+        lens: tuple[Tensor, Tensor],
+        tree: TreeInput | None = None,
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
         inputs: Any = (*self._raw(conv_out, rates), self.A_log, self.dt_bias)
         if isinstance(recurrent, Snapshot):
-            return delta_snapshot_update(recurrent.entries, slots, lens[1], *inputs)
+            inputs = (lens[1], *inputs, tree and tree.parents)
+            return delta_snapshot_update(recurrent.entries, slots, *inputs)
         rings = recurrent.inputs("k"), recurrent.inputs("u"), recurrent.inputs("g")
-        return delta_replay_update(recurrent.folded, *rings, slots, *lens, *inputs)
+        inputs = (slots, *lens, *inputs, tree and tree.ancestors)
+        return delta_replay_update(recurrent.folded, *rings, *inputs)
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.

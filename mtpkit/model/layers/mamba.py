@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtpkit.kernels.ssd import ssd_chunk_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
-from mtpkit.model.inputs import DepthInput, SequenceInput
+from mtpkit.model.inputs import DepthInput, SequenceInput, TreeInput
 from mtpkit.model.layers.base import split_parameter
 from mtpkit.model.layers.norm import GatedRMSNorm
 from mtpkit.model.layers.recurrent import Places, RecurrentMixer
@@ -86,15 +86,23 @@ class MambaMixer(RecurrentMixer):
         return ssd_varlen(x, dt, self.A_log, B, C, self.D, self.dt_bias, *scan)
 
     def update(
-        self, conv_out: Tensor, rates: Tensor, recurrent: Snapshot | Replay, slots: Tensor, lens: tuple[Tensor, Tensor]
+        self,
+        conv_out: Tensor,
+        rates: Tensor,
+        recurrent: Snapshot | Replay,
+        slots: Tensor,
+        lens: tuple[Tensor, Tensor],
+        tree: TreeInput | None = None,
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
         inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
         if isinstance(recurrent, Snapshot):
-            return ssm_snapshot_update(recurrent.entries, slots, lens[1], *inputs)
+            inputs = (lens[1], *inputs, tree and tree.parents)
+            return ssm_snapshot_update(recurrent.entries, slots, *inputs)
         rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
-        return ssm_replay_update(recurrent.folded, *rings, slots, *lens, *inputs)
+        inputs = (slots, *lens, *inputs, tree and tree.ancestors)
+        return ssm_replay_update(recurrent.folded, *rings, *inputs)
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.

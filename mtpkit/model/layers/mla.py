@@ -201,9 +201,11 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             return _per_head(out, value_up)
         rows, start, outputs = step.num_decode_rows, step.num_decode_tokens, []
         if rows:
-            own = step.block_tables[:rows], step.context_lens[:rows]
+            contexts, masks, earlier = step.attended
             wide, turned = (part[:start].unflatten(0, (rows, step.decode_width)) for part in (latent, rotary))
-            outputs.append(_per_head(latent_attention(wide, turned, cache, *own, self.scale).flatten(0, 1), value_up))
+            tables = step.block_tables[:rows]
+            out = latent_attention(wide, turned, cache, tables, contexts, self.scale, masks, earlier)
+            outputs.append(_per_head(out.flatten(0, 1), value_up))
         if step.num_chunk_rows:
             lengths, starts = step.context_lens[rows:], step.query_start[rows:]
             own = step.block_tables[rows:], lengths

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_varlen
 from mtpkit.kernels.dispatch import no_grad, on_kernels
-from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput, TreeInput
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import ConvWindow, Replay, Snapshot
 
@@ -103,13 +103,20 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
 
     @abstractmethod
     def update(
-        self, conv_out: Tensor, rates: Tensor, recurrent: Snapshot | Replay, slots: Tensor, lens: tuple[Tensor, Tensor]
+        self,
+        conv_out: Tensor,
+        rates: Tensor,
+        recurrent: Snapshot | Replay,
+        slots: Tensor,
+        lens: tuple[Tensor, Tensor],
+        tree: TreeInput | None = None,
     ) -> Tensor:
         """Decode rows: conv_out [R, T, c], rates [R, T, ...] to y [R, T, h, p].
 
         Args:
             slots: [R] of the states.
             lens: [R] context lengths, and [R] counts of the state's counter.
+            tree: the trees that the rows are, with parents; None: chains.
         """
 
     def forward(
@@ -194,10 +201,13 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         slots, counts = step.state_slots[:rows], step.committed.counts
         conv_in, rates = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, rates))
         taps = self.conv1d_weight, self.conv1d_bias
-        conv_out = causal_conv1d_update(conv_in, window.columns, *taps, slots, counts[window.newest][:rows])
+        # Rows of one token are chains, whatever tree their requests have.
+        tree = step.tree if step.tree is not None and step.tree.parents is not None else None
+        places = slots, counts[window.newest][:rows]
+        conv_out = causal_conv1d_update(conv_in, window.columns, *taps, *places, None if tree is None else tree.parents)
         counter = recurrent.newest if isinstance(recurrent, Snapshot) else recurrent.ring
         lens = step.context_lens[:rows], counts[counter][:rows]
-        return self.update(conv_out, rates, recurrent, slots, lens).flatten(0, 1)
+        return self.update(conv_out, rates, recurrent, slots, lens, tree).flatten(0, 1)
 
     def _prefill(
         self, conv_in: Tensor, rates: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay

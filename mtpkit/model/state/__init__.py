@@ -13,6 +13,7 @@ from mtpkit.model.state.base import (
     State,
     StateSizes,
     StateSpec,
+    StepPlaces,
     Unit,
 )
 from mtpkit.model.state.conv_window import ConvWindow, ConvWindowSpec
@@ -48,5 +49,6 @@ __all__ = [
     "StateSizes",
     "StateSpec",
     "States",
+    "StepPlaces",
     "Unit",
 ]

@@ -97,8 +97,8 @@ class Newest(Counter):
 class Committed:
     """Which part of what the states hold is committed, for the rows of a step or for all slots.
 
-    Drafts form a chain, whose accepted part the index of its last token tells. The path through a tree of drafts would
-    stand here beside the counts.
+    Drafts form a chain, whose accepted part the index of its last token tells; the accepted path through a tree of
+    drafts is made one, see `States.keep_path`.
     """
 
     counts: Mapping[Counter, Tensor]
@@ -146,6 +146,23 @@ class Committed:
         counts = {one: one.after(held, width + one.behind, stand[one.behind]) for one, held in self.counts.items()}
         return replace(self, counts=counts)
 
+    def fed(self, width: int, new: Tensor) -> Self:
+        """These rows after they were fed `width` tokens each, counted as the states themselves see them, of which `new`
+        [R] stand."""
+        return replace(self, counts={one: one.after(held, width, new) for one, held in self.counts.items()})
+
+
+@dataclass(frozen=True)
+class StepPlaces:
+    """Where the decode rows of a step leave entries: R rows of T tokens."""
+
+    context_lens: Tensor
+    """[R] int64, tokens that were committed before the step."""
+    kv_slots: Tensor
+    """[R, T] int64, see `StepInput.kv_slots`."""
+    state_slots: Tensor
+    """[R] int64; -1: a null row."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -168,6 +185,21 @@ class State:
         """
         return {name: tensor[unit].clone() for name, tensor in self.tensors.items()}
 
+    @property
+    def of_tokens(self) -> list[Tensor]:
+        """[units, places, ...] the tensors that have an entry for each token of a step."""
+        return list(self.tensors.values())
+
+    def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
+        """[R, P] int64, the entries, counted over all units, that the tokens `index` [R, P] of a step's rows have in
+        each of `of_tokens`; negative for null rows. States of one class whose tensors have equally many places have the
+        same."""
+        raise NotImplementedError(f"{type(self).__name__} does not say where it keeps the tokens of a tree")
+
+    def _at(self, step: StepPlaces, place: Tensor) -> Tensor:
+        """The entries at the places [R, P] of the rows' slots."""
+        return step.state_slots[:, None] * self.of_tokens[0].shape[1] + place
+
     def restore(self, unit: int, saved: Saved) -> None:
         """Write what `copy` gave to a unit; the counts of its request are `Counter.copied` from then on."""
         for name, value in saved.items():
@@ -180,6 +212,10 @@ class PagedState(State):
     which later tokens overwrite."""
 
     unit = "block"
+
+    def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
+        """See `State.entries_of`."""
+        return step.kv_slots.gather(1, index)
 
     def fork(self, slots: Tensor) -> Self:
         """Itself: what a depth writes beyond the committed positions is overwritten before anything reads it."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Newest, Part, Saved, State, StateSizes, StateSpec
+from mtpkit.model.state.base import Committed, Newest, Part, Saved, State, StateSizes, StateSpec, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class ConvWindow(State):
     def folded(self) -> Tensor:
         """[slots, taps, channels], the window as a prefill chunk reads and leaves it."""
         return self.columns[:, self.newest.start :][:, : self.taps]
+
+    def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
+        """See `State.entries_of`: a step's columns come after those of the window, of which the first is dropped."""
+        return self._at(step, self.taps - 1 + index)
 
     def copy(self, unit: int, committed: Committed) -> Saved:
         """See `State.copy`: the committed window."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Counter, Saved, State, StateSizes, StateSpec, Unit
+from mtpkit.kernels.move_entries import move_entries
+from mtpkit.model.state.base import Committed, Counter, Saved, State, StateSizes, StateSpec, StepPlaces, Unit
 
 _HEADS = "mtp."
 """How the names of the layers of MTP heads start."""
@@ -43,6 +44,26 @@ class States:
             if name.startswith(_HEADS)
         }
         return States({**self.layers, **forked})
+
+    def keep_path(self, step: StepPlaces, path: Tensor, accepted: Tensor) -> None:
+        """Move what the base's layers keep of an accepted path through a tree to where a chain's tokens would have left
+        it. Does not wait for the device.
+
+        Args:
+            path: [R, 1 + K] int64, the tokens of each row on its path, of which the first one is token 0.
+            accepted: [R] int64, how many follow that one; the others are not read.
+        """
+        alike: dict[tuple[type[State], int], list[State]] = {}
+        for name, states in self.layers.items():
+            for state in states:
+                if state.of_tokens and not name.startswith(_HEADS):
+                    alike.setdefault((type(state), state.of_tokens[0].shape[1]), []).append(state)
+        depth = torch.arange(1, path.shape[1], device=path.device)
+        stands = depth <= accepted[:, None]
+        for group in alike.values():
+            sources = torch.where(stands, group[0].entries_of(step, torch.where(stands, path[:, 1:], 0)), -1)
+            targets = group[0].entries_of(step, depth.expand_as(sources))
+            move_entries(sources, targets, *(t.flatten(0, 1) for state in group for t in state.of_tokens))
 
     def copy(self, slot: int, committed: Committed) -> SavedRequest:
         """What the slot of a request holds, for `restore`. Keys and values are not part of it: they lie in blocks,

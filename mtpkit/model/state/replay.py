@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mtpkit.kernels.ring import ring_base, ring_length
-from mtpkit.model.state.base import Counter, Part, State, StateSizes, StateSpec
+from mtpkit.model.state.base import Counter, Part, State, StateSizes, StateSpec, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,15 @@ class Replay(State):
     def inputs(self, name: str) -> Tensor:
         """[slots, L, ...] the latest inputs `name`, that of position i at place i % L."""
         return self.tensors[name]
+
+    @property
+    def of_tokens(self) -> list[Tensor]:
+        """See `State.of_tokens`: the rings."""
+        return [tensor for name, tensor in self.tensors.items() if name != "state"]
+
+    def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
+        """See `State.entries_of`."""
+        return self._at(step, (step.context_lens[:, None] + index) % self.ring.length)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Counter, Newest, Part, Saved, State, StateSizes, StateSpec
+from mtpkit.model.state.base import Committed, Counter, Newest, Part, Saved, State, StateSizes, StateSpec, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Snapshot(State):
     def folded(self) -> Tensor:
         """[slots, ...], the state as a prefill chunk reads and leaves it."""
         return self.entries[:, self.newest.start]
+
+    def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
+        """See `State.entries_of`."""
+        return self._at(step, index)
 
     def copy(self, unit: int, committed: Committed) -> Saved:
         """See `State.copy`: the committed entry."""

@@ -1,0 +1,17 @@
+"""Moves of the entries that a step left in caches, so that those of an accepted path lie behind one another."""
+
+from torch import Tensor
+
+
+def move_entries(sources: Tensor, targets: Tensor, *tensors: Tensor) -> None:
+    """Copy entries to other places of the same tensors; a row reads all of its entries before it writes any.
+
+    Args:
+        sources, targets: [R, P] int64, indices of entries; no two rows share one. Where a source is negative, nothing
+            is moved.
+        tensors: [entries, ...] each, dense, updated in place.
+    """
+    moved = (sources >= 0) & (sources != targets)
+    to, of = targets[moved], sources[moved]
+    for tensor in tensors:
+        tensor[to] = tensor[of]
