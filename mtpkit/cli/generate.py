@@ -31,6 +31,10 @@ _ENGINE = (
     "gpu_memory_utilization",
     "state_rollback",
     "state_dtype",
+    "enable_prefix_caching",
+    "prefix_cache_bytes",
+    "prefix_cache_dtype",
+    "prefix_cache_interval",
     "draft_sampling",
     "draft_vocab",
     "enforce_eager",
@@ -158,6 +162,7 @@ def _record(output: "RequestOutput") -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         **({"error": completion.error} if completion.error else {}),
+        "num_cached_tokens": output.num_cached_tokens,
         "steps": stats.steps,
         "acceptance_length": stats.acceptance_length,
         "conditional_acceptance": stats.conditional_acceptance,
@@ -166,6 +171,8 @@ def _record(output: "RequestOutput") -> dict[str, Any]:
 
 def _summary(k: int | str, stats: "EngineStats") -> str:
     line = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f} tokens/s, K = {k}"
+    if stats.cached_tokens:
+        line += f", {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from the prefix cache"
     if k == 0:
         return line
     reached = zip(stats.conditional_acceptance, stats.acceptance.reached_per_depth, strict=True)

@@ -58,7 +58,6 @@ LLM_ARGUMENTS = _absent(
         "use max_model_len": dict(max_seq_len_to_capture=None, max_context_len_to_capture=None),
         "use gpu_memory_utilization": dict(kv_cache_memory_bytes=None),
         "weights and caches stay on the device": dict(swap_space=(0, 4), cpu_offload_gb=0),
-        "prefixes are not cached": dict(enable_prefix_caching=False),
         "long prompts are always split": dict(enable_chunked_prefill=True),
         "requests run first come, first served": dict(scheduling_policy="fcfs"),
         "graphs are captured unless enforce_eager is set": dict(compilation_config=None),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.processors import Use
-from mtpkit.engine.step import Batch, Earlier, Plan, Row
+from mtpkit.engine.step import Batch, Plan, Row
 from mtpkit.model.inputs import StepInput
 from mtpkit.model.state import States
 from mtpkit.platform import to_device
@@ -121,12 +121,14 @@ class BatchBuilder:
         """
         slots, *chunks = numbers.split(self._counts(shape))
         decoding, depths, count = shape.decode_rows, plan.num_speculative_tokens, plan.num_sampling_rows
+        held = slots[:decoding]
+        slots = self.state.live(slots, decoding)
         parts = [
-            *([self._decode_rows(slots[:decoding], tables, 1 + depths)] if decoding else []),
+            *([self._decode_rows(held, slots, tables, 1 + depths)] if decoding else []),
             *([self._chunks(shape, tables, decoding * (1 + depths), count, chunks)] if shape.chunk_rows else []),
         ]
         joined = _Part(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
-        kept, probs = self.state.earlier, self.state.draft_probs
+        probs = self.state.draft_probs
         known = tables.new_full((decoding, self._lookahead), -1)
         inputs = StepInput(
             positions=joined.positions,
@@ -151,20 +153,25 @@ class BatchBuilder:
             drafts=joined.token_ids[: decoding * (1 + depths)].view(decoding, 1 + depths)[:, 1:],
             draft_probs=None if probs is None else probs[slots[:decoding], :depths],
             lookahead=torch.cat([known, chunks[2].view(-1, self._lookahead)]) if shape.chunk_rows else known,
-            earlier=kept and Earlier(kept.token_ids[slots], kept.hidden[slots]),
+            earlier=self.state.earlier_at(slots, behind=bool(plan.restores)),
         )
 
-    def _decode_rows(self, slots: Tensor, tables: Tensor, width: int) -> _Part:
-        """Decode rows at `slots` [D] with `width` tokens each, which only the device knows."""
+    def _decode_rows(self, slots: Tensor, live: Tensor, tables: Tensor, width: int) -> _Part:
+        """Decode rows at `slots` [D] with `width` tokens each, which only the device knows.
+
+        Args:
+            live: [R] the slots of all rows, see `DeviceState.live`.
+        """
         tokens = len(slots) * width
         indices, context_lens = torch.arange(tokens, device=self.device), self.state.num_computed[slots]
         rows = indices // width
         positions = (context_lens[:, None] + indices[:width]).flatten()
+        places = kv_slots(tables, rows, positions, self.block_size)
         return _Part(
             token_ids=self.state.tokens[slots, :width].flatten(),
             rows=rows,
             positions=positions,
-            kv_slots=kv_slots(tables, rows, positions, self.block_size),
+            kv_slots=places if self.state.ends is None else torch.where(live[rows] < 0, -1, places),
             ends=torch.arange(width, tokens + 1, width, device=self.device),
             context_lens=context_lens,
             logit_indices=indices,

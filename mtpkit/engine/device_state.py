@@ -9,13 +9,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtpkit.config import LARGEST_COUNT
 from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.params import MOST_END_TOKENS
 from mtpkit.engine.processors import PROCESSORS, Columns, Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import Sampling
 from mtpkit.engine.step import Batch, Drafts, Earlier, Verdict, embeddable
 from mtpkit.model.state import Committed, Counter
 from mtpkit.platform import to_device
+
+_NO_END = -2
+"""Entry of `Ends.token_ids` that no token equals, `NO_TOKEN` included."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where requests end: their steps go no further, and later ones that are launched leave the slot as it is, so that
+    a checkpoint can be made of it when the host has learned of the end."""
+
+    token_ids: Tensor
+    """[slots, MOST_END_TOKENS] int64, tokens that end the request; the first ones only if there are more."""
+    limits: Tensor
+    """[slots] int64, the committed positions at which `max_tokens` ends it."""
+    reached: Tensor
+    """[slots] bool, whether the request has ended."""
+
+    def admit(self, slots: Tensor, requests: Sequence[Request]) -> None:
+        """Write the slots of `requests`."""
+        rows = []
+        for one in requests:
+            ends = sorted(one.end_token_ids)[:MOST_END_TOKENS]
+            limit = len(one.prompt_token_ids) + one.params.max_tokens - 1
+            rows.append([limit, *ends, *[_NO_END] * (MOST_END_TOKENS - len(ends))])
+        values = to_device(rows, torch.int64, slots.device)
+        self.limits[slots], self.token_ids[slots], self.reached[slots] = values[:, 0], values[:, 1:], False
+
+    def cut(self, batch: Batch, verdict: Verdict) -> Tensor:
+        """[R] the accepted drafts that come before the end of each row's request; notes which requests have ended."""
+        count = batch.plan.num_sampling_rows
+        slots, accepted = batch.inputs.state_slots[:count], verdict.accepted[:count]
+        chosen = verdict.token_ids[:count]
+        index = torch.arange(chosen.shape[1], device=chosen.device)
+        ended = (chosen[..., None] == self.token_ids[slots][:, None]).any(-1)
+        # The token chosen at index i follows that many committed positions, besides those before the step.
+        first = batch.newest_positions(torch.zeros_like(verdict.accepted))[:count] + 1
+        ended |= first[:, None] + index >= self.limits[slots][:, None]
+        at = torch.where(ended & (index <= accepted[:, None]), index, chosen.shape[1]).amin(1)
+        self.reached[slots] = at <= accepted
+        return torch.cat([accepted.minimum(at), verdict.accepted[count:]])
 
 
 @dataclass(frozen=True)
@@ -40,7 +82,10 @@ class DeviceState:
     draft_probs: Tensor | None
     """[slots, K, V] float32, the distributions that drafts were drawn from; None: drafts are not drawn."""
     earlier: Earlier | None
-    """[slots, E, ...], the last E committed positions; None: the drafter does not read them."""
+    """[slots, E, ...], the last E committed positions; None: the drafter does not read them. One more with a prefix
+    cache, whose checkpoints begin one position earlier for the heads."""
+    ends: Ends | None
+    """Where requests end; None: the host alone knows."""
     vocab_size: int
 
     @classmethod
@@ -53,6 +98,7 @@ class DeviceState:
         counters: Sequence[Counter] = (),
         earlier: tuple[int, int] = (0, 0),
         dtype: torch.dtype = torch.float32,
+        hidden_size: int = 0,
     ) -> "DeviceState":
         """Allocate empty slots.
 
@@ -60,8 +106,10 @@ class DeviceState:
             counters: counters that the states of the layers have for each request.
             earlier: E and the hidden size, see `Drafter.earlier`.
             dtype: dtype of hidden states.
+            hidden_size: that of the base, needed with a prefix cache.
         """
-        depths, (positions, hidden_size) = config.num_speculative_tokens, earlier
+        depths, cached = config.num_speculative_tokens, config.enable_prefix_caching
+        positions, hidden_size = (earlier[0] + 1, hidden_size) if cached else earlier
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)
@@ -78,6 +126,7 @@ class DeviceState:
             },
             draft_probs=zeros(depths, vocab_size, dtype=torch.float32) if config.draft_sampling and depths else None,
             earlier=Earlier(zeros(positions), zeros(positions, hidden_size, dtype=dtype)) if positions else None,
+            ends=Ends(zeros(MOST_END_TOKENS).fill_(_NO_END), zeros(), zeros(dtype=torch.bool)) if cached else None,
             vocab_size=vocab_size,
         )
 
@@ -85,8 +134,29 @@ class DeviceState:
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        earlier = () if self.earlier is None else vars(self.earlier).values()
-        return [*own, *self.committed.counts.values(), *self.columns.values(), *earlier]
+        parts = [value for part in (self.earlier, self.ends) if part is not None for value in vars(part).values()]
+        return [*own, *self.committed.counts.values(), *self.columns.values(), *parts]
+
+    def earlier_at(self, slots: Tensor, behind: bool = False) -> Earlier | None:
+        """[R, E, ...] the committed positions before a step of the rows at `slots` that the drafter reads.
+
+        Args:
+            behind: the step begins at the last committed position, see `Plan.restores`.
+        """
+        if self.earlier is None:
+            return None
+        spare = int(self.ends is not None)
+        if self.earlier.token_ids.shape[1] == spare:
+            return None
+        kept = slice(0, -1) if behind else slice(spare, None)
+        return Earlier(self.earlier.token_ids[slots][:, kept], self.earlier.hidden[slots][:, kept])
+
+    def live(self, slots: Tensor, decoding: int) -> Tensor:
+        """[R] `slots`, -1 for the first `decoding` rows whose requests have ended."""
+        if self.ends is None:
+            return slots
+        rows = torch.arange(len(slots), device=slots.device)
+        return torch.where(self.ends.reached[slots] & (rows < decoding), -1, slots)
 
     def sampling(self, slots: Tensor, use: Use) -> Sampling:
         """Sampling parameters of the rows at `slots` [S]."""
@@ -109,6 +179,8 @@ class DeviceState:
             self.columns[name][slots] = column.to(self.columns[name].dtype)
         for processor in PROCESSORS:
             processor.admit(self.columns, slots, requests)
+        if self.ends is not None:
+            self.ends.admit(slots, requests)
 
     def step(self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor) -> None:
         """Store the results of a batch. Chunks that do not end a prompt have no tokens to store.
@@ -116,8 +188,8 @@ class DeviceState:
         Args:
             hidden: [T, 1, h], the base's hidden states.
         """
-        inputs, last = batch.inputs, batch.last_index(verdict.accepted)
-        slots = inputs.state_slots
+        inputs, slots = batch.inputs, batch.inputs.state_slots
+        last = batch.last_index(verdict.accepted if self.ends is None else self.ends.cut(batch, verdict))
         self.num_computed[slots] = inputs.context_lens + last + 1
         self.committed.put(slots, inputs.committed_after(last + 1))
         if self.earlier is not None:
@@ -144,3 +216,7 @@ class DeviceState:
     def restart(self, first: int = 0) -> None:
         """Reset the slots from `first` on to position 0, for null rows and for steps that are only timed."""
         self.num_computed[first:].zero_()
+        if self.ends is not None:
+            self.ends.limits[first:].fill_(LARGEST_COUNT)
+            self.ends.token_ids[first:].fill_(_NO_END)
+            self.ends.reached[first:].fill_(False)

@@ -6,14 +6,14 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from mtpkit.config.checked import is_whole
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
-from mtpkit.engine.batch import BatchBuilder, StepShape
+from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.device_state import DeviceState
@@ -22,14 +22,15 @@ from mtpkit.engine.graphs import StepGraphs
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.pacing import pacing_for
 from mtpkit.engine.params import SamplingParams
+from mtpkit.engine.prefix import CachedBlocks, CheckpointStore, PrefixCache
 from mtpkit.engine.processors import GREEDY, processors_of
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.step import Batch, Plan, StepOutput, StepResult, Verdict, pack_result
+from mtpkit.engine.step import Batch, Plan, Restore, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
-from mtpkit.model import base_forward, compute_logits, normed_states
-from mtpkit.model.state import StateLayout
+from mtpkit.model import base_forward, compute_logits, fold_rings, normed_states
+from mtpkit.model.state import Committed, StateLayout, States
 
 _SEED_BITS = 63
 _LONG_NUMBER = 18
@@ -47,16 +48,39 @@ class StepRunner(Protocol):
         ...
 
 
+class CachingRunner(StepRunner, Protocol):
+    """What a prefix cache needs besides."""
+
+    hidden_size: int
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] the logits of hidden states [N, h], as the base hands them on."""
+        ...
+
+    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+        """See `mtpkit.model.fold_rings`."""
+        ...
+
+
 class Runner:
     """Runs a base model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.hidden_size: int = model.mtpkit_config.hidden_size
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`."""
         hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
-        return StepOutput(compute_logits(self.model, normed_states(self.model, hidden[batch.logit_indices, 0])), hidden)
+        return StepOutput(self.logits(hidden[batch.logit_indices, 0]), hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CachingRunner.logits`."""
+        return compute_logits(self.model, normed_states(self.model, hidden))
+
+    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+        """See `CachingRunner.fold`."""
+        fold_rings(self.model, states, slots, context_lens, committed)
 
 
 class _Launched:
@@ -106,26 +130,37 @@ class Engine:
         self.verifier = verifier or verify
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
-        null = int(config.graphs)
+        null, cached = int(config.graphs), config.enable_prefix_caching
         self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
         self.state = DeviceState.allocate(
-            config.max_num_seqs + null,
+            config.max_num_seqs + int(config.graphs or cached),
             config,
             vocab_size,
             device,
             counters=layout.counters,
             earlier=drafter.earlier,
             dtype=layout.sizes.dtype,
+            hidden_size=cast(CachingRunner, runner).hidden_size if cached else 0,
         )
         self.builder = BatchBuilder(config.block_size, self.states, self.state, device)
         blocks, slots = IdPool(num_blocks), IdPool(config.max_num_seqs)
+        prefix = None
+        self.checkpoints: CheckpointStore | None = None
+        if cached:
+            blocks = CachedBlocks(num_blocks)
+            ahead = drafter.earlier[0] + 1 if config.num_speculative_tokens else 0
+            room = config.num_checkpoints, ahead, config.prefix_cache_interval
+            prefix = PrefixCache(blocks, config.block_size, *room)
+            kept = getattr(torch, config.prefix_cache_dtype)
+            fold = cast(CachingRunner, runner).fold
+            self.checkpoints = CheckpointStore(layout, self.states, self.state, config.num_checkpoints, kept, fold)
         self.graphs = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
             self.graphs = StepGraphs(self.builder, config, width, num_blocks)
         sizes = (self.graphs.chunk_sizes, self.graphs.sizes_beside) if self.graphs else ()
         self.pacing = pacing_for(config, device, *sizes)
-        self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing)
+        self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing, prefix)
         self._arrived = 0.0
         """When the newest results arrived."""
         self._seeds = random.Random(config.seed)
@@ -140,8 +175,9 @@ class Engine:
         params: SamplingParams,
         request_id: str | None = None,
         prompt: str | None = None,
+        checkpoint_at: int | None = None,
     ) -> str:
-        """Queue a request.
+        """Queue a request; see `make_request`.
 
         Returns:
             The request's id; by default requests are numbered.
@@ -149,7 +185,7 @@ class Engine:
         Raises:
             UserError: the request can never be served, or an unfinished request has the same id.
         """
-        request = self.make_request(prompt_token_ids, params, request_id, prompt)
+        request = self.make_request(prompt_token_ids, params, request_id, prompt, checkpoint_at=checkpoint_at)
         self.scheduler.add(request)
         return request.request_id
 
@@ -160,11 +196,14 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         place: str | None = None,
+        checkpoint_at: int | None = None,
     ) -> Request:
         """Make a request without queueing it.
 
         Args:
             place: name of the request in messages, such as its place in a list or in a file.
+            checkpoint_at: tokens of the prompt after which the prefix cache keeps a checkpoint, besides those that it
+                keeps anyway.
 
         Raises:
             UserError: as in `add_request`.
@@ -196,6 +235,9 @@ class Engine:
             prompt=prompt,
             detokenizer=self.tokenizer and Detokenizer(self.tokenizer, list(prompt_token_ids), params.stop_strings),
             place=place,
+            end_token_ids=frozenset(params.stop_token_ids or ())
+            | (frozenset() if params.ignore_eos else self.scheduler.eos_token_ids),
+            checkpoint_at=checkpoint_at,
         )
         self.scheduler.validate(request)
         return request
@@ -246,11 +288,18 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, depths: Sequence[int]) -> None:
-        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each K in `depths`.
+        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each K in `depths`. With a prefix
+        cache, compile what it runs without graphs.
 
         No request may wait or run.
         """
         assert not self.has_unfinished
+        if self.checkpoints and self.builder.device.type == "cuda":
+            self.checkpoints.warm_up()
+            shape = StepShape(0, 1, 1)
+            numbers = self.builder.ints(self.builder.null_numbers(shape))
+            plan = Plan((), 0, 1, self.config.num_speculative_tokens, restores=(Restore(0, NULL_SLOT, 1),))
+            self._resume(self.builder.assemble(plan, shape, numbers, numbers.new_zeros(1, 1), GREEDY))
         if self.graphs:
             self.graphs.capture_all(self._execute, depths)
 
@@ -287,13 +336,30 @@ class Engine:
 
     def _launch(self, plan: Plan) -> _Launched:
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
+        if plan.restores and self.checkpoints:
+            self.checkpoints.restore(plan.restores)
+            return _Launched(plan, self._resume(self.builder.build(plan)))
         if self.graphs:
-            return _Launched(plan, self.graphs.run(self._execute, plan))
-        return _Launched(plan, self._execute(self.builder.build(plan)))
+            launched = _Launched(plan, self.graphs.run(self._execute, plan))
+        else:
+            launched = _Launched(plan, self._execute(self.builder.build(plan)))
+        if plan.saves and self.checkpoints:
+            self.checkpoints.save(plan.saves)
+        return launched
+
+    def _resume(self, batch: Batch) -> Tensor:
+        """Run a step of rows that begin at checkpoints, without the base; see `Plan`."""
+        runner, earlier = cast(CachingRunner, self.runner), self.state.earlier
+        assert earlier is not None
+        hidden = earlier.hidden[batch.inputs.state_slots, -1][:, None]
+        return self._finish(batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden))
 
     def _execute(self, batch: Batch) -> Tensor:
         """Run the device's part of a step; returns the tensor of `pack_result`."""
-        out = self.runner.run(batch)
+        return self._finish(batch, self.runner.run(batch))
+
+    def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
+        """Verify, draft and store, given the results of the base."""
         verdict = self.verifier(out.logits, batch)
         drafts = self.drafter.draft(out.hidden, batch, verdict)
         self.state.step(batch, verdict, drafts, out.hidden)
@@ -312,6 +378,8 @@ class Engine:
                 if plan.num_decode_rows:
                     self._observe(plan, result)
                 changed += self.scheduler.commit(plan, result)
+                if (saves := self.scheduler.take_saves()) and self.checkpoints:
+                    self.checkpoints.save(saves)
         return changed
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
@@ -340,6 +408,9 @@ class Engine:
             state_bytes=self.layout.slot_bytes * scheduler.slots.size,
             state_bytes_per_request=self.layout.slot_bytes,
             kv_bytes=self.layout.block_bytes * scheduler.blocks.size,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
+            prefilled_tokens=scheduler.num_prefilled,
         )
 
     def reset_stats(self) -> None:

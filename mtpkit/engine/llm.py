@@ -18,7 +18,7 @@ from mtpkit.engine.engine import Engine, Runner
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.prompts import Prompt, encode, list_params, list_prompts
+from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
@@ -65,6 +65,11 @@ class LLM:
             max_mixed_tokens=0 if adaptive else options.max_mixed_tokens,  # or each K would need its graphs
             max_inter_token_latency=options.max_inter_token_latency,
             state_rollback=options.state_rollback,
+            enable_prefix_caching=options.enable_prefix_caching,
+            prefix_cache_dtype=(
+                options.state_dtype if options.prefix_cache_dtype == "auto" else options.prefix_cache_dtype
+            ),
+            prefix_cache_interval=options.prefix_cache_interval,
             draft_sampling=options.draft_sampling,
             async_scheduling=ahead,
             graphs=graphs,
@@ -78,6 +83,11 @@ class LLM:
         widths = (config.block_size, config.decode_width)
         sizes = StateSizes(*widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype])
         layout = StateLayout(state_specs(self.model), sizes, drafter.earlier[0])
+        if config.enable_prefix_caching and depths and layout.head_slot_bytes:
+            raise UserError(
+                "enable_prefix_caching is set, but the MTP heads keep recurrent state, of which no checkpoints are "
+                "made: set num_speculative_tokens to 0, or leave the cache off"
+            )
         self.memory_plan = plan_memory(
             model_config,
             layout,
@@ -86,7 +96,9 @@ class LLM:
             options.gpu_memory_utilization,
             options.num_blocks,
             drafter.earlier,
+            options.prefix_cache_bytes,
         )
+        config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)
         verifier = None if acceptance is None else SyntheticAcceptance(acceptance, depths, weight.device)
         self.engine = Engine(
@@ -125,7 +137,7 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these. A
-                dict may have a `name`, which messages use for the prompt.
+                dict may have a `name`, which messages use for the prompt, and `checkpoint_at`, see `Prompt`.
             sampling_params: one object for all prompts, or one per prompt.
             use_tqdm: show progress.
 
@@ -205,10 +217,10 @@ class LLM:
         listed = list_prompts(prompts)
         params = list_params(sampling_params, len(listed))
         with self._making:  # requests are numbered, and tokenizers serve one thread at a time
-            encoded = [encode(prompt, self.tokenizer, name) for name, prompt in listed]
+            encoded = [(*encode(prompt, self.tokenizer, name), checkpoint_of(prompt, name)) for name, prompt in listed]
             return [
-                self.engine.make_request(token_ids, one, prompt=text, place=name)
-                for (name, _), (text, token_ids), one in zip(listed, encoded, params, strict=True)
+                self.engine.make_request(token_ids, one, prompt=text, place=name, checkpoint_at=at)
+                for (name, _), (text, token_ids, at), one in zip(listed, encoded, params, strict=True)
             ]
 
 

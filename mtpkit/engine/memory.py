@@ -9,12 +9,15 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.prefix import checkpoint_bytes
 from mtpkit.errors import UserError
 from mtpkit.model.kinds import kinds_in
 from mtpkit.model.state import StateLayout
 
 _CPU_CACHE_BYTES = 4 << 30
 """Limit of the caches on a CPU if `num_blocks` is not given."""
+_CHECKPOINTS = 2
+"""Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of its output."""
 _LIVE_COPIES = 3
 """Number of the widest layer's activations that are live at once."""
 
@@ -42,6 +45,9 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     lookahead: int
+    checkpoint_bytes: int
+    """One checkpoint of the prefix cache."""
+    num_checkpoints: int
     null_blocks: int
     """Blocks besides those of requests: one for the null rows of CUDA graphs, or 0."""
 
@@ -54,6 +60,11 @@ class MemoryPlan:
     def kv_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.block_bytes * (self.num_blocks + self.null_blocks)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of all checkpoints."""
+        return self.checkpoint_bytes * self.num_checkpoints
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of `tokens` tokens needs, with the lookahead of one step."""
@@ -72,10 +83,16 @@ class MemoryPlan:
         lengths = sorted({n for n in (512, 2048, 8192, 32768) if n < self.max_model_len} | {self.max_model_len})
         fitting = ", ".join(f"{self.requests_that_fit(n)} of {n:,} tokens" for n in lengths)
         slots = f"{self.max_num_seqs} x {self.slot_bytes / 1e6:.1f} MB, rings {self.ring_bytes / 1e6:.1f} MB of it"
+        cache = (
+            f"prefix cache {gb(self.prefix_bytes)} ({self.num_checkpoints} checkpoints x "
+            f"{self.checkpoint_bytes / 1e6:.1f} MB), "
+            if self.checkpoint_bytes
+            else ""
+        )
         device = f"device {gb(self.total)}: weights and what others hold {gb(self.in_use)}, " if self.total else ""
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)}, state "
-            f"{gb(self.state_bytes)} ({slots}), keys and values {gb(self.kv_bytes)} ("
+            f"{gb(self.state_bytes)} ({slots}), {cache}keys and values {gb(self.kv_bytes)} ("
             f"{self.num_blocks} blocks of {self.block_size} tokens); requests that fit at once: {fitting}"
         )
 
@@ -88,12 +105,15 @@ def plan_memory(
     utilization: float,
     num_blocks: int | None = None,
     earlier: tuple[int, int] = (0, 0),
+    prefix_bytes: int | None = None,
 ) -> MemoryPlan:
     """Divide the memory that the loaded weights leave free.
 
     Args:
         num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as many as fit.
         earlier: see `Drafter.earlier`.
+        prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None: `_CHECKPOINTS` for each
+            request.
 
     Raises:
         UserError: `num_blocks`, or one request of full length, does not fit; with the numbers and what to change.
@@ -114,7 +134,15 @@ def plan_memory(
         in_use = total - free
         available = int(total * utilization) - in_use - activations - graphs
     meta, sizes = torch.device("meta"), layout.sizes
-    state = DeviceState.allocate(1, config, model.vocab_size, meta, layout.counters, earlier, sizes.dtype)
+    state = DeviceState.allocate(
+        1, config, model.vocab_size, meta, layout.counters, earlier, sizes.dtype, model.hidden_size
+    )
+    checkpoint = num_checkpoints = 0
+    if config.enable_prefix_caching and state.earlier is not None:
+        kept = list(vars(state.earlier).values())
+        checkpoint = checkpoint_bytes(layout, getattr(torch, config.prefix_cache_dtype), kept)
+        wanted = _CHECKPOINTS * config.max_num_seqs * checkpoint if prefix_bytes is None else prefix_bytes
+        num_checkpoints = wanted // checkpoint
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
@@ -128,17 +156,20 @@ def plan_memory(
         num_blocks=num_blocks or 0,
         block_size=config.block_size,
         lookahead=config.lookahead,
+        checkpoint_bytes=checkpoint,
+        num_checkpoints=num_checkpoints,
         null_blocks=int(config.graphs),
     )
     one = plan.blocks_for(config.max_model_len)
-    fitting = (available - plan.state_bytes) // max(1, layout.block_bytes) - config.graphs
+    fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(1, layout.block_bytes) - config.graphs
     least, name, what = one, "max_model_len", f"one request of max_model_len {config.max_model_len} needs"
     if num_blocks is not None:
         least, name, what = num_blocks, "num_blocks", f"num_blocks {num_blocks} needs"
+    cache = f", prefix_cache_bytes {plan.prefix_bytes / 1e9:.2f} GB" if plan.prefix_bytes else ""
     if fitting < least:
         raise UserError(
             f"{available / 1e9:.2f} GB are left for caches; the state of {config.max_num_seqs} requests takes "
-            f"{plan.state_bytes / 1e9:.2f} GB and {what} {least * layout.block_bytes / 1e9:.2f} GB: lower "
+            f"{plan.state_bytes / 1e9:.2f} GB{cache} and {what} {least * layout.block_bytes / 1e9:.2f} GB: lower "
             f"max_num_seqs, {name} or max_num_batched_tokens, or raise gpu_memory_utilization"
         )
     return replace(plan, num_blocks=min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks)

@@ -73,6 +73,16 @@ class EngineOptions:
     copy per token."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent state."""
+    enable_prefix_caching: bool = False
+    """Let prompts that begin like earlier requests go on from what those left: blocks of keys and values, and
+    checkpoints of recurrent state at the ends of prompts and outputs."""
+    prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them. 0: nothing is
+    cached."""
+    prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
+    prefix_cache_interval: Count = 2048
+    """A long prompt leaves a checkpoint at every multiple of so many tokens."""
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
     draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = Field(
@@ -143,6 +153,12 @@ class EngineConfig:
     max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
     """Seconds from step to step that chunks should keep to; None: with `graphs`, a multiple of what decoding takes."""
     state_rollback: Rollback = EngineOptions.state_rollback
+    enable_prefix_caching: bool = EngineOptions.enable_prefix_caching
+    num_checkpoints: Annotated[int, Field(ge=0)] = 0
+    """Room for checkpoints of the prefix cache."""
+    prefix_cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of recurrent state in checkpoints."""
+    prefix_cache_interval: Count = EngineOptions.prefix_cache_interval
     draft_sampling: bool = EngineOptions.draft_sampling
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""

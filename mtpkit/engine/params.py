@@ -12,6 +12,9 @@ from mtpkit.engine.absent import SAMPLING_ARGUMENTS, answers_absent_fields
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 
+MOST_END_TOKENS = 16
+"""Tokens that may end a request and that the device knows; of more it knows these many."""
+
 _LARGEST = 3.4028234663852886e38
 """The largest float32. The device computes in float32, where larger numbers are infinite."""
 _STOP = "a text or a list of texts or None"

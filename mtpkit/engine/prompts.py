@@ -8,7 +8,9 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
-"""A text, token ids, or a dict with `prompt` (either of them) or `prompt_token_ids`, and a `name` for messages."""
+"""A text, token ids, or a dict with `prompt` (either of them) or `prompt_token_ids`, a `name` for messages, and
+`checkpoint_at`: so many tokens from the beginning, such as before the generation prompt, the prefix cache keeps a
+checkpoint, besides that at the end."""
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]:
@@ -31,6 +33,18 @@ def _named(place: str, prompt: Prompt) -> tuple[str, Prompt]:
     if name is not None and not isinstance(name, str):
         raise UserError(f"{place}: name is {shown(name)}, must be a text: messages use it for the prompt")
     return name or place, prompt
+
+
+def checkpoint_of(prompt: Prompt, name: str) -> int | None:
+    """Where the prompt says that the prefix cache keeps a checkpoint.
+
+    Raises:
+        UserError: that is no positive whole number.
+    """
+    at = prompt.get("checkpoint_at") if isinstance(prompt, dict) else None
+    if at is not None and (not is_whole(at) or at < 1):
+        raise UserError(f"{name}: checkpoint_at is {shown(at)}, must be a number of tokens of the prompt")
+    return at
 
 
 def list_params(

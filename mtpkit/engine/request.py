@@ -70,6 +70,8 @@ class RequestStats(AcceptanceStats):
     """Recurrent state that the request holds while it runs."""
     kv_bytes: int = 0
     """Largest size of the blocks that the request held."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the prefix cache had when the request was first admitted; None before."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,17 @@ class EngineStats:
     state_bytes_per_request: int
     kv_bytes: int
     """All blocks of keys and values."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that were admitted, each once."""
+    cached_tokens: int = 0
+    """Those of them that the prefix cache had."""
+    prefilled_tokens: int = 0
+    """Tokens that chunks computed, those of preempted requests included."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that the prefix cache had."""
+        return self.cached_tokens / max(1, self.prompt_tokens)
 
     @property
     def acceptance_length(self) -> float:
@@ -126,6 +139,11 @@ class Request:
     detokenizer: Detokenizer | None = None
     place: str | None = None
     """Name of the request in messages: its place in the given list or in a file."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the request."""
+    checkpoint_at: int | None = None
+    """Tokens of the prompt after which the prefix cache keeps a checkpoint, such as those before the generation
+    prompt."""
 
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
@@ -137,6 +155,12 @@ class Request:
     """Launched steps that will emit tokens of this request and are not committed yet."""
     block_table: array = field(default_factory=lambda: array("q"))
     """int64 array, which numpy reads without conversion: tables of many thousand tokens go to the device every step."""
+    chain: list[bytes] = field(default_factory=list)
+    """Hashes for the prefix cache: entry i is that of the tokens in the first i blocks."""
+    num_published: int = 0
+    """Full blocks that were offered to the prefix cache since the request was admitted."""
+    cuts: list[int] = field(default_factory=list)
+    """Positions at which chunks must end, to leave checkpoints, ascending."""
     slot: int | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -213,6 +237,11 @@ class RequestOutput:
         return cls(
             request.request_id, request.prompt, request.prompt_token_ids, [completion], request.stats, request.finished
         )
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Tokens of the prompt that the prefix cache had; None before the request runs."""
+        return self.stats.num_cached_tokens
 
     @property
     def error(self) -> str | None:

@@ -2,13 +2,16 @@
 
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.pacing import Pacing
+from mtpkit.engine.params import MOST_END_TOKENS
+from mtpkit.engine.prefix.cache import Hit, PrefixCache
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
-from mtpkit.engine.step import Plan, Row, StepResult
+from mtpkit.engine.step import Plan, Restore, Row, Save, StepResult
 from mtpkit.errors import MtpkitError, UserError
 
 _arrival = attrgetter("arrival")
@@ -21,6 +24,8 @@ class Scheduler:
     prefill and one decode step. Each decode step reserves blocks for the positions that it may write; its commit
     releases the blocks that rejected drafts leave empty. If blocks run out in decoding, the youngest running request is
     preempted: it gives up its blocks and waits to be recomputed. The oldest request therefore always proceeds.
+
+    With a prefix cache, a request begins at the longest checkpoint of its tokens, and leaves some itself.
     """
 
     def __init__(
@@ -31,6 +36,7 @@ class Scheduler:
         eos_token_ids: Sequence[int] = (),
         block_bytes: int = 0,
         pacing: Pacing | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
         self.config = config
         self.pacing = pacing
@@ -38,6 +44,7 @@ class Scheduler:
         self.blocks = blocks
         self.slots = slots
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.prefix = prefix
         self.block_bytes = block_bytes
         self.num_speculative_tokens = config.num_speculative_tokens
         """K of the next steps, at most the configured K."""
@@ -45,12 +52,14 @@ class Scheduler:
         self.running: list[Request] = []
         self._live_ids: set[str] = set()
         """Ids of waiting and running requests."""
+        self._saves: list[Save] = []
         self.reset_stats()
 
     def reset_stats(self) -> None:
         """Reset the totals."""
         self.num_preemptions = 0
         self.num_generated = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_prefilled = 0
         self.acceptance = AcceptanceStats.for_depths(self.config.num_speculative_tokens)
 
     @property
@@ -114,6 +123,9 @@ class Scheduler:
         """
         preemptions = self.num_preemptions
         budget = self.config.max_num_batched_tokens
+        if self.prefix:
+            for request in self.running:
+                self.prefix.publish(request, request.num_computed)
         decode = self._plan_decode(budget)
         if decode is None:
             return []
@@ -121,19 +133,25 @@ class Scheduler:
         if self.pacing:
             waiting = len(self.waiting) + sum(not request.decoding for request in self.running)
             budget = self.pacing.most_tokens(budget, len(decode), waiting)
-        chunks = []
+        chunks, restores, resumed = [], list[Restore](), list[Row]()
         for request in self.running:
             if budget and not request.decoding:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].length
-        while budget and preemptions == self.num_preemptions and (admitted := self._admit()):
-            chunks.append(self._chunk(admitted, budget))
-            budget -= chunks[-1].length
+        while budget and preemptions == self.num_preemptions and (admitted := self._admit(restores)):
+            if admitted.num_computed:
+                resumed.append(self._resumed(admitted))
+            if not admitted.decoding:
+                chunks.append(self._chunk(admitted, budget))
+                budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
         if sum(row.length for row in chunks) <= self.config.max_mixed_tokens:
             plans = [self._together(decode, chunks)]
         else:
             plans = [self._together(decode, []), self._together([], chunks)]
+        if resumed:
+            resumed.sort(key=lambda row: not row.samples)
+            plans.insert(0, replace(self._together([], resumed), restores=tuple(restores)))
         for plan in plans:
             for row in plan.rows:
                 row.request.in_flight += row.samples and row.emits
@@ -141,7 +159,16 @@ class Scheduler:
                     row.request.num_drafted = plan.num_speculative_tokens
         for row in chunks:  # the length of a chunk is known before it runs
             row.request.num_computed += row.length
-        return [plan for plan in plans if plan.rows]
+            self.num_prefilled += row.length
+        return [self._with_saves(plan) for plan in plans if plan.rows]
+
+    def _with_saves(self, plan: Plan) -> Plan:
+        """The plan with checkpoints at the chunks that end where one is wanted."""
+        if not self.prefix or plan.restores:
+            return plan
+        ends = ((row.request, row.start + row.length) for row in plan.chunks)
+        kept = (self.prefix.keep(one, end) for one, end in ends if end in (one.prefill_end, *one.cuts))
+        return replace(plan, saves=tuple(save for save in kept if save))
 
     def _together(self, decode: list[Row], chunks: list[Row]) -> Plan:
         rows = (*decode, *chunks)
@@ -167,19 +194,36 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> Row:
         """The next chunk of a prompt."""
-        length = min(budget, request.prefill_end - request.num_computed)
+        stops = (*(cut for cut in request.cuts if cut > request.num_computed), request.prefill_end)
+        length = min(budget, stops[0] - request.num_computed)
         ends = request.num_computed + length == request.prefill_end
         return Row(request, request.num_computed, length, samples=ends, emits=not request.num_output)
 
-    def _admit(self) -> Request | None:
-        """Move the oldest waiting request to the running ones, if it fits."""
+    @staticmethod
+    def _resumed(request: Request) -> Row:
+        """The row of a request that was admitted at a checkpoint, see `Plan`."""
+        return Row(request, request.num_computed - 1, 1, samples=request.decoding, emits=not request.num_output)
+
+    def _admit(self, restores: list[Restore]) -> Request | None:
+        """Move the oldest waiting request to the running ones, if it fits. If it begins at a checkpoint, what it takes
+        from there is added to `restores`."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs or not self.slots.num_free:
             return None
         request = self.waiting[0]
         request.prefill_end = len(request.token_ids) - (request.num_output > 0)
-        if not self._reserve(request, request.prefill_end + self.config.lookahead):
+        hit = self.prefix.match(request) if self.prefix else None
+        if not self._reserve(request, request.prefill_end + self.config.lookahead, hit):
             return None
         (request.slot,) = self.slots.allocate(1)
+        if self.prefix:
+            request.num_computed = hit.length if hit else 0
+            request.cuts = self.prefix.cuts(request, request.num_computed)
+            if hit:
+                restores.append(self.prefix.resume(hit, request))
+        if request.stats.num_cached_tokens is None:
+            request.stats.num_cached_tokens = request.num_computed
+            self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_cached_tokens += request.num_computed
         self.waiting.pop(0)
         insort(self.running, request, key=_arrival)
         return request
@@ -203,10 +247,16 @@ class Scheduler:
                 return False
         return True
 
-    def _reserve(self, request: Request, positions: int) -> bool:
-        needed = self._blocks_for(positions) - len(request.block_table)
+    def _reserve(self, request: Request, positions: int, hit: Hit | None = None) -> bool:
+        """Give a request the blocks that it still lacks for so many positions, at admission those of a hit first."""
+        shared = hit.shared if hit else ()
+        for block in shared:
+            self.blocks.share(block)
+        needed = self._blocks_for(positions) - len(request.block_table) - len(shared)
         if needed > self.blocks.num_free:
+            self.blocks.release(reversed(shared))
             return False
+        request.block_table.extend(shared)
         request.block_table.extend(self.blocks.allocate(max(0, needed)))
         request.stats.kv_bytes = max(request.stats.kv_bytes, len(request.block_table) * self.block_bytes)
         return True
@@ -221,10 +271,12 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         assert request.slot is not None
-        self.blocks.release(request.block_table)
+        if self.prefix:
+            self.prefix.publish(request, request.num_computed)
+        self.blocks.release(reversed(request.block_table))  # cached blocks that nothing follows are evicted first
         self.slots.release([request.slot])
         del request.block_table[:]
-        request.slot, request.in_flight = None, 0
+        request.slot, request.in_flight, request.num_published = None, 0, 0
         self.running.remove(request)
 
     def _blocks_for(self, positions: int) -> int:
@@ -256,9 +308,32 @@ class Scheduler:
             self.num_generated += count
             if not request.finished:
                 self._fail_if_invalid(request, valid, bad_draft)
+            if self.prefix and request.finish_reason in ("stop", "length"):
+                self._keep_end(request, whole=count == 1 + accepted)
             self._settle(request)
             changed.append(request)
         return changed
+
+    def _keep_end(self, request: Request, whole: bool) -> None:
+        """Leave a checkpoint before the newest token of a request that has ended.
+
+        The device knows of ends by token or length and leaves the slot there. Of a stop string it does not: then the
+        slot must hold all tokens of the step, and no later step may be under way.
+
+        Args:
+            whole: whether all tokens of the step stand.
+        """
+        assert self.prefix is not None
+        ends = request.end_token_ids if len(request.end_token_ids) <= MOST_END_TOKENS else ()
+        known = request.num_output == request.params.max_tokens or request.token_ids[-1] in ends
+        if known or (whole and not request.in_flight):
+            save = self.prefix.keep(request, len(request.token_ids) - 1, decoded=True)
+            self._saves += [save] if save else []
+
+    def take_saves(self) -> list[Save]:
+        """Checkpoints that ended requests leave, to be written before the next launch; each is returned once."""
+        saves, self._saves = self._saves, []
+        return saves
 
     @staticmethod
     def _fail_if_invalid(request: Request, valid: bool, bad_draft: int) -> None:
@@ -293,7 +368,7 @@ class Scheduler:
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """The reason if the newest token ends the request, else None; stop tokens are left out of the text."""
         params = request.params
-        if token_id in (params.stop_token_ids or ()) or (token_id in self.eos_token_ids and not params.ignore_eos):
+        if token_id in request.end_token_ids:
             return "stop"
         if request.detokenizer and request.detokenizer.append(token_id):
             return "stop"
@@ -319,6 +394,8 @@ class Scheduler:
             MtpkitError: they disagree, a waiting request holds blocks or a slot, or the set of live ids is wrong.
         """
         self.blocks.check_integrity([block for request in self.running for block in request.block_table])
+        if self.prefix:
+            self.prefix.check_integrity()
         self.slots.check_integrity([request.slot for request in self.running if request.slot is not None])
         holders = [r.request_id for r in self.waiting if r.block_table or r.slot is not None]
         if holders or any(r.slot is None for r in self.running):

@@ -52,14 +52,46 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Restore:
+    """What a request takes from a checkpoint of the prefix cache, before the steps that go on from there."""
+
+    checkpoint: int
+    slot: int
+    length: int
+    """Tokens that the checkpoint follows."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Blocks to copy: (from, to)."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that a request leaves at what its slot holds once the launched steps have run."""
+
+    checkpoint: int
+    slot: int
+    length: int
+    """Tokens that it follows."""
+    decoded: bool = False
+    """Whether the newest step of the slot decoded, and not computed a chunk. Nothing uses the slot's states later."""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Rows that run together: decode rows, then chunks of prompts, those that sample first. Either may be missing."""
+    """Rows that run together: decode rows, then chunks of prompts, those that sample first. Either may be missing.
+
+    With `restores`, the rows are those of these requests: chunks of one token, the last one before the checkpoint. The
+    base is not run for them, since the checkpoint holds its hidden state; the heads are, and rows that sample, those of
+    prompts that the checkpoint covers, get their next token.
+    """
 
     rows: tuple[Row, ...]
     num_decode_rows: int
     num_sampling_rows: int
     num_speculative_tokens: int
     """K: drafts that each decode row verifies, and that each row that samples gets."""
+    restores: tuple[Restore, ...] = ()
+    saves: tuple[Save, ...] = ()
+    """Checkpoints to leave after the step."""
 
     @property
     def decode_rows(self) -> tuple[Row, ...]:

@@ -4,6 +4,7 @@ import mtpkit.platform  # noqa: F401  (quiets megatron-core, so it comes first)
 from mtpkit.model.build import build_model, init_weights, state_specs
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.moe import stack_experts
+from mtpkit.model.layers.recurrent import fold_rings
 from mtpkit.model.mtp import (
     base_forward,
     compute_logits,
@@ -29,6 +30,7 @@ __all__ = [
     "depth_embedding",
     "draft_output_weight",
     "embed",
+    "fold_rings",
     "gather_sequence",
     "greedy_tokens",
     "init_weights",

@@ -145,6 +145,9 @@ class KnownTokens:
         for row, planned in enumerate(batch.plan.rows):
             slot = int(batch.inputs.state_slots[row])
             accepted, token_ids = int(verdict.accepted[row]), verdict.token_ids[row].tolist()
+            if slot < 0:  # a request that has ended
+                self._by_slot[slot] = []
+                continue
             if row < batch.plan.num_decode_rows:
                 known = self._by_slot[slot] + token_ids[: accepted + 1]
             else:

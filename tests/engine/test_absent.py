@@ -66,7 +66,7 @@ def test_all_are_named_and_misspelt_ones_are_guessed():
         "max_model_len?), zzz; see help(LLM)"
     )
     names = ["tensor_parallel_size", "quantization", "trust_remote_code", "swap_space", "speculative_config"]
-    names += ["enable_prefix_caching", "hf_overrides", "enable_lora"]
+    names += ["kv_cache_dtype", "hf_overrides", "enable_lora"]
     text = message_of(TABLES["LLM"][0], **dict.fromkeys(names, "x"))
     assert not [name for name in names if name not in text] and absent.LLM_ARGUMENTS["quantization"].advice in text
     assert text.endswith("more; see help(LLM)")

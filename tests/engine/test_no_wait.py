@@ -86,6 +86,11 @@ def test_a_decode_step_asks_nothing_of_the_device(heads, mtp_pattern, k, rollbac
         )
 
 
+@pytest.mark.parametrize(("heads", "k"), [("repeated", 0), ("distinct", 3)])
+def test_nor_does_one_with_a_prefix_cache(heads, k):
+    assert not watched_decode_steps(tiny_model(heads), k, [greedy(12)] * 5, enable_prefix_caching=True)
+
+
 FAULTS = {
     "a number": lambda tokens: tokens + 0 * int(tokens.sum()),
     "a mask": lambda tokens: tokens[tokens > -2],

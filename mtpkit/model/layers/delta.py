@@ -13,6 +13,7 @@ from mtpkit.kernels.gated_delta_rule import (
     delta_varlen,
 )
 from mtpkit.kernels.norm import norm_gate
+from mtpkit.kernels.ring_fold import fold_ring
 from mtpkit.model.inputs import DepthInput, SequenceInput, TreeInput
 from mtpkit.model.layers.base import NoExtraState, split_parameter
 from mtpkit.model.layers.norm import norm_weight
@@ -113,6 +114,11 @@ class GatedDeltaNet(RecurrentMixer):
         rings = recurrent.inputs("k"), recurrent.inputs("u"), recurrent.inputs("g")
         inputs = (slots, *lens, *inputs, tree and tree.ancestors)
         return delta_replay_update(recurrent.folded, *rings, *inputs)
+
+    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
+        """See `RecurrentMixer.fold`."""
+        rings = recurrent.inputs("u"), recurrent.inputs("k"), recurrent.inputs("g")
+        fold_ring(recurrent.folded, *rings, slots, *lens)
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.

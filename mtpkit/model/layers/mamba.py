@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels.ring_fold import fold_ring
 from mtpkit.kernels.ssd import ssd_chunk_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
 from mtpkit.model.inputs import DepthInput, SequenceInput, TreeInput
@@ -103,6 +104,11 @@ class MambaMixer(RecurrentMixer):
         rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
         inputs = (slots, *lens, *inputs, tree and tree.ancestors)
         return ssm_replay_update(recurrent.folded, *rings, *inputs)
+
+    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
+        """See `RecurrentMixer.fold`."""
+        rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
+        fold_ring(recurrent.folded, *rings, slots, *lens, self.A_log)
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.

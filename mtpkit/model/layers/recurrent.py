@@ -15,10 +15,27 @@ from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, ca
 from mtpkit.kernels.dispatch import no_grad, on_kernels
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput, TreeInput
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
-from mtpkit.model.state import ConvWindow, Replay, Snapshot
+from mtpkit.model.state import Committed, ConvWindow, Replay, Snapshot, States
 
 Places = tuple[Tensor, Tensor, Tensor]
 """States of all slots, which rows continue and leave; the rows' slots; the lengths of their contexts."""
+
+
+def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+    """Fold the committed entries of all rings of a model's base into the states, as a chunk would have left them.
+
+    The counts of the rings are 0 from then on, which the caller writes. Does not wait for the device.
+
+    Args:
+        slots: [R] int64.
+        context_lens: [R] int64, committed positions.
+        committed: of these R rows.
+    """
+    for mixer in model.decoder.modules():
+        if isinstance(mixer, RecurrentMixer):
+            _window, recurrent = states[mixer.layer_name]
+            if isinstance(recurrent, Replay):
+                mixer.fold(recurrent, slots, (context_lens, committed.counts[recurrent.ring]))
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):
@@ -118,6 +135,10 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
             lens: [R] context lengths, and [R] counts of the state's counter.
             tree: the trees that the rows are, with parents; None: chains.
         """
+
+    @abstractmethod
+    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
+        """Fold what is committed in rings into the states at `slots` [R]; `lens` as for `update`."""
 
     def forward(
         self, hidden_states: Tensor, *_: Any, inference_context: Any = None, residual: Tensor | None = None, **__: Any

@@ -177,6 +177,20 @@ class State:
         that is then forgotten."""
         return replace(self, tensors={name: tensor[slots] for name, tensor in self.tensors.items()})
 
+    @property
+    def chunk_end(self) -> Saved:
+        """[units, ...] by name, views of what a prefill chunk reads and leaves."""
+        return self.tensors
+
+    def settle(self, unit: int, committed: Committed) -> None:
+        """Bring what is committed of one unit to where a chunk would have left it, but for rings, which only the layer
+        can fold. Does not wait for the device.
+
+        Args:
+            committed: of all slots; afterwards that of the unit is `Counter.copied`.
+        """
+        self.restore(unit, self.copy(unit, committed))
+
     def copy(self, unit: int, committed: Committed) -> Saved:
         """What `restore` needs of one unit. Does not wait for the device.
 

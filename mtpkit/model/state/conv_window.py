@@ -31,6 +31,11 @@ class ConvWindow(State):
         """See `State.entries_of`: a step's columns come after those of the window, of which the first is dropped."""
         return self._at(step, self.taps - 1 + index)
 
+    @property
+    def chunk_end(self) -> Saved:
+        """See `State.chunk_end`."""
+        return {"columns": self.folded}
+
     def copy(self, unit: int, committed: Committed) -> Saved:
         """See `State.copy`: the committed window."""
         windows = self.columns[unit].unfold(0, self.taps, 1)  # [columns - taps + 1, channels, taps]

@@ -29,6 +29,11 @@ class Snapshot(State):
         """See `State.entries_of`."""
         return self._at(step, index)
 
+    @property
+    def chunk_end(self) -> Saved:
+        """See `State.chunk_end`."""
+        return {"state": self.folded}
+
     def copy(self, unit: int, committed: Committed) -> Saved:
         """See `State.copy`: the committed entry."""
         return {"state": self.entries[unit, committed.counts[self.newest][unit : unit + 1]][0]}

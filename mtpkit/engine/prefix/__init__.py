@@ -1,0 +1,7 @@
+"""The prefix cache: blocks by content, checkpoints of recurrent state, and what a new prompt finds of both."""
+
+from mtpkit.engine.prefix.blocks import CachedBlocks
+from mtpkit.engine.prefix.cache import Hit, PrefixCache
+from mtpkit.engine.prefix.store import CheckpointStore, checkpoint_bytes
+
+__all__ = ["CachedBlocks", "CheckpointStore", "Hit", "PrefixCache", "checkpoint_bytes"]

@@ -1,0 +1,107 @@
+"""Blocks of the paged cache that keep their content when nobody holds them, until the room is needed."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+
+from mtpkit.engine.blocks import IdPool
+from mtpkit.errors import MtpkitError
+
+
+class CachedBlocks(IdPool):
+    """An `IdPool` whose ids may have keys, each of which says what the block contains.
+
+    An id with keys that loses its last reference becomes idle instead of free: it is found by its keys and can be
+    shared again. When no id is free, the one that has been idle for longest is evicted: it loses its keys.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._ids: dict[Hashable, int] = {}
+        self._keys: dict[int, list[Hashable]] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self.num_evicted = 0
+
+    @property
+    def num_free(self) -> int:
+        """Number of ids that can be allocated, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Ids that nobody holds and that keep their content."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> list[int]:
+        """See `IdPool.allocate`; evicts ids where too few are free."""
+        while len(self._free) < count and self._idle:
+            evicted, _ = self._idle.popitem(last=False)
+            self._forget(evicted)
+            self._free.append(evicted)
+            self.num_evicted += 1
+        return super().allocate(count)
+
+    def share(self, held: int) -> None:
+        """Add a reference to an allocated or idle id."""
+        if held in self._idle:
+            del self._idle[held]
+            self._references[held] = 1
+        else:
+            super().share(held)
+
+    def release(self, ids: Iterable[int]) -> None:
+        """See `IdPool.release`; ids with keys become idle, the first one given the first to be evicted."""
+        for held in ids:
+            super().release([held])
+            if held in self._keys and not self._references[held]:
+                assert self._free.pop() == held
+                self._idle[held] = None
+
+    def publish(self, held: int, key: Hashable) -> None:
+        """Give an allocated id a key, unless another id has it."""
+        assert self._references[held] > 0, f"id {held} is free"
+        if key not in self._ids:
+            self._ids[key] = held
+            self._keys.setdefault(held, []).append(key)
+
+    def find(self, key: Hashable) -> int | None:
+        """The id that has this key."""
+        return self._ids.get(key)
+
+    def touch(self, held: int) -> None:
+        """Make an idle id the last one to be evicted."""
+        if held in self._idle:
+            self._idle.move_to_end(held)
+
+    def withdraw(self, key: Hashable) -> None:
+        """Take a key away, if an id has it; an idle id without keys is free."""
+        held = self._ids.pop(key, None)
+        if held is None:
+            return
+        self._keys[held].remove(key)
+        if not self._keys[held]:
+            del self._keys[held]
+            if held in self._idle:
+                del self._idle[held]
+                self._free.append(held)
+
+    def _forget(self, held: int) -> None:
+        for key in self._keys.pop(held):
+            del self._ids[key]
+
+    def check_integrity(self, held: list[int]) -> None:
+        """See `IdPool.check_integrity`.
+
+        Raises:
+            MtpkitError: also if keys and ids do not name each other, or an idle id has a holder or no key.
+        """
+        free = self._free
+        try:
+            self._free = free + list(self._idle)
+            super().check_integrity(held)
+        finally:
+            self._free = free
+        listed = {key: owner for owner, keys in self._keys.items() for key in keys}
+        keyless = [one for one in self._idle if not self._keys.get(one)]
+        unheld = [one for one in self._keys if not self._references[one] and one not in self._idle]
+        if listed != self._ids or keyless or unheld:
+            raise MtpkitError(f"cached blocks are inconsistent: idle without a key {keyless}, keys of free {unheld}")

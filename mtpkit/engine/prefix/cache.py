@@ -1,0 +1,206 @@
+"""What a new prompt finds of earlier ones: the host's part of the prefix cache.
+
+A *checkpoint* is all that goes on after the first P tokens of a request besides keys and values: see `CheckpointStore`.
+Keys and values stay in their blocks. An entry of the heads for position j depends on `ahead` tokens after j, so the key
+of a full block is the hash of all tokens up to its end and those `ahead` tokens. The blocks of a checkpoint that its
+own tokens do not prove in full, its *tail*, have keys of the checkpoint's; a request that goes on from there copies
+them, and makes the entries of the last `ahead` positions before P again.
+
+Example, blocks of 4 tokens, ahead 1, P = 8: block 0 is shared, since its last entry depends on token 4. Block 1 is the
+tail: the heads' entry of position 7 depends on token 8, which requests that go on from the checkpoint may differ in.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from mtpkit.engine.blocks import IdPool
+from mtpkit.engine.prefix.blocks import CachedBlocks
+from mtpkit.engine.request import Request
+from mtpkit.engine.step import Restore, Save
+from mtpkit.errors import MtpkitError
+
+_DIGEST = 16
+"""Bytes of a hash: two different prefixes never have the same one in practice."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A checkpoint that a request can go on from."""
+
+    checkpoint: int
+    length: int
+    """P, tokens that need not be computed."""
+    shared: tuple[int, ...]
+    """Full blocks, to be shared."""
+    tail: tuple[int, ...]
+    """The blocks after these, to be copied."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A checkpoint that is written, or will be before anything that is planned later runs."""
+
+    checkpoint: int
+    block: bytes
+    """Hash of the tokens in full blocks before P."""
+    rest: tuple[int, ...]
+    """The tokens after these, up to P."""
+    length: int
+    tails: tuple[Hashable, ...]
+    """Keys of the tail's blocks."""
+
+
+class PrefixCache:
+    """Finds, keeps and forgets checkpoints; the allocator of the blocks finds and forgets those.
+
+    Args:
+        blocks: the allocator of the engine's blocks.
+        num_checkpoints: room of the store; 0: nothing is ever found.
+        ahead: tokens after a position that the heads' entries for it depend on; 0 without heads.
+        interval: a long prompt leaves a checkpoint at every multiple of so many tokens.
+    """
+
+    def __init__(self, blocks: CachedBlocks, block_size: int, num_checkpoints: int, ahead: int, interval: int) -> None:
+        self.blocks, self.block_size, self.ahead, self.interval = blocks, block_size, ahead, interval
+        self.slots = IdPool(num_checkpoints)
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        """By checkpoint, the one that was used last at the end."""
+        self._by_block: dict[bytes, list[_Entry]] = {}
+        self._number = 0
+        """Checkpoints so far, for keys of tails."""
+        self.num_evicted = 0
+
+    def match(self, request: Request) -> Hit | None:
+        """The longest checkpoint of the tokens that the request's prefill computes whose keys and values are there."""
+        tokens, size = request.token_ids, self.block_size
+        present = self._present(request)
+        for index in range(min(len(request.chain) - 1, request.prefill_end // size), -1, -1):
+            entries = self._by_block.get(request.chain[index], ())
+            for entry in sorted(entries, key=lambda one: -one.length):
+                if entry.length > request.prefill_end or entry.rest != tuple(tokens[index * size : entry.length]):
+                    continue
+                tail = [self.blocks.find(key) for key in entry.tails]
+                full = self._full(entry.length)
+                if full > len(present) or None in tail:
+                    self._drop(entry)  # its keys and values were evicted
+                    continue
+                return Hit(
+                    entry.checkpoint, entry.length, tuple(present[:full]), tuple(t for t in tail if t is not None)
+                )
+        return None
+
+    def cuts(self, request: Request, start: int) -> list[int]:
+        """Positions inside the prompt, after `start`, at which its chunks end to leave a checkpoint: where the caller
+        says so, where cached blocks of others end, and at multiples of the interval."""
+        if not self.slots.size:
+            return []
+        marks = {len(self._present(request)) * self.block_size, request.checkpoint_at or 0}
+        marks |= set(range(self.interval, request.prefill_end, self.interval))
+        return sorted(mark for mark in marks if start < mark < request.prefill_end)
+
+    def resume(self, hit: Hit, request: Request) -> Restore:
+        """What the device copies for a request that has the blocks of `hit.shared` and new ones after them."""
+        assert request.slot is not None
+        self._entries.move_to_end(hit.checkpoint)
+        for block in hit.tail:
+            self.blocks.touch(block)
+        copies = zip(hit.tail, request.block_table[len(hit.shared) :], strict=False)
+        return Restore(hit.checkpoint, request.slot, hit.length, tuple(copies))
+
+    def keep(self, request: Request, length: int, decoded: bool = False) -> Save | None:
+        """Make room for a checkpoint of the first `length` tokens of a running request, whose blocks it still has.
+
+        Returns:
+            What the device copies once the request has come there; None if there is no room or nothing new.
+        """
+        if not self.slots.size or not length:
+            return None
+        self._extend(request)
+        full, size = length // self.block_size, self.block_size
+        rest = tuple(request.token_ids[full * size : length])
+        known = next((e for e in self._by_block.get(request.chain[full], ()) if e.rest == rest), None)
+        if known is not None:
+            if all(self.blocks.find(key) is not None for key in known.tails):
+                self._entries.move_to_end(known.checkpoint)
+                return None
+            self._drop(known)
+        if not self.slots.num_free:
+            self._drop(next(iter(self._entries.values())))
+            self.num_evicted += 1
+        (checkpoint,) = self.slots.allocate(1)
+        self._number += 1
+        tail = range(self._full(length), -(-length // size))
+        entry = _Entry(checkpoint, request.chain[full], rest, length, tuple((self._number, i) for i in tail))
+        self.publish(request, length)
+        for key, index in zip(entry.tails, tail, strict=True):
+            self.blocks.publish(request.block_table[index], key)
+        self._entries[checkpoint] = entry
+        self._by_block.setdefault(entry.block, []).append(entry)
+        assert request.slot is not None
+        return Save(checkpoint, request.slot, length, decoded)
+
+    def publish(self, request: Request, length: int) -> None:
+        """Give keys to the full blocks of a request's first `length` tokens, whose steps are launched, or will be
+        before anything that is planned later."""
+        full = self._full(min(length, len(request.token_ids)))
+        if full > request.num_published:
+            self._extend(request)
+            for index in range(request.num_published, full):
+                self.blocks.publish(request.block_table[index], self._key(request, index))
+            request.num_published = full
+
+    def _full(self, length: int) -> int:
+        """Blocks all of whose entries the first `length` tokens prove."""
+        return max(0, length - self.ahead) // self.block_size
+
+    def _extend(self, request: Request) -> None:
+        """Hash the full blocks of tokens that are not hashed yet."""
+        chain, size = request.chain, self.block_size
+        if not chain:
+            chain.append(b"")
+        for index in range(len(chain) - 1, len(request.token_ids) // size):
+            tokens = array("q", request.token_ids[index * size : (index + 1) * size])
+            chain.append(blake2b(chain[-1] + tokens.tobytes(), digest_size=_DIGEST).digest())
+
+    def _key(self, request: Request, index: int) -> Hashable:
+        end = (index + 1) * self.block_size
+        return request.chain[index + 1], tuple(request.token_ids[end : end + self.ahead])
+
+    def _present(self, request: Request) -> Sequence[int]:
+        """The cached blocks that the prompt begins with."""
+        self._extend(request)
+        found: list[int] = []
+        for index in range(self._full(request.prefill_end)):
+            block = self.blocks.find(self._key(request, index))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _drop(self, entry: _Entry) -> None:
+        del self._entries[entry.checkpoint]
+        self._by_block[entry.block].remove(entry)
+        if not self._by_block[entry.block]:
+            del self._by_block[entry.block]
+        for key in entry.tails:
+            self.blocks.withdraw(key)
+        self.slots.release([entry.checkpoint])
+
+    def clear(self) -> None:
+        """Forget all checkpoints; blocks keep their keys."""
+        for entry in list(self._entries.values()):
+            self._drop(entry)
+
+    def check_integrity(self) -> None:
+        """Compare the entries with the store's allocator.
+
+        Raises:
+            MtpkitError: they disagree.
+        """
+        self.slots.check_integrity(list(self._entries))
+        listed = sorted(entry.checkpoint for entries in self._by_block.values() for entry in entries)
+        if listed != sorted(self._entries) or not all(self._by_block.values()):
+            raise MtpkitError(f"checkpoints {listed} are found by hash, {sorted(self._entries)} are held")

@@ -1,0 +1,51 @@
+"""Fold the rings of recurrent states into the states: the plain-PyTorch twin.
+
+Shape legend: R rows, L ring length, E entries, h heads, p rows of a head's state, g key heads, n columns.
+"""
+
+import torch
+from torch import Tensor
+
+from mtpkit.kernels.ring import ring_capacity
+
+
+def fold_ring(
+    state: Tensor,
+    ring_values: Tensor,
+    ring_keys: Tensor,
+    ring_rates: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    ring_lens: Tensor,
+    A_log: Tensor | None = None,
+) -> None:
+    """Advance states by the committed entries of their rings, so that a chunk of a prompt may continue them.
+
+    Entry e adds the outer product of its value and its key, once all older content has decayed by exp(log decay). The
+    entries of row r are those of the last ring_lens[r] positions before context_lens[r]; position i has place i % L.
+
+    Args:
+        state: [slots, h, p, n], updated in place; ring_values: [slots, L, h, p]; ring_keys: [slots, L, g, n].
+        ring_rates: [slots, L, h], log decays; with `A_log` step sizes dt: the log decay is -exp(A_log) dt, and the
+            value counts dt times.
+        slots, context_lens, ring_lens: [R] int64, each slot once. A row at slot -1 is padding.
+        A_log: [h].
+    """
+    live = slots >= 0
+    slots, context_lens, ring_lens = slots[live], context_lens[live], ring_lens[live]
+    length, heads = ring_values.shape[1:3]
+    entries = torch.arange(ring_capacity(length), device=state.device)
+    stored = entries < ring_lens[:, None]  # [R, E]
+    old = (slots[:, None], (context_lens[:, None] - ring_lens[:, None] + entries) % length)
+
+    def entry(ring: Tensor) -> Tensor:
+        return torch.where(stored.view(*stored.shape, *[1] * (ring.dim() - 2)), ring[old].float(), 0.0)
+
+    rates, values = entry(ring_rates), entry(ring_values)
+    keys = entry(ring_keys).repeat_interleave(heads // ring_keys.shape[2], 2)
+    if A_log is not None:
+        values, rates = values * rates[..., None], rates * -torch.exp(A_log.float())
+    decay = torch.cumsum(rates.double(), 1)  # [R, E, h]; in fp64 since small decays are differences of large sums
+    to_end = torch.exp((decay[:, -1:] - decay).float())
+    added = torch.einsum("rehp,rehn->rhpn", values * to_end[..., None], keys)
+    state[slots] = (state[slots].float() * torch.exp(decay[:, -1].float())[..., None, None] + added).to(state.dtype)

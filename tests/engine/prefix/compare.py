@@ -1,0 +1,81 @@
+"""Engines with and without a prefix cache, run on the same prompts and compared in tokens, logits and drafts."""
+
+import torch
+
+from mtpkit.engine import LLM
+from tests.engine.fakes import KnownTokens
+from tests.engine.tiny import generate, greedy, make_llm
+
+TOLERANCE = 1e-5
+
+
+class Observed:
+    """Notes the logits that chose each token and the drafts after it, by all tokens up to there."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.logits: dict[tuple, torch.Tensor] = {}
+        self.drafts: dict[tuple, list[int]] = {}
+        self.known: list[list[int]] = []
+        self._tokens = KnownTokens()
+        engine = llm.engine
+        self._verify, self._drafter = engine.verifier, engine.drafter
+        engine.verifier, engine.drafter = self.verify, self
+
+    def verify(self, logits, batch):
+        verdict = self._verify(logits, batch)
+        self.known = self._tokens.after(batch, verdict)
+        decoding, width = batch.plan.num_decode_rows, batch.inputs.decode_width
+        for row, known in enumerate(self.known):
+            if not known:  # its request has ended
+                continue
+            place = row * width + int(verdict.accepted[row]) if row < decoding else decoding * (width - 1) + row
+            self.logits[tuple(known)] = logits[place].clone()
+        return verdict
+
+    def draft(self, hidden, batch, verdict):
+        drafts = self._drafter.draft(hidden, batch, verdict)
+        for known, token_ids in zip(self.known, drafts.token_ids.tolist(), strict=True):
+            if known:
+                self.drafts[tuple(known)] = token_ids
+        return drafts
+
+
+class Pair:
+    """The same model with the cache off and on."""
+
+    def __init__(self, model, k: int, wrap=lambda llm: llm, **settings) -> None:
+        self.cached = {name: settings.pop(name) for name in list(settings) if name.startswith("prefix_cache")}
+        self.off = wrap(make_llm(model, k, **settings))
+        self.on = wrap(make_llm(model, k, enable_prefix_caching=True, **settings, **self.cached))
+        self.seen = [Observed(self.off), Observed(self.on)]
+
+    def run(self, prompts, params=None, together: bool = True) -> list[list[int]]:
+        """Outputs of the prompts, which must be the same; `together`: all at once."""
+        groups = [prompts] if together else [[prompt] for prompt in prompts]
+        params = params or greedy()
+        off, on = ([one for group in groups for one in generate(llm, group, params)] for llm in (self.off, self.on))
+        assert on == off
+        return off
+
+    def check(self, tolerance: float = TOLERANCE) -> None:
+        """What was seen of both is the same: logits within the tolerance, drafts exactly."""
+        off, on = self.seen
+        assert on.logits.keys() <= off.logits.keys() and on.drafts.keys() <= off.drafts.keys()
+        worst = max(float((on.logits[known] - off.logits[known]).abs().max()) for known in on.logits)
+        scale = max(float(logits.abs().max()) for logits in off.logits.values())
+        assert worst <= tolerance * scale, f"logits differ by {worst} of {scale}"
+        wrong = [known for known in on.drafts if on.drafts[known] != off.drafts[known]]
+        assert not wrong, f"{len(wrong)} of {len(on.drafts)} drafts differ"
+
+    @property
+    def hits(self) -> int:
+        """Tokens that were not computed."""
+        return self.on.stats().cached_tokens
+
+
+def multi_turn(pair: Pair, start: list[int], turns: int, params=None, added: int = 3) -> None:
+    """A conversation: each turn's prompt is all of the last turn and a few tokens."""
+    history = list(start)
+    for turn in range(turns):
+        (output,) = pair.run([history], params)
+        history = history + output + [(7 * turn + i) % 61 for i in range(added)]

@@ -1,0 +1,142 @@
+"""With a prefix cache requests get the tokens, logits and drafts that they get without one."""
+
+import pytest
+
+from mtpkit.engine import SamplingParams
+from mtpkit.errors import UserError
+from tests.engine.prefix.compare import Pair, multi_turn
+from tests.engine.tiny import greedy, guide, make_llm, make_prompts, tiny_model
+
+(START,) = make_prompts((21,))
+KINDS = [("M-*M-", "*-"), ("G-*G-", "*-"), ("*-*-", "*-"), ("+-M-+-", "+-")]
+SEEDED = SamplingParams(temperature=0.9, top_k=20, seed=3, max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("pattern, mtp_pattern", KINDS)
+@pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 3), ("distinct", 3)])
+def test_every_kind_of_state(pattern, mtp_pattern, heads, k):
+    pair = Pair(tiny_model(heads, pattern, mtp_pattern), k)
+    multi_turn(pair, START, 4, greedy(6))
+    pair.check()
+    assert pair.hits > 60
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("heads, k", [("repeated", 1), ("repeated", 4), ("distinct", 2)])
+def test_ten_turns_with_drafts_that_are_right_and_wrong(heads, k, rollback, ahead):
+    history = START
+
+    def guided(llm):
+        return guide(llm, [history], 90)
+
+    pair = Pair(tiny_model(heads), k, guided, state_rollback=rollback, async_scheduling=ahead)
+    multi_turn(pair, history, 10, greedy(7), added=0)
+    pair.check()
+    rows = [llm.stats().acceptance for llm in (pair.off, pair.on)]
+    assert rows[0] == rows[1] and rows[0].accepted > 10
+    shareable = sum(21 + 7 * turn for turn in range(9)) + 6 * 9
+    assert pair.hits >= 0.95 * shareable
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_seeded_sampling(k):
+    pair = Pair(tiny_model(), k)
+    multi_turn(pair, START, 5, SEEDED)
+    pair.check()
+    assert pair.hits > 100
+
+
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+@pytest.mark.parametrize("length", [1, 15, 16, 17])
+def test_prompts_at_the_edges_of_blocks_and_checkpoints(heads, length):
+    """That are the same, end one token before, or go on by one, and that differ in the last token: 16 is two blocks."""
+    pair = Pair(tiny_model(heads), 3)
+    (prompt,) = make_prompts((length,))
+    last = (prompt[-1] + 1) % 61
+    others = [prompt, prompt, [*prompt, 5], [*prompt, 6], [*prompt[:-1], last], prompt[:-1], [*prompt, 5, 6]]
+    pair.run([one for one in others if one], greedy(4), together=False)
+    pair.check()
+    assert pair.hits >= length * 4
+
+
+def test_an_identical_prompt_needs_no_forward_pass(monkeypatch):
+    pair = Pair(tiny_model(), 3)
+    pair.run([START], greedy(1))
+    runner = pair.on.engine.runner
+    monkeypatch.setattr(runner, "run", lambda batch: pytest.fail("the base ran"))
+    (output,) = pair.on.generate([{"prompt_token_ids": START}], greedy(1))
+    assert output.num_cached_tokens == len(START)
+
+
+@pytest.mark.parametrize("settings", [{"num_blocks": 14}, {"prefix_cache_bytes": 20000}, {"prefix_cache_bytes": 0}])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_eviction_and_preemption_under_load(settings, ahead):
+    pair = Pair(tiny_model(), 3, max_num_seqs=3, async_scheduling=ahead, **{"num_blocks": 200, **settings})
+    prompts = make_prompts((21, 4, 30, 9))
+    first = pair.run([*prompts, [*prompts[0], 3], prompts[2][:20]], greedy(12))
+    again = [prompt + output[:9] for prompt, output in zip(prompts, first, strict=False)]
+    pair.run([*again, *prompts], greedy(12))
+    pair.run([START, *again, START], greedy(12), together=False)
+    pair.check()
+    if settings.get("prefix_cache_bytes") == 0:
+        assert not pair.hits
+    if "num_blocks" in settings:
+        assert pair.on.stats().preemptions and pair.on.engine.scheduler.blocks.num_evicted
+
+
+def test_chunks_end_where_others_went_on_and_at_intervals():
+    """In the middle of prompts, in steps that decode others, too."""
+    pair = Pair(tiny_model(), 2, max_num_batched_tokens=12, prefix_cache_interval=16)
+    long, *short = make_prompts((50, 4, 9))
+    pair.run([short[0], long, short[1]], greedy(10))
+    forks = [long[:30] + [n] * 9 for n in (1, 2, 3)]
+    pair.run(forks, greedy(6), together=False)
+    pair.check()
+    assert pair.hits == 16 + 24 + 24
+
+
+def test_a_checkpoint_before_the_generation_prompt():
+    """The next turn's history is rendered without it."""
+    pair = Pair(tiny_model("distinct"), 3)
+    for llm in (pair.off, pair.on):
+        llm.engine.add_request(START, greedy(5), checkpoint_at=18)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+    pair.run([[*START[:18], 9, 9, 9]], greedy(5))
+    pair.check()
+    assert pair.hits == 18
+
+
+def test_heads_with_recurrent_state_are_refused():
+    with pytest.raises(UserError, match="MTP heads keep recurrent state"):
+        make_llm(tiny_model(mtp_pattern="M*"), 2, enable_prefix_caching=True)
+    make_llm(tiny_model(mtp_pattern="M*"), 0, enable_prefix_caching=True)
+
+
+def test_steps_that_are_timed_end_no_request():
+    """Free slots of earlier requests are used for it."""
+    engine = make_llm(tiny_model(), 2, enable_prefix_caching=True, max_num_seqs=2).engine
+    engine.adapt([2], repeats=2)
+    assert engine.state.ends is not None and not engine.state.ends.reached.any()
+
+
+def test_the_plan_counts_checkpoints():
+    llm = make_llm(tiny_model(), 3, enable_prefix_caching=True, max_num_seqs=3)
+    plan, store = llm.memory_plan, llm.engine.checkpoints
+    assert plan.num_checkpoints == 6 and plan.prefix_bytes == sum(tensor.nbytes for tensor in store.tensors)
+    assert "prefix cache 0.00 GB (6 checkpoints x" in str(plan)
+    assert make_llm(tiny_model(), 3).memory_plan.prefix_bytes == 0
+    half = make_llm(tiny_model(), 3, enable_prefix_caching=True, prefix_cache_bytes=plan.checkpoint_bytes * 2 - 1)
+    assert half.memory_plan.num_checkpoints == 1
+
+
+def test_checkpoints_in_bf16_are_rounded_and_no_more():
+    pair = Pair(tiny_model(), 3, prefix_cache_dtype="bfloat16")
+    multi_turn(pair, START, 3, greedy(3))
+    off, on = pair.seen
+    assert pair.hits > 40
+    with pytest.raises(AssertionError, match="logits differ"):
+        pair.check()
+    worst = max(float((on.logits[known] - off.logits[known]).abs().max()) for known in on.logits)
+    assert worst < 0.1
