@@ -113,6 +113,19 @@ def test_inputs(twin):
         assert relative(got.cpu(), want) < TOLERANCE
 
 
+def test_channels_that_do_not_lie_side_by_side(twin):
+    """As a convolution gives them that runs along the last dimension."""
+    lens, inputs = [5, 18], make(23)
+    op, rates = twin("gated_delta_rule"), torch.randn(2, HEADS)
+    turned = {name: t.to(twin.device).movedim(0, -1).contiguous().movedim(-1, 0) for name, t in inputs.items()}
+    out = op.delta_varlen(**turned, starts=bounds(lens).to(twin.device))
+    want = torch.cat([delta_recurrence.rule(*part)[0] for part in zip(*(t.split(lens) for t in inputs.values()))])
+    assert relative(out.cpu(), want) < TOLERANCE
+    given = [turned["q"], turned["k"], turned["g"], turned["beta"], *rates.to(twin.device)]
+    have, plain = (op.delta_inputs(*arguments) for arguments in (given, [t.contiguous() for t in given]))
+    assert all(relative(got.cpu(), want.cpu()) < TOLERANCE for got, want in zip(have, plain, strict=True))
+
+
 def gradients(function, inputs, weights):
     leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
     out = function(**leaves)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, padded, row_of_tile, strided
+from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, padded, row_of_tile, strided, with_rows
 from mtpkit.kernels.gated_delta_rule.reference import CHUNK
 
 _FORGOTTEN = -100.0
@@ -343,6 +343,7 @@ def delta_varlen(
     context_lens: Tensor | None = None,
 ) -> Tensor:
     """See the reference. With bf16 inputs, operands of products are rounded to bf16; other inputs run in fp32."""
+    q, k, v = with_rows(q), with_rows(k), with_rows(v)
     chunks = prepare(k, g.contiguous(), (beta := beta.contiguous()), starts, context_lens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     walk(q[:, None], k, v, beta, starts, chunks, Places(states, slots, context_lens), out)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided
+from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided, with_rows
 from mtpkit.kernels.gated_delta_rule.backward import delta_rule
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay, unit_scale
@@ -71,7 +71,7 @@ def delta_inputs(
     )
     tokens, groups, state_dim = q.shape
     _inputs_kernel[(tokens, groups)](
-        *map(strided, (q, k, a, b)),
+        *(strided(with_rows(t)) for t in (q, k, a, b)),
         (A_log, dt_bias),
         out,
         HEADS=rates[-1],
