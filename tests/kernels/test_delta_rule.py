@@ -119,7 +119,9 @@ def test_channels_that_do_not_lie_side_by_side(twin):
     op, rates = twin("gated_delta_rule"), torch.randn(2, HEADS)
     turned = {name: t.to(twin.device).movedim(0, -1).contiguous().movedim(-1, 0) for name, t in inputs.items()}
     out = op.delta_varlen(**turned, starts=bounds(lens).to(twin.device))
-    want = torch.cat([delta_recurrence.rule(*part)[0] for part in zip(*(t.split(lens) for t in inputs.values()))])
+    want = torch.cat(
+        [delta_recurrence.rule(*part)[0] for part in zip(*(t.split(lens) for t in inputs.values()), strict=True)]
+    )
     assert relative(out.cpu(), want) < TOLERANCE
     given = [turned["q"], turned["k"], turned["g"], turned["beta"], *rates.to(twin.device)]
     have, plain = (op.delta_inputs(*arguments) for arguments in (given, [t.contiguous() for t in given]))
