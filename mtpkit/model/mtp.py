@@ -262,6 +262,7 @@ def unroll_depths(
     mix: Callable[[Tensor, Tensor], Tensor] | None = None,
     recompute: bool = False,
     forward: Callable[[HybridModel, int, Tensor, Tensor, LayerInput], tuple[Tensor, Tensor]] = depth_forward,
+    document_lens: tuple[int, ...] | None = None,
 ) -> Iterator[Tensor]:
     """Yield g^1 .. g^K, each after its final norm, over whole sequences.
 
@@ -273,7 +274,7 @@ def unroll_depths(
         attention: `serving`, the mask that decoding a repeated head produces, or `per_depth`, causal attention of each
             depth over its own stream: what Megatron trains, and what decoding distinct heads produces. None: what
             decoding this model produces.
-        documents, positions: [b, s], see `SequenceInput`.
+        documents, positions: [b, s], and `document_lens`: see `SequenceInput`.
         mix: for training, what depth k + 1 reads in place of what depth k hands on: a function of that and of the
             base's hidden states that it stands in for, both [s, b, h]; element i of these is h_{i+k}, or 0 past the
             end. They are normed where depths hand on normed states; of a base that hands these on, others cannot be
@@ -290,9 +291,9 @@ def unroll_depths(
     base = normed_states(model, hidden) if mix is not None and rules.hands_on_normed(1) else hidden
     assert mix is None or rules.hands_on_normed(1) or not rules.hands_on_normed(0), "see `mix`"
     for depth in range(1, num_depths + 1):
-        inputs: LayerInput = SequenceInput(documents, positions)
+        inputs: LayerInput = SequenceInput(documents, positions, document_lens)
         if serving:
-            inputs = DepthInput(documents, positions, depth=depth, streams=streams)
+            inputs = DepthInput(documents, positions, document_lens, depth=depth, streams=streams)
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         if recompute:  # nothing in a depth is random
             kept = partial(_keeping_inputs, forward)

@@ -280,6 +280,7 @@ def _unroll(
         mix,
         recompute,
         training_forward if torch.is_grad_enabled() else depth_forward,
+        document_lens=batch.document_lens,
     )
     students = [
         gather_sequence(model, states).flatten(0, 1)[(rows - depth * batch_size).clamp(min=0)]

@@ -38,7 +38,7 @@ OPS = {
     *(f"linear {name}" for name in ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")),
     *("linear eh_proj", "linear lm_head"),
     *("sequence_attention", "depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"),
-    *("relu2 training", "adamw_", "quantize_rows", "fp8_linear"),
+    *("ssd_scan", "relu2 training", "adamw_", "quantize_rows", "fp8_linear"),
 }
 
 

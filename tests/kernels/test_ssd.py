@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtpkit.kernels.ssd import ssd_chunk_scan
+from mtpkit.kernels.ssd.reference import ssd_chunk_scan
 from tests.kernels.recurrence import relative, scan
 
 HEADS, WIDTH, STATE = 4, 3, 5

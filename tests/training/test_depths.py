@@ -1,11 +1,15 @@
 """Which tokens count, where documents end, and how accepted drafts are counted."""
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.model.layers import mamba
 from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, Selection, count_accepted, measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
@@ -155,9 +159,9 @@ def assert_counts(found, decoding, accepted, later):
     assert found[row + 1].tolist() == pytest.approx([(accepted[0] + later).item(), accepted[1].item()], rel=1e-5)
 
 
-def losses_and_grads(model, batch, attention):
+def losses_and_grads(model, batch, attention, recompute=False):
     heads = freeze_base(model)
-    losses, _ = run_depths(model, batch, 3, attention, LossConfig())
+    losses, _ = run_depths(model, batch, 3, attention, LossConfig(), recompute=recompute)
     model.zero_grad()
     (losses * torch.tensor([1.0, 0.6, 0.36])).sum().backward()
     return losses.detach(), {name: parameter.grad.clone() for name, parameter in heads.items()}
@@ -172,6 +176,27 @@ def test_a_packed_document_is_trained_as_if_alone(attention, mtp_pattern):
     torch.testing.assert_close(packed[0], sum(losses for losses, _ in parts), rtol=1e-5, atol=1e-6)
     for name, grad in packed[1].items():
         torch.testing.assert_close(grad, sum(grads[name] for _, grads in parts), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_mamba_heads_train_through_the_kernels_as_through_plain_pytorch(attention, monkeypatch):
+    """Packed documents, depths that continue depth 1's state, and what runs again in the backward."""
+    model, batch = toy_model(mtp_pattern="M*"), toy_batch([[5, 4]])
+    plain = losses_and_grads(model, batch, attention)
+    kernel, calls = importlib.import_module("mtpkit.kernels.ssd.triton").ssd_scan, []
+    monkeypatch.setattr(mamba, "ssd_scan", lambda *args, **named: calls.append(1) or kernel(*args, **named))
+    found = losses_and_grads(model, batch, attention, recompute=True)
+    assert len(calls) == 1 + 2 * 3  # of the base, and of three depths twice
+    torch.testing.assert_close(found[0], plain[0], rtol=1e-5, atol=1e-6)
+    for name, grad in plain[1].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_known_lengths_of_documents_are_not_read_from_the_device(monkeypatch):
+    batch = replace(toy_batch([[5, 4]]), document_lens=(5, 4))
+    monkeypatch.setattr(SequenceInput, "_lens", property(lambda self: pytest.fail("waits for the device")))
+    for attention in ATTENTION:
+        losses_and_grads(toy_model(mtp_pattern="M*"), batch, attention)
 
 
 def test_wrongly_shifted_masks_would_be_seen():

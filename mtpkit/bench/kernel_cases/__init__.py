@@ -79,6 +79,8 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
     if shapes.k:
         if attention & set(shapes.config.mtp.pattern) and shapes.k > 1:
             yield training.depth_attention(shapes, length)
+        if shapes.config.has(Mamba2Config):
+            yield training.scan(shapes, length)
         if shapes.config.has(MlpConfig):
             yield training.activation(shapes, length)
         yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))

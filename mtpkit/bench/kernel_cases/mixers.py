@@ -99,7 +99,7 @@ def ring_lens(shapes: Shapes, length: int) -> Tensor:
     return lens.clamp_max(shapes.context_len)
 
 
-def _inputs(shapes: Shapes, *lead: int) -> Args:
+def scan_inputs(shapes: Shapes, *lead: int) -> Args:
     """x, dt, A_log, B, C, D, dt_bias and the range of dt.
 
     x, dt, B and C [*lead, ...] are views of the projection and of the convolution's output.
@@ -128,7 +128,7 @@ def ssm_replay(shapes: Shapes) -> Case:
     length = ring.ring_length(tokens)
 
     def make() -> Args:
-        x, _, _, B, *_ = inputs = _inputs(shapes, rows, tokens)
+        x, _, _, B, *_ = inputs = scan_inputs(shapes, rows, tokens)
         ring_dt = 0.1 * shapes.uniform(rows, length, config.mamba2.num_heads, dtype=torch.float32)
         rings = (shapes.normal(rows, length, *x.shape[2:]), shapes.normal(rows, length, *B.shape[2:]), ring_dt)
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
@@ -151,7 +151,7 @@ def ssm_snapshot(shapes: Shapes) -> Case:
     rows, tokens = shapes.rows, shapes.tokens
 
     def make() -> Args:
-        inputs = _inputs(shapes, rows, tokens)
+        inputs = scan_inputs(shapes, rows, tokens)
         places = (shapes.permutation(rows), shapes.ints(tokens, rows))
         return _state(shapes, rows, tokens), *places, *inputs
 
@@ -213,7 +213,7 @@ def ssd_varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
     def make() -> Args:
         places = _state(shapes, rows), shapes.permutation(rows), shapes.full(shapes.context_len, rows)
-        return *_inputs(shapes, sum(lens)), starts_of(shapes, lens), config.mamba2.chunk_size, *places
+        return *scan_inputs(shapes, sum(lens)), starts_of(shapes, lens), config.mamba2.chunk_size, *places
 
     def count(args: Args) -> float:
         x, dt, _, B, C, *_ = args

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.bench.kernel_cases.mixers import scan_inputs, starts_of
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.config.sections import MlaConfig
 from mtpkit.kernels import activation as activations
@@ -21,6 +22,7 @@ from mtpkit.kernels import linear as linears
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
+from mtpkit.kernels.ssd import ssd_scan
 from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.loss import head_losses
 
@@ -88,6 +90,31 @@ def depth_attention(shapes: Shapes, length: int) -> Case:
         flops=_attention_flops(shapes, length, 2 + 5),
         name="depth_attention",
         reference=split(reference.depth_attention),
+    )
+
+
+def scan(shapes: Shapes, length: int) -> Case:
+    """The scan of Mamba2 at depth 1, and its backward."""
+    sizes, starts = shapes.config.mamba2, starts_of(shapes, (length,))
+
+    def split(function: Callable[..., Tensor]) -> Callable[..., Any]:
+        return _differentiated(lambda *tensors: function(*tensors, sizes.dt_limit, starts, sizes.chunk_size))
+
+    def moved(args: Args) -> float:
+        x, dt, _, B, C, *_ = args
+        return size(x, x, dt, B, C) + size(x, x, x, dt, dt, B, B, C, C)
+
+    return Case(
+        split(ssd_scan),
+        f"s = {length}, with backward",
+        lambda: scan_inputs(shapes, length)[:-1],
+        moved,
+        # A token adds to a state and reads it; both have a gradient of either factor.
+        flops=3 * 4.0 * length * sizes.inner * sizes.state_dim,
+        name="ssd_scan",
+        reference=split(inspect.unwrap(ssd_scan)),
+        # Gradients of rates are fp32 sums of products that are rounded to the dtype of x.
+        tolerance=2e-2 if shapes.dtype == torch.bfloat16 else None,
     )
 
 

@@ -188,6 +188,49 @@ def ssd_varlen(
     return y
 
 
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    starts: Tensor,
+    chunk_size: int,
+    states: Tensor | None = None,
+    wide: bool = False,
+) -> Tensor:
+    """Scan R concatenated rows of any lengths. Differentiable in all tensors but `starts`.
+
+    Args:
+        x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of larger tensors.
+        A_log, D, dt_bias: [h], with A = -exp(A_log); D may be None; `dt_limit` clamps the softplus.
+        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at token starts[0].
+        chunk_size: tokens per chunk; changes rounding only.
+        states: [R, h, p, n] before the rows; None: zeros.
+        wide: whether y is fp32 whatever x is.
+
+    Returns:
+        y [T, h, p] in the dtype of x.
+    """
+    lens = starts.diff()
+    A, steps = -torch.exp(A_log.float()), F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
+    tokens = [t[None] for t in (x.float() if wide else x, steps, B, C)]
+
+    def scan(span: slice, **more: Tensor | None) -> Tensor:
+        x, steps, B, C = (t[:, span] for t in tokens)
+        return ssd_chunk_scan(x, steps, A, B, C, D, chunk_size=chunk_size, **more)[0][0]
+
+    if states is None:
+        documents = torch.repeat_interleave(lens)[None] if len(lens) > 1 else None
+        return scan(slice(None), documents=documents)
+    bounds = pairwise((starts - starts[0]).tolist())
+    rows = ((slice(*span), state[None]) for span, state in zip(bounds, states, strict=True) if span[0] < span[1])
+    return torch.cat([scan(span, initial_state=state) for span, state in rows])
+
+
 def _scan_chunk(
     x: Tensor,
     dt: Tensor,

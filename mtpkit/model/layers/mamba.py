@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.kernels.ring_fold import fold_ring
-from mtpkit.kernels.ssd import ssd_chunk_scan, ssd_varlen
+from mtpkit.kernels.ssd import ssd_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
 from mtpkit.model.inputs import DepthInput, SequenceInput, TreeInput
 from mtpkit.model.layers.base import split_parameter
@@ -17,7 +17,8 @@ from mtpkit.model.state import Replay, Snapshot
 
 
 class ScanInputs(NamedTuple):
-    """Inputs of the recurrence per token, after the convolution: x [..., h, p], dt [..., h], B and C [..., g, n]."""
+    """Inputs of the recurrence per token: x [..., h, p], B and C [..., g, n] after the convolution, dt [..., h] before
+    bias and softplus."""
 
     x: Tensor
     dt: Tensor
@@ -55,15 +56,11 @@ class MambaMixer(RecurrentMixer):
     def _finish_step(self, y: Tensor, z: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.out_proj.gated(y, z, self.norm, residual)
 
-    @property
-    def _A(self) -> Tensor:
-        return -torch.exp(self.A_log)
-
     def _step_size(self, dt: Tensor) -> Tensor:
         return F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit)
 
     def _scan_inputs(self, conv_out: Tensor, dt: Tensor) -> ScanInputs:
-        x, B, C = conv_out.split(list(self.channels.values()), -1)
+        x, B, C = conv_out.contiguous().split(list(self.channels.values()), -1)
         return ScanInputs(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
             dt,
@@ -73,12 +70,15 @@ class MambaMixer(RecurrentMixer):
 
     def scan(self, conv_out: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
         """See `RecurrentMixer.scan`."""
-        return self._scan(self._scan_inputs(conv_out, self._step_size(rates)), documents=inputs.documents)[0]
+        return self._scan(self._scan_inputs(conv_out, rates), self.D, inputs)
 
-    def _scan(self, inputs: ScanInputs, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return ssd_chunk_scan(
-            inputs.x, inputs.dt, self._A, inputs.B, inputs.C, self.D, chunk_size=self.chunk_size, **kwargs
-        )
+    def _scan(self, tokens: ScanInputs, D: Tensor | None, inputs: SequenceInput, wide: bool = False) -> Tensor:
+        """y [b, s, h, p] of whole sequences, document by document; `wide`: in fp32."""
+        shape = tokens.dt.shape[:2]
+        starts = inputs.starts(shape[0], shape[1], tokens.dt.device)
+        x, dt, B, C = (t.flatten(0, 1) for t in tokens)
+        y = ssd_scan(x, dt, self.A_log, B, C, D, self.dt_bias, self.dt_limit, starts, self.chunk_size, wide=wide)
+        return y.unflatten(0, shape)
 
     def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
@@ -116,19 +116,19 @@ class MambaMixer(RecurrentMixer):
         With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i; so y^k_i is C_k's readout of
         S_i, decayed, plus one term for each of depths 2..k.
         """
-        dt = self._step_size(rates)
-        current = self._scan_inputs(conv_out, dt)
+        current = self._scan_inputs(conv_out, rates)
         first, *later = inputs.leave(self.layer_name, current)
-        if not later:
-            return self._scan(current, documents=inputs.documents)[0]
-        A, rep = self._A, self.num_heads // self.num_groups
-        readout, _ = ssd_chunk_scan(
-            first.x.float(), first.dt, A, first.B, current.C, documents=inputs.documents, chunk_size=self.chunk_size
-        )
-        log_decay = torch.zeros_like(dt)  # from the depth at hand to depth k
+        name = f"{self.layer_name}.steps"
+        if not later:  # the scan makes depth 1's step sizes
+            inputs.leave(name, None)
+            return self._scan(current, self.D, inputs)
+        _, *steps = inputs.leave(name, self._step_size(rates))
+        A, rep = -torch.exp(self.A_log), self.num_heads // self.num_groups
+        readout = self._scan(first._replace(C=current.C), None, inputs, wide=True)
+        log_decay = torch.zeros_like(steps[-1])  # from the depth at hand to depth k
         y = current.x.float() * self.D[:, None]
-        for entry in reversed(later):
+        for entry, step in zip(reversed(later), reversed(steps), strict=True):
             score = (current.C.float() * entry.B.float()).sum(-1).repeat_interleave(rep, -1)
-            y = y + (torch.exp(log_decay) * score * entry.dt)[..., None] * entry.x.float()
-            log_decay = log_decay + entry.dt * A
+            y = y + (torch.exp(log_decay) * score * step)[..., None] * entry.x.float()
+            log_decay = log_decay + step * A
         return (y + torch.exp(log_decay)[..., None] * readout).to(current.x.dtype)
