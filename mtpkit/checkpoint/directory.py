@@ -19,7 +19,7 @@ from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader, stored_names
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
-from mtpkit.checkpoint.quantized import Dequantized, read_block_fp8
+from mtpkit.checkpoint.quantized import CONFIG, Dequantized, read_block_fp8
 from mtpkit.checkpoint.tensors import CheckedTensors, Tensors, TensorSource, require_same_names
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -32,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OWN_CONFIG = "mtpkit.json"
+MODELOPT = "hf_quant_config.json"
+"""ModelOpt's settings, where `config.json` has none."""
 RELEASE = "release"
 """Name that Megatron-LM gives to a checkpoint that is not a step of a run."""
 
@@ -128,18 +130,21 @@ def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
     return frozenset(token for token in found if isinstance(token, int))
 
 
-def load_config(directory: Path | str) -> ModelConfig:
+def load_config(directory: Path | str, any_quantization: bool = False) -> ModelConfig:
     """The `ModelConfig` of a model directory of either layout.
 
     A config of Megatron names no family: it is the one that fits, if only one does. A Hugging Face model without a
     single tensor of its heads has none, whatever its config.json counts.
+
+    Args:
+        any_quantization: also of a directory whose weights are stored in a way that cannot be read.
 
     Raises:
         UserError: no config, or one that cannot be represented.
     """
     directory = Path(directory)
     if detect_layout(directory) == "hf":
-        return _with_stored_heads(directory, _config_from_hf(directory / "config.json"))
+        return _with_stored_heads(directory, _config_from_hf(directory / "config.json", any_quantization))
     for place in beside(directory):
         own, other = place / OWN_CONFIG, place / "config.json"
         if is_there(own):
@@ -181,8 +186,19 @@ def hf_settings(directory: Path) -> dict[str, object]:
     return read_json(directory / "config.json")
 
 
-def _config_from_hf(path: Path) -> ModelConfig:
+def quantization_settings(directory: Path) -> object:
+    """`quantization_config` of a Hugging Face directory, or what ModelOpt wrote beside `config.json`; None without
+    either. Raises as `read_json` does."""
+    found, beside_it = hf_settings(directory).get(CONFIG), directory / MODELOPT
+    if found is None and is_there(beside_it):
+        return {"quant_method": "modelopt", **read_json(beside_it)}
+    return found
+
+
+def _config_from_hf(path: Path, any_quantization: bool = False) -> ModelConfig:
     values = read_json(path)
+    if any_quantization:
+        values.pop(CONFIG, None)
     return get_family(values.get("model_type"), path, "model_type").config_from_hf(values, path)
 
 

@@ -7,18 +7,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
 from mtpkit.checkpoint.directory import detect_layout, hf_settings, load_config
 from mtpkit.checkpoint.families import Family, get_family
-from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Serving, Subject
+from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
 from mtpkit.checkpoint.layouts.huggingface import HFReader
-from mtpkit.checkpoint.quantized import CONFIG, FP8, SCALE, BlockFp8, read_block_fp8
+from mtpkit.checkpoint.lint_quantized import block_sizes, find_quantized, quantisation
+from mtpkit.checkpoint.quantized import FP8
 from mtpkit.checkpoint.tensors import FLOATS, is_finite
-from mtpkit.checkpoint.values import Values
 from mtpkit.config import MtpConfig
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import is_there
@@ -44,18 +43,21 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
     directory = Path(directory)
     if detect_layout(directory) != "hf":
         raise UserError(f"{directory} has the Megatron layout, which no server reads; use `export` to convert it")
-    config = load_config(directory)
+    config = load_config(directory, any_quantization=True)
     family = get_family(config.family)
     reader = HFReader(directory, family.published_name, family.carried)
     table = family.table(config)
     stored = table.stored_in(reader.tensors)
+    expected = table.hf_shapes(stored)
     subject = Subject(
         directory=directory,
         hf={key: value for key, value in hf_settings(directory).items() if value is not None},
         config=config,
         found=reader.tensors,
-        expected=table.hf_shapes(stored),
+        expected=expected,
         heads=frozenset(table.mtp_names(stored)),
+        quantized=find_quantized(reader.tensors, expected),
+        carried=frozenset(reader.carried.tensors),
         read=reader.read,
         ranks=ranks,
     )
@@ -117,10 +119,11 @@ def _rules(family: Family) -> list[Rule]:
     def norms(subject: Subject) -> Iterator[Finding]:
         return _norms(subject, facts.norm_means)
 
-    def quantisation(subject: Subject) -> Iterator[Finding]:
-        return _quantisation(subject, facts)
+    def quantized(subject: Subject) -> Iterator[Finding]:
+        yield from quantisation(subject, facts)
+        yield from block_sizes(subject, facts)
 
-    shared = [architecture, _names, depth, _sizes, tied, needs, fed, quantisation, _dtype, fp32, norms, _files]
+    shared = [architecture, _names, depth, _sizes, tied, needs, fed, quantized, _dtype, fp32, norms, _files]
     return [*shared, *facts.rules]
 
 
@@ -147,17 +150,18 @@ def _unmet(need: Need, found: object) -> Finding | None:
 
 def _names(subject: Subject) -> Iterator[Finding]:
     """A tensor under another name, or of another shape, is skipped, or stops the server, or stays uninitialised."""
-    found, expected = subject.found, subject.expected
-    scales = {name + SCALE for name, info in found.items() if info.dtype == FP8}
+    found, expected, quantized = subject.found, subject.expected, subject.quantized
+    both = found.keys() & expected.keys()
     for title, names in (
-        ("missing", expected.keys() - found.keys()),
-        ("unexpected", found.keys() - expected.keys() - scales),
-        ("not floating-point numbers", {n for n in found.keys() & expected if found[n].dtype not in (*FLOATS, FP8)}),
+        ("missing", expected.keys() - found.keys() - quantized.keys()),
+        ("unexpected", found.keys() - expected.keys() - set().union(*quantized.values())),
+        ("not floating-point numbers", {n for n in both - quantized.keys() if found[n].dtype not in FLOATS}),
     ):
         for whose, part in (("of the heads", names & subject.heads), ("", names - subject.heads)):
             if part:
                 yield Finding(f"{len(part)} tensors {whose} {title}: ".replace("  ", " ") + _listed(part))
-    odd = sorted(n for n in found.keys() & expected.keys() if tuple(found[n].shape) != tuple(expected[n]))
+    packed = {name for name in both & quantized.keys() if found[name].dtype != FP8}  # several numbers in one
+    odd = sorted(name for name in both - packed if tuple(found[name].shape) != tuple(expected[name]))
     if odd:
         shapes = [f"{name} {list(found[name].shape)} instead of {list(expected[name])}" for name in odd]
         yield Finding(f"{len(odd)} tensors of another shape: {_listed(shapes)}")
@@ -169,17 +173,8 @@ def _sizes(subject: Subject) -> Iterator[Finding]:
     for size in uneven_sizes(config, ranks):
         share = "does not divide it, nor the other way round" if size.shared else "does not divide it"
         yield Finding(f"{size.key} {size.size}: tensor-parallel size {ranks} {share}")
-    block = read_block_fp8(Values(subject.hf, subject.directory))
     if config.hidden_size % ranks:
         yield Finding(f"hidden_size {config.hidden_size}: tensor-parallel size {ranks} does not divide it")
-    if block is None or ranks == 1:
-        return
-    for kind in kinds_in(config.letters):
-        for name in (field for field in kind.divided if field.endswith("_size")):
-            width = getattr(config.section(kind.section), name)
-            if width // ranks % block.rows:
-                text = f"{name} {width} over {ranks} ranks is no multiple of the blocks of {block.rows} rows"
-                yield Finding(f"fp8: {text}", True, ("vllm",))
 
 
 def _dtype(subject: Subject) -> Iterator[Finding]:
@@ -219,44 +214,6 @@ def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[F
         if abs(middle - usual) > _NORM_SHIFT:
             what = f"norms of the {whose} matching {pattern!r}: median mean {middle:.2f}"
             yield Finding(f"{what}, usually about {usual:g}; an offset of 1 may be wrong", False)
-
-
-def _quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
-    """A quantised base needs to be told which of the heads' modules are not."""
-    settings, found = subject.setting(CONFIG), subject.found
-    quantized = {name for name, info in found.items() if info.dtype == FP8}
-    if not isinstance(settings, Mapping):
-        if quantized:
-            yield Finding(f"fp8 weights without {CONFIG} in config.json: {_listed(quantized)}")
-        return
-    keys = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
-    ignored = [str(module) for key in keys for module in settings.get(key) or ()]
-    block = read_block_fp8(Values(subject.hf, subject.directory)) or BlockFp8()
-    matrices = [n for n in subject.heads & found.keys() if len(found[n].shape) > 1 and n.endswith(".weight")]
-    modules = {name: name.removesuffix(".weight") for name in sorted(matrices)}
-    never = (*facts.no_linears, *facts.unquantized)
-    plain = [module for name, module in modules.items() if name not in quantized]
-    free = [module for module in plain if not any(re.search(pattern, module) for pattern in never)]
-    if told := [module for module in free if not any(_matches(entry, module) for entry in ignored)]:
-        yield Finding(f"not quantised, and in none of {CONFIG}'s {', '.join(keys[:2])}: {_listed(told)}")
-    for name in sorted(quantized):
-        module = name.removesuffix(".weight")
-        if name in subject.heads and any(re.search(pattern, module) for pattern in facts.unquantized):
-            yield Finding(f"{name} is fp8, but servers build it without quantisation: store it in bf16")
-        elif any(_matches(entry, module) for entry in ignored):
-            yield Finding(f"{name} is fp8, though {CONFIG} says that it is not")
-        scale, shape = found.get(name + SCALE), block.scale_shape(found[name].shape)
-        if scale is None:
-            yield Finding(f"{name} is fp8 without {name}{SCALE}")
-        elif scale.shape != shape:
-            yield Finding(f"{name}{SCALE} {list(scale.shape)} instead of {list(shape)}")
-
-
-def _matches(entry: str, module: str) -> bool:
-    """Whether an entry of an ignore-list means a module: by name, prefix, wildcard, or a pattern after `re:`."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return module == entry or module.startswith(entry + ".") or fnmatch(module, entry)
 
 
 def _files(subject: Subject) -> Iterator[Finding]:

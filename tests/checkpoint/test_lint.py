@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H, SERVING
 from mtpkit.checkpoint.families.serving import Finding, Need
 from mtpkit.checkpoint.lint import lint
-from mtpkit.checkpoint.quantized import FP8, SCALE
-from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base
 from tests.checkpoint.odd_family import known, write_odd
 from tests.checkpoint.test_cli import convert
@@ -157,36 +155,6 @@ def test_norms_with_another_offset(hf):
     assert "norms of the heads" in found and "an offset of 1 may be wrong" in found
     edit(hf, lambda tensors: tensors[heads[0]].fill_(float("nan")))
     assert f"NaN or infinity in {heads[0]}" in texts(lint(hf))
-
-
-def quantize(tensors, names):
-    for name in names:
-        weight = tensors[name]
-        tensors[name] = weight.to(FP8)
-        tensors[name + SCALE] = torch.ones(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
-
-
-def test_heads_that_a_quantised_base_leaves_out(hf):
-    def linears(tensors, prefix):
-        return [n for n in tensors if n.startswith(prefix) and "_proj.weight" in n and "eh_proj" not in n]
-
-    edit(hf, lambda tensors: quantize(tensors, linears(tensors, "backbone.")))
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    edit_config(hf, quantization_config=config)
-    found = texts(lint(hf))
-    assert "not quantised, and in none of" in found and "mtp.layers.0.eh_proj" in found and "mixer.gate" not in found
-    for ignored in (["mtp"], ["mtp.*"], ["re:mtp.*"], ["mtp.layers.0", "mtp.layers.1"]):
-        edit_config(hf, quantization_config=config | {"modules_to_not_convert": ignored})
-        assert texts(lint(hf)) == ""
-    edit(hf, lambda tensors: quantize(tensors, linears(tensors, "mtp.")[:2]))
-    assert "is fp8, though quantization_config says that it is not" in texts(lint(hf))
-    edit_config(hf, quantization_config=config | {"modules_to_not_convert": ["mtp"]})
-    edit(hf, lambda tensors: tensors.pop("backbone.layers.1.mixer.q_proj.weight_scale_inv"))
-    assert "q_proj.weight is fp8 without backbone.layers.1.mixer.q_proj.weight_scale_inv" in texts(lint(hf))
-    assert "shared_expert_intermediate_size 24 over 2 ranks is no multiple" in texts(lint(hf, ranks=2))
-    edit_config(hf, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UserError, match="quantization_config"):
-        lint(hf)
 
 
 def test_a_family_states_facts_and_brings_rules(tmp_path):

@@ -11,7 +11,7 @@ from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import Finding, Need, Serving, Subject
+from mtpkit.checkpoint.families.serving import WITH_NVFP4, Finding, Need, Serving, Subject, Unquantized
 from mtpkit.checkpoint.families.table import Entry, one
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -140,7 +140,8 @@ SERVING = Serving(
     feeds={"vllm": {"mtp_zero_first_embedding": True}},
     head_patterns=("+E",),
     fp32=(r"e_score_correction_bias$",),
-    unquantized=(r"eh_proj$",),
+    unquantized=(Unquantized(r"eh_proj$"), WITH_NVFP4),
+    called={"sglang": (r"^model\.layers\.(?!61\.)\d+\.", "model.decoder.")},  # it knows the published depth alone
     needs=(
         Need("scoring_func", "vLLM routes by softmax without it", "sigmoid", kind="moe"),
         Need("topk_method", "without it no bias is built", "noaux_tc", kind="moe"),

@@ -4,7 +4,7 @@ from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import Serving
+from mtpkit.checkpoint.families.serving import WITH_NVFP4, Serving, Unquantized
 
 LAYERS = blocks.Layers(dense_key="first_k_dense_replace")
 
@@ -50,6 +50,8 @@ GLM4_MOE = Family(
     serving=Serving(
         head_patterns=("*E",),
         fp32=(r"e_score_correction_bias$",),
+        unquantized=(Unquantized(r"eh_proj$"), WITH_NVFP4),
+        called={"sglang": (r"^model\.layers\.\d+\.", "model.decoder.")},
         feeds={"vllm": {"mtp_reads_of_depth": "before_final_norm", "mtp_zero_first_embedding": True}},
     ),
 )

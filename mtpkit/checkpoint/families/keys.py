@@ -44,7 +44,7 @@ class Nested:
             if top is not None and own is not None and top != own:
                 raise UserError(f"{where}: {key} is {shown(top)} but {self.key}.{key} is {shown(own)}; make them agree")
         outer = {key: hf[key] for key in (*self.at_both_levels, "mtpkit") if hf.get(key) is not None}
-        return {**outer, **inner}
+        return {**outer, **inner, **{key: value for key, value in outer.items() if inner.get(key) is None}}
 
     def around(self, inner: Settings, outer: Settings) -> dict[str, object]:
         """A `config.json` with settings of the text model inside and others beside them."""

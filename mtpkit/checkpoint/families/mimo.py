@@ -9,7 +9,7 @@ from torch import Tensor
 from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
-from mtpkit.checkpoint.families.serving import Need, Serving
+from mtpkit.checkpoint.families.serving import Need, Serving, Unquantized
 from mtpkit.checkpoint.families.table import Entry, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.config import ModelConfig
@@ -41,7 +41,9 @@ def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
 
 SERVING = Serving(
     head_patterns=("*-",),
-    ties=("vllm",),
+    ties=("vllm", "sglang"),
+    unquantized=(Unquantized(r"input_proj$"),),
+    called={"vllm": (r"^model\.mtp_layers\.", "model.layers."), "sglang": (r"^model\.mtp_layers\.\d+\.", "")},
     feeds={
         "vllm": {"mtp_reads_of_base": "before_final_norm", "mtp_zero_first_embedding": True},
         "sglang": {"mtp_zero_first_embedding": True},

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mtpkit.checkpoint.families import blocks, qwen3_next
+from mtpkit.checkpoint.families import blocks, qwen3_next, qwen_serving
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import Fixed, Heads, Key, Line, Nested, Settings
-from mtpkit.checkpoint.families.serving import Serving
+from mtpkit.checkpoint.families.serving import SERVERS, WITH_NVFP4, Serving, Unquantized
 from mtpkit.checkpoint.families.table import Entry, Split, one
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -59,7 +59,10 @@ def nested(model_type: str) -> Nested:
     return Nested("text_config", model_type, at_both_levels=("tie_word_embeddings",))
 
 
-CARRIED = ("model.visual.",)
+UNQUANTIZED = (qwen3_next.PROJECTION, Unquantized(r"^mtp\.fc$", ("vllm",), "NVFP4"), WITH_NVFP4)
+RULES = (qwen_serving.interval("text_config."), qwen_serving.tied_at_both_levels, qwen_serving.vision_tower)
+"""Of lint, for dense models and those with experts."""
+CARRIED = (qwen_serving.VISION,)
 """Prefix of the vision tower's tensors."""
 FP32 = (r"A_log$", r"linear_attn\.norm\.weight$")
 """Names of tensors that published files hold in fp32."""
@@ -81,9 +84,12 @@ QWEN3_5 = Family(
     serving=Serving(
         f"text_config.{COUNT}",
         head_patterns=("*-",),
-        ties=("vllm",),
+        ties=SERVERS,
         norm_means=qwen3_next.NORM_MEANS,
         fp32=FP32,
+        unquantized=UNQUANTIZED,
+        needs=(qwen_serving.STATE_DTYPE,),
+        rules=RULES,
     ),
     carried=CARRIED,
 )

@@ -1,8 +1,8 @@
 """Qwen3.5 and Qwen3.6 with experts: as the dense models, but for the second half of each layer."""
 
-from mtpkit.checkpoint.families import qwen3_5, qwen3_next
+from mtpkit.checkpoint.families import qwen3_5, qwen3_next, qwen_serving
 from mtpkit.checkpoint.families.family import Family
-from mtpkit.checkpoint.families.serving import Serving
+from mtpkit.checkpoint.families.serving import SERVERS, Serving
 
 _LAYERS = qwen3_next.Layers("all", qwen3_5.COUNT)
 
@@ -21,9 +21,12 @@ QWEN3_5_MOE = Family(
     serving=Serving(
         f"text_config.{qwen3_5.COUNT}",
         head_patterns=("*E",),
-        ties=("vllm",),
+        ties=SERVERS,
         norm_means=qwen3_next.NORM_MEANS,
         fp32=qwen3_5.FP32,
+        unquantized=qwen3_5.UNQUANTIZED,
+        needs=(qwen_serving.STATE_DTYPE,),
+        rules=(*qwen3_5.RULES, qwen_serving.mixed_experts),
     ),
     carried=qwen3_5.CARRIED,
 )

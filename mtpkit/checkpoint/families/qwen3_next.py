@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtpkit.checkpoint.families import blocks
+from mtpkit.checkpoint.families import blocks, qwen_serving
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
-from mtpkit.checkpoint.families.serving import Serving
+from mtpkit.checkpoint.families.serving import Serving, Unquantized
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Rounding, Split, Ways, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
@@ -27,8 +27,6 @@ DELTA, ATTENTION = GatedDeltaNetConfig.letter, AttentionConfig.letter
 DENSE, EXPERTS = MlpConfig.letter, MoeConfig.letter
 MIXERS = {"linear_attention": DELTA, "full_attention": ATTENTION}
 """Names in `layer_types`."""
-INTERVAL = 4
-"""`full_attention_interval` where a file says nothing: every fourth layer is attention."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Layers(Line):
         return pattern, _head(feed) if heads else ""
 
     def _mixers(self, file: Values, count: int) -> str:
-        interval = file.typed("full_attention_interval", INTERVAL)
+        interval = file.typed("full_attention_interval", qwen_serving.INTERVAL)
         regular = _every(interval or count + 1, count)
         types = file.get("layer_types")
         if types is None:
@@ -336,6 +334,9 @@ def mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
 NORM_MEANS = ((r"linear_attn\.norm\.", 1.0), (r"norm", 0.0))
 """Names of norms -> about what the mean of their weights is; the first that matches counts."""
 
+PROJECTION = Unquantized(r"^mtp\.fc$", ("sglang",))
+"""vLLM quantises it unless told not to."""
+
 _LAYERS = Layers("some", "num_nextn_predict_layers", count_default=1)
 
 QWEN3_NEXT = Family(
@@ -353,7 +354,15 @@ QWEN3_NEXT = Family(
     base_layer=blocks.base_layer,
     mtp_outside=mtp_outside,
     mtp_layer=mtp_layer,
-    serving=Serving(count_default=1, head_patterns=("*E",), norm_means=NORM_MEANS, fp32=(r"A_log$",)),
+    serving=Serving(
+        count_default=1,
+        head_patterns=("*E",),
+        norm_means=NORM_MEANS,
+        fp32=(r"A_log$",),
+        unquantized=(PROJECTION,),
+        called={"sglang": (r"^mtp\.", "model.")},
+        rules=(qwen_serving.interval(), qwen_serving.dense_layers, qwen_serving.no_packed_experts),
+    ),
 )
 """Published configs lack `num_nextn_predict_layers`; servers then take 1, and so does this. A file without heads says
 0."""

@@ -44,6 +44,10 @@ class Subject:
     """Those that its config calls for."""
     heads: frozenset[str]
     """The names of `expected` that belong to the heads."""
+    quantized: Mapping[str, frozenset[str]]
+    """The names of `expected` that are stored quantised, each with the further tensors that this takes."""
+    carried: frozenset[str]
+    """Names of the tensors that the family carries."""
     read: Callable[[str], Tensor]
     """Reads a tensor of `found`."""
     ranks: int
@@ -79,6 +83,17 @@ class Need:
 
 
 @dataclass(frozen=True)
+class Unquantized:
+    """Modules of heads that servers build without quantisation, whatever the config says of them."""
+
+    pattern: str
+    """A regular expression for their names."""
+    servers: tuple[Server, ...] = SERVERS
+    algorithm: str = ""
+    """The `quant_algo` of ModelOpt with which this is so; empty: with every quantisation."""
+
+
+@dataclass(frozen=True)
 class Serving:
     """What servers expect of a family's directory. Names of tensors are matched by regular expressions."""
 
@@ -96,8 +111,17 @@ class Serving:
     """Names of tensors that lose what they say when rounded to bf16."""
     no_linears: tuple[str, ...] = (r"embed", r"\.gate$", r"conv1d", r"lm_head", r"\.head$")
     """Names of modules with matrices that no server quantises: embeddings, routers, convolutions, output layers."""
-    unquantized: tuple[str, ...] = ()
-    """Names of head modules that servers build without quantisation, whatever the config says."""
+    unquantized: tuple["Unquantized", ...] = ()
+    """Modules of heads that are built without quantisation."""
+    called: Mapping[Server, tuple[str, str]] = field(default_factory=dict)
+    """What a server calls the modules of heads, where that is not the name in the files: pattern and replacement. It
+    looks for these names in the list of modules that are not quantised."""
+    split_rows: tuple[str, ...] = (r"\.(q|k|v|q_b|kv_b|gate|up)_proj$", r"\.in_proj_(qkvz|z)$")
+    """Modules whose rows tensor-parallel ranks share."""
+    split_columns: tuple[str, ...] = (r"\.(o|down|out)_proj$",)
+    """Modules whose columns they share."""
+    split_groups: tuple[str, ...] = (r"\.[kv]_proj$",)
+    """Those of `split_rows` that are shared by groups of query heads, of which more ranks have copies."""
     feeds: Mapping[Server, Settings] = field(default_factory=dict)
     """What servers feed the heads where that differs from the defaults of `MtpConfig`, by keys such as
     `mtp_reads_of_base`."""
@@ -105,6 +129,9 @@ class Serving:
     rules: tuple[Rule, ...] = ()
     """What the other fields cannot say."""
 
+
+WITH_NVFP4 = Unquantized("", ("sglang",), "NVFP4")
+"""SGLang builds the heads of some families without quantisation on a base that ModelOpt has quantised to four bits."""
 
 USUAL = Serving()
 """What holds where a family states nothing."""

@@ -1,0 +1,77 @@
+"""What vLLM and SGLang do with directories of Qwen3-Next and Qwen3.5 that the facts of `Serving` cannot say."""
+
+import re
+from collections.abc import Iterator
+
+from mtpkit.checkpoint.families.serving import Finding, Need, Rule, Server, Subject
+from mtpkit.config.sections import AttentionConfig, MlpConfig
+
+INTERVAL = 4
+"""`full_attention_interval` where a file says nothing: every fourth layer is attention."""
+VISION = "model.visual."
+"""Prefix of the vision tower's tensors."""
+
+_PACKED = r"\.experts\.(gate_up_proj|down_proj)"
+_SINGLE = r"\.experts\.\d+\."
+
+
+def interval(prefix: str = "") -> Rule:
+    """SGLang takes the layers from `full_attention_interval`, whatever `layer_types` says; where a file has both, they
+    agree, or it cannot be read here."""
+
+    def rule(subject: Subject) -> Iterator[Finding]:
+        attention = [n for n, letter in enumerate(subject.config.pattern[::2]) if letter == AttentionConfig.letter]
+        usual = [*range(INTERVAL - 1, len(subject.config.pattern) // 2, INTERVAL)]
+        if subject.setting(f"{prefix}full_attention_interval") is None and attention != usual:
+            text = f"{prefix}full_attention_interval is absent, which counts as {INTERVAL}: attention is in {attention}"
+            yield Finding(f"{text}, not in layers {usual}", True, ("sglang",))
+
+    return rule
+
+
+def dense_layers(subject: Subject) -> Iterator[Finding]:
+    """SGLang builds experts in every layer; vLLM builds the head's second half by the rule for the base's layer 0."""
+    feed = subject.config.pattern[1::2]
+    if dense := [n for n, letter in enumerate(feed) if letter == MlpConfig.letter]:
+        yield Finding(f"layers {dense} have no experts, which are built in every layer", True, ("sglang",))
+        if dense[0] == 0 and subject.config.mtp.pattern[1:] not in ("", MlpConfig.letter):
+            text = (
+                "mlp_only_layers and decoder_sparse_step leave layer 0 without experts: the head is built without, too"
+            )
+            yield Finding(text, True, ("vllm",))
+
+
+def no_packed_experts(subject: Subject) -> Iterator[Finding]:
+    """Of Qwen3-Next servers read experts one by one."""
+    if packed := sorted(name for name in subject.expected if re.search(_PACKED, name)):
+        yield Finding(f"{len(packed)} tensors of packed experts, which are read one by one: {', '.join(packed[:4])}")
+
+
+def mixed_experts(subject: Subject) -> Iterator[Finding]:
+    """vLLM reads the experts of the heads all packed or all one by one, and so those of the base."""
+    for whose, names in (("heads", subject.heads), ("base", subject.expected.keys() - subject.heads)):
+        if any(re.search(_PACKED, name) for name in names) and any(re.search(_SINGLE, name) for name in names):
+            yield Finding(f"experts of the {whose} are packed in part, and in part one by one", True, ("vllm",))
+
+
+def tied_at_both_levels(subject: Subject) -> Iterator[Finding]:
+    """vLLM reads `tie_word_embeddings` of the text model, SGLang that of the top level; both default to false."""
+    levels: tuple[tuple[Server, str], ...] = (("vllm", "text_config."), ("sglang", ""))
+    for server, level in levels if subject.config.tie_word_embeddings else ():
+        key = f"{level}tie_word_embeddings"
+        if subject.setting(key) is not True:
+            yield Finding(f"embeddings are tied, but {key}, which is read, does not say so", True, (server,))
+
+
+def vision_tower(subject: Subject) -> Iterator[Finding]:
+    """Neither server has the text model alone under its published name."""
+    if not any(name.startswith(VISION) for name in subject.carried):
+        yield Finding(f"no tensors {VISION}*, and the model is built with its vision tower; stitch into the original")
+
+
+STATE_DTYPE = Need(
+    "text_config.mamba_ssm_dtype",
+    "servers choose the dtype of the recurrent state",
+    fatal=False,
+    kind="gated_delta_net",
+)

@@ -1,0 +1,148 @@
+"""Lists of the modules that a quantised checkpoint holds unquantised, as vLLM 0.24 and SGLang 0.5.23 read them.
+
+Each method of quantisation has a key of its own for the list, and each server its own idea of which module an entry
+means: vLLM takes the entries of an fp8 checkpoint as whole names, SGLang as parts of a path.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from mtpkit.checkpoint.families.serving import Server
+
+Match = Callable[[str, str], bool]
+"""Whether an entry means a module, as (entry, module)."""
+
+_NESTED = "quantization"
+"""Where older files of ModelOpt hold their settings, under `quantization_config`."""
+_EXPERTS = re.compile(r".*\.experts(?=\.|$)")
+
+
+def stack_of(module: str) -> str:
+    """The module that holds all experts of a layer, for one inside of it; else the module itself."""
+    found = _EXPERTS.match(module)
+    return found[0] if found else module
+
+
+def _names_experts(entry: str, module: str) -> bool:
+    """Whether an entry is that of any expert of a layer, which means all of them."""
+    stack = stack_of(module)
+    return stack != module and stack in entry
+
+
+def _whole(entry: str, module: str) -> bool:
+    return entry == module or _names_experts(entry, module)
+
+
+def _path(entry: str, module: str) -> bool:
+    entry = entry.rstrip(".").removeprefix("model.")
+    inside = f".{module.removeprefix('model.')}."
+    return f".{entry}." in inside or _names_experts(entry, module)
+
+
+def _regex(entry: str, module: str) -> bool:
+    if entry.startswith("re:"):
+        return _matches(entry.removeprefix("re:"), module)
+    return entry == module
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a pattern matches the beginning of a name; one that is no regular expression matches nothing."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        return False
+
+
+def _regex_or_end(entry: str, module: str) -> bool:
+    return _regex(entry, module) or module.endswith(f".{entry}")
+
+
+def _glob_or_inside(entry: str, module: str) -> bool:
+    stack = stack_of(module)
+    return entry in stack or fnmatch(stack, entry) or _names_experts(entry, module)
+
+
+def _glob_of_parts(entry: str, module: str) -> bool:
+    stack = stack_of(module)
+    return any(fnmatch(part, entry) for part in (stack, *stack.split("."))) or _names_experts(entry, module)
+
+
+def _inside(entry: str, module: str) -> bool:
+    return entry in module
+
+
+def _negative(entry: str, module: str) -> bool:
+    return entry.startswith("-:") and _matches(entry.removeprefix("-:"), module)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method of quantisation names modules that it leaves out."""
+
+    keys: tuple[str, ...]
+    """Keys of the list; servers read the first that is not empty, and the last is that of a list to be made."""
+    means: Mapping[Server, Match]
+    entry: Callable[[str], str]
+    """The entry that leaves out a module, or all experts of its layer."""
+
+
+def _as_regex(module: str) -> str:
+    return f"{re.escape(stack_of(module))}(\\.|$)"
+
+
+METHODS: Mapping[str, Method] = {
+    "fp8": Method(("ignored_layers", "modules_to_not_convert"), {"vllm": _whole, "sglang": _path}, stack_of),
+    "compressed-tensors": Method(
+        ("ignore",), {"vllm": _regex, "sglang": _regex_or_end}, lambda module: f"re:{_as_regex(module)}"
+    ),
+    "modelopt": Method(("exclude_modules", "ignore"), {"vllm": _glob_or_inside, "sglang": _glob_of_parts}, stack_of),
+    "awq": Method(("modules_to_not_convert",), {"vllm": _inside, "sglang": _inside}, stack_of),
+    "gptq": Method(("dynamic",), {"vllm": _negative, "sglang": _negative}, lambda module: f"-:{_as_regex(module)}"),
+}
+"""By what `quant_method` begins with. GPTQ's list is an object, whose keys are the entries."""
+
+
+@dataclass(frozen=True)
+class IgnoreList:
+    """The list of one `quantization_config`."""
+
+    settings: Mapping[str, object]
+    """What the list lies in."""
+    method: Method
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> "IgnoreList | None":
+        """The list of a config; None where its method is not known."""
+        name, inner = str(config.get("quant_method", "")).lower(), config.get(_NESTED)
+        method = next((method for start, method in METHODS.items() if name.startswith(start)), None)
+        return None if method is None else cls(inner if isinstance(inner, Mapping) else config, method)
+
+    @property
+    def key(self) -> str:
+        """The key that servers read."""
+        keys = self.method.keys
+        return next((key for key in keys if self.settings.get(key)), keys[-1])
+
+    @property
+    def entries(self) -> list[str]:
+        """The entries of the list."""
+        found = self.settings.get(self.key)
+        return [str(entry) for entry in found] if isinstance(found, list | Mapping) else []
+
+    def leaves_out(self, server: Server, module: str) -> bool:
+        """Whether a server builds a module, under the server's own name of it, without quantisation."""
+        return any(self.method.means[server](entry, module) for entry in self.entries)
+
+    def with_modules(self, config: Mapping[str, object], modules: Iterable[str]) -> dict[str, object]:
+        """The config that the list is of, with further modules left out."""
+        new = [entry for entry in dict.fromkeys(map(self.method.entry, modules)) if entry not in self.entries]
+        kept = self.settings.get(self.key)
+        as_object = isinstance(kept, Mapping) or (self.key == "dynamic")
+        old = dict(kept) if isinstance(kept, Mapping) else {}
+        changed = {
+            **self.settings,
+            self.key: old | {entry: {} for entry in new} if as_object else [*self.entries, *new],
+        }
+        return changed if self.settings is config else {**config, _NESTED: changed}

@@ -1,0 +1,176 @@
+"""Rules about quantised weights: what servers expect of the config, of the heads' modules, and of block sizes."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from mtpkit.checkpoint.directory import quantization_settings
+from mtpkit.checkpoint.families.serving import SERVERS, Finding, Server, Serving, Subject
+from mtpkit.checkpoint.ignored import METHODS, IgnoreList
+from mtpkit.checkpoint.quantized import CONFIG, FP8, SCALE, BlockFp8, read_block_fp8
+from mtpkit.checkpoint.tensors import FLOATS, Shape, TensorInfo
+from mtpkit.checkpoint.values import Values
+from mtpkit.errors import listed, shown
+
+_INSTEAD = ("weight_packed", "qweight", "packed")
+"""What the names of tensors end with that stand in place of a weight."""
+_BESIDE = (
+    *("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
+    *("weight_shape", "weight_g_idx", "input_scale", "input_global_scale", "k_scale", "v_scale", "scale_inv", "scale"),
+    *("qzeros", "scales", "g_idx"),
+)
+"""What the names of further tensors of a quantised weight end with."""
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Modules that servers build as one."""
+
+
+def find_quantized(found: Mapping[str, TensorInfo], expected: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The names among `expected` that are stored quantised, each with the further tensors that this takes.
+
+    Example: `X.weight` of dtype fp8 has `X.weight_scale_inv`; in place of `X.weight` may be `X.qweight`.
+    """
+    quantized = {}
+    for name in expected:
+        start = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+        others = frozenset(start + end for end in (*_INSTEAD, *_BESIDE) if start + end in found)
+        if name not in found:
+            stored = any(start + end in others for end in _INSTEAD)
+        else:
+            dtype = found[name].dtype
+            stored = dtype == FP8 or (dtype not in FLOATS and bool(others))
+        if stored:
+            quantized[name] = others
+    return quantized
+
+
+def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
+    """A server must read the config, and learn from it which modules of the heads are not quantised."""
+    config = quantization_settings(subject.directory)
+    if config is None:
+        if subject.quantized:
+            yield Finding(f"quantised weights without {CONFIG} in config.json: {listed(sorted(subject.quantized))}")
+        return
+    if not isinstance(config, Mapping) or not isinstance(config.get("quant_method"), str):
+        yield Finding(f"{CONFIG} {shown(config)} names no quant_method")
+        return
+    ignored = IgnoreList.of(config)
+    if ignored is None:
+        known = listed(METHODS)
+        yield Finding(f"quant_method {shown(config['quant_method'])}: not known, only {known}; not checked", False)
+        return
+    yield from _heads(subject, facts, ignored)
+    if config["quant_method"] == "fp8":
+        yield from _fp8(subject, config)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def head_modules(subject: Subject, facts: Serving) -> list[str]:
+    """The matrices of the heads that a server may quantise."""
+    matrices = {name for name in subject.heads if len(subject.expected[name]) > 1}
+    modules = {_module(name) for name in matrices & (subject.found.keys() | subject.quantized.keys())}
+    return sorted(m for m in modules if not any(re.search(pattern, m) for pattern in facts.no_linears))
+
+
+def name_in(server: Server, module: str, facts: Serving) -> str:
+    """What a server calls a module of the heads."""
+    return re.sub(*facts.called[server], module) if server in facts.called else module
+
+
+def built_plain(server: Server, modules: Iterable[str], facts: Serving, ignored: IgnoreList) -> set[str]:
+    """Those among modules of heads that a server builds without quantisation, whatever the list says."""
+    algorithm = str(ignored.settings.get("quant_algo", "")).upper()
+    apply = [one for one in facts.unquantized if server in one.servers and one.algorithm in ("", algorithm)]
+    return {module for module in modules if any(re.search(one.pattern, module) for one in apply)}
+
+
+def _heads(subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[Finding]:
+    said: dict[str, list[Server]] = {}
+    for server in SERVERS:
+        for text in _heads_in(server, subject, facts, ignored):
+            said.setdefault(text, []).append(server)
+    yield from (Finding(text, True, tuple(servers)) for text, servers in said.items())
+
+
+def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[str]:
+    """Clauses about the heads' modules in one server."""
+    quantized = {_module(name) for name in subject.quantized}
+    modules = head_modules(subject, facts)
+    plain = built_plain(server, modules, facts, ignored)
+    names = {module: name_in(server, module, facts) for module in modules if module not in plain}
+    told = {module: ignored.leaves_out(server, name) for module, name in names.items()}
+    if odd := sorted(module for module, left_out in told.items() if left_out and module in quantized):
+        yield f"quantised, though {CONFIG} says that they are not: {listed(odd)}"
+    if odd := sorted(plain & quantized):
+        yield f"quantised, but built without quantisation; store them in bf16: {listed(odd)}"
+    yield from _halves(told)
+    if odd := [names[module] for module, left_out in told.items() if not left_out and module not in quantized]:
+        what = f"heads that are not quantised, and not in {CONFIG}'s {ignored.key}, which needs"
+        yield f"{what} {listed(odd, most=100, width=2000)}"
+
+
+def _halves(told: Mapping[str, bool]) -> Iterator[str]:
+    """Modules that are built as one must be left out all or not at all."""
+    for parts in _FUSED:
+        for first in (m for m in told if m.endswith(f".{parts[0]}")):
+            start = first.removesuffix(parts[0])
+            answers = {part: told[start + part] for part in parts if start + part in told}
+            if len(set(answers.values())) > 1:
+                left_out = [part for part, answer in answers.items() if answer]
+                what = f"{CONFIG}: of {start}{{{','.join(answers)}}}, which are one matrix"
+                yield f"{what}, only {listed(left_out)} left out"
+
+
+def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
+    if config.get("activation_scheme") not in ("dynamic", "static"):
+        scheme = config.get("activation_scheme")
+        yield Finding(f"{CONFIG}: activation_scheme {shown(scheme)} instead of 'dynamic' or 'static'")
+    if config.get("weight_block_size") is None:
+        return
+    block = read_block_fp8(Values({CONFIG: config}, subject.directory))
+    if block is None:
+        yield Finding(f"{CONFIG} {json.dumps(config, default=str)[:200]}: no blocks of two sizes in format e4m3")
+        return
+    if config.get("activation_scheme") == "static":
+        yield Finding(f"{CONFIG}: activation_scheme 'static' is refused with weight_block_size")
+    for name in sorted(subject.quantized.keys() & subject.found.keys()):
+        scale, shape = subject.found.get(name + SCALE), block.scale_shape(subject.found[name].shape)
+        if scale is None:
+            yield Finding(f"{name} is fp8 without {name}{SCALE}")
+        elif scale.shape != shape:
+            yield Finding(f"{name}{SCALE} {list(scale.shape)} instead of {list(shape)}")
+
+
+def block_sizes(subject: Subject, facts: Serving) -> Iterator[Finding]:
+    """Each rank's rows or columns of an fp8 matrix, and those of matrices that are built as one, are whole blocks."""
+    config = quantization_settings(subject.directory)
+    if not isinstance(config, Mapping) or config.get("weight_block_size") is None:
+        return
+    block = read_block_fp8(Values({CONFIG: config}, subject.directory))
+    if block is None:
+        return
+    odd: dict[str, None] = {}
+    for name in sorted(subject.quantized):
+        if (shape := subject.expected[name]) and len(shape) == 2:
+            odd |= dict.fromkeys(_uneven(subject, facts, _module(name), shape, block))
+    for text in odd:
+        yield Finding(f"fp8: {text}")
+
+
+def _uneven(subject: Subject, facts: Serving, module: str, shape: Shape, block: BlockFp8) -> Iterator[str]:
+    """Clauses that name the last part of a module, which is the same in all layers."""
+
+    def is_one_of(patterns: tuple[str, ...]) -> bool:
+        return any(re.search(pattern, module) for pattern in patterns)
+
+    part, ranks = module.rpartition(".")[2], subject.ranks
+    fused = any(part in parts[:-1] for parts in _FUSED)
+    if is_one_of(facts.split_rows) and (ranks > 1 or fused or ".experts." in module):
+        shares = min(ranks, subject.config.attention.num_query_groups) if is_one_of(facts.split_groups) else ranks
+        if shape[0] // shares % block.rows:
+            yield f"{part} has {shape[0]} rows, {shape[0] // shares} a rank, no multiple of blocks of {block.rows}"
+    if is_one_of(facts.split_columns) and ranks > 1 and shape[1] // ranks % block.columns:
+        columns = f"{shape[1]} columns, {shape[1] // ranks} a rank"
+        yield f"{part} has {columns}, no multiple of blocks of {block.columns}"
