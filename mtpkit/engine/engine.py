@@ -294,12 +294,13 @@ class Engine:
         No request may wait or run.
         """
         assert not self.has_unfinished
-        if self.checkpoints and self.builder.device.type == "cuda":
+        if self.checkpoints:
             self.checkpoints.warm_up()
             shape = StepShape(0, 1, 1)
             numbers = self.builder.ints(self.builder.null_numbers(shape))
             plan = Plan((), 0, 1, self.config.num_speculative_tokens, restores=(Restore(0, NULL_SLOT, 1),))
-            self._resume(self.builder.assemble(plan, shape, numbers, numbers.new_zeros(1, 1), GREEDY))
+            tables = numbers.new_zeros(1, self.config.decode_width + self.config.lookahead)
+            self._resume(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
         if self.graphs:
             self.graphs.capture_all(self._execute, depths)
 

@@ -6,6 +6,7 @@ import torch
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams
 from mtpkit.engine.drafting import NoDrafter
+from mtpkit.engine.prefix import CheckpointStore
 from mtpkit.engine.sampler import TOKEN_STREAM
 from mtpkit.engine.step import Drafts, StepOutput
 from mtpkit.kernels import sampling
@@ -72,6 +73,7 @@ class HashRunner:
 
     def __init__(self, model: HashModel, num_blocks: int, num_slots: int, layout: StateLayout) -> None:
         self.ring, self.newest = layout.counters
+        self.hidden_size = 1
         self.model, self.block_size, self.ring_length = model, layout.sizes.block_size, self.ring.length
         self.pages = [None] * (num_blocks * self.block_size)
         self.snapshots = [[None] * layout.sizes.decode_width for _ in range(num_slots)]
@@ -81,15 +83,19 @@ class HashRunner:
     def run(self, batch) -> StepOutput:
         inputs, tokens = batch.inputs, batch.token_ids.tolist()
         for kv_slot, token_id in zip(inputs.kv_slots.tolist(), tokens, strict=True):
-            self.pages[kv_slot] = token_id
+            if kv_slot >= 0:
+                self.pages[kv_slot] = token_id
         values = []
         ring_lens = inputs.committed.counts[self.ring]
         stays = self.ring.after(ring_lens, inputs.decode_width, 0).tolist()
         for row, slot in enumerate(inputs.state_slots.tolist()):
             start, end = inputs.query_start[row : row + 2].tolist()
             decoding = row < inputs.num_decode_rows
+            if slot < 0:  # a request that has ended
+                values += [0] * (end - start)
+                continue
             values += self._row(inputs, row, slot, tokens[start:end], stays[row] if decoding else None)
-        hidden = torch.tensor(values)
+        hidden = torch.tensor(values, dtype=torch.float32)
         return StepOutput(self.model.logits([values[i] for i in batch.logit_indices.tolist()]), hidden[:, None, None])
 
     def _row(self, inputs, row: int, slot: int, tokens: list[int], base: int | None) -> list[int]:
@@ -120,6 +126,17 @@ class HashRunner:
                 self.rings[slot][position % self.ring_length] = token_id
         return values
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits([int(value) for value in hidden[:, 0]])
+
+    def fold(self, states, slots, context_lens, committed) -> None:
+        """Bring both histories of slots to where a chunk leaves them."""
+        counts = (committed.counts[self.newest].tolist(), committed.counts[self.ring].tolist())
+        for slot, end, newest, count in zip(slots.tolist(), context_lens.tolist(), *counts, strict=True):
+            self.snapshots[slot][0] = self.snapshots[slot][newest]
+            for position in range(end - count, end):
+                self.states[slot] = extend_hash(self.states[slot], self.rings[slot][position % self.ring_length])
+
     def forget(self, blocks: list[int], slots: list[int]) -> None:
         """Break what nobody holds."""
         for block in blocks:
@@ -139,6 +156,10 @@ class KnownTokens:
     def move(self, old: int, new: int) -> None:
         """A request goes to another slot."""
         self._by_slot[new] = self._by_slot.pop(old)
+
+    def of(self, slot: int) -> list[int]:
+        """All tokens of a slot's request after the step."""
+        return list(self._by_slot[slot])
 
     def after(self, batch, verdict) -> list[list[int]]:
         """The tokens of each row that samples, after the step. Called once a step."""
@@ -175,6 +196,64 @@ class RuleDrafter:
         return Drafts(torch.tensor(rows, dtype=torch.int64).view(-1, self.depths))
 
 
+class HashStore(CheckpointStore):
+    """Checkpoints of the histories of a `HashRunner`, and of the heads' entries of a `HeadDrafter`."""
+
+    def __init__(self, engine: Engine) -> None:
+        config = engine.config
+        count, fold = config.num_checkpoints, engine.runner.fold
+        super().__init__(engine.layout, engine.states, engine.state, count, torch.float32, fold)
+        self.engine, self.kept = engine, [None] * count
+
+    def save(self, saves) -> None:
+        super().save(saves)
+        runner = self.engine.runner
+        for one in saves:
+            self.kept[one.checkpoint] = (runner.states[one.slot], runner.snapshots[one.slot][0])
+
+    def restore(self, restores) -> None:
+        super().restore(restores)
+        runner, size = self.engine.runner, self.engine.config.block_size
+        pairs = [pair for one in restores for pair in one.blocks]
+        for pages in (runner.pages, getattr(self.engine.drafter, "entries", [])):
+            blocks = [pages[old * size : (old + 1) * size] for old, _ in pairs]
+            for (_, new), block in zip(pairs, blocks, strict=True):
+                pages[new * size : new * size + len(block)] = block
+        for one in restores:
+            runner.states[one.slot], runner.snapshots[one.slot][0] = self.kept[one.checkpoint]
+
+
+class HeadDrafter(RuleDrafter):
+    """A `RuleDrafter` whose heads have an entry for each position j, made of all tokens up to j + 1, that must be right
+    for all positions before a step."""
+
+    def __init__(self, rule: Callable[[list[int]], int], depths: int, num_blocks: int, block_size: int) -> None:
+        super().__init__(rule, depths)
+        self.block_size, self.entries = block_size, [None] * (num_blocks * block_size)
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        drafts = super().draft(hidden, batch, verdict)
+        inputs = batch.inputs
+        for row, slot in enumerate(inputs.state_slots.tolist()):
+            if slot < 0:
+                continue
+            start, end = inputs.query_start[row : row + 2].tolist()
+            tokens = self.known.of(slot)
+            if row >= batch.plan.num_sampling_rows:
+                tokens = [*tokens, int(batch.lookahead[row, 0])]
+            table, context = inputs.block_tables[row].tolist(), int(inputs.context_lens[row])
+            for position in range(context):
+                place = table[position // self.block_size] * self.block_size + position % self.block_size
+                assert self.entries[place] == _entry(tokens, position), (position, context)
+            for position, kv_slot in enumerate(inputs.kv_slots[start:end].tolist(), context):
+                self.entries[kv_slot] = _entry(tokens, position) if position + 1 < len(tokens) else None
+        return drafts
+
+
+def _entry(tokens: list[int], position: int) -> int:
+    return hash(tuple(tokens[: position + 2]))
+
+
 def make_rule(model: HashModel, kind: str) -> Callable[[list[int]], int]:
     """A rule that is never, always or sometimes right."""
     wrong_every = {"never": 1, "always": 0, "sometimes": 3}[kind]
@@ -199,8 +278,12 @@ def fake_engine(
     layout = StateLayout(HASH_SPECS, state_sizes(config))
     runner = HashRunner(model, num_blocks, config.max_num_seqs, layout)
     k = config.num_speculative_tokens
-    drafter = RuleDrafter(make_rule(model, drafts), k) if k else NoDrafter()
-    return Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)
+    sizes = (num_blocks, config.block_size)
+    drafter = HeadDrafter(make_rule(model, drafts), k, *sizes) if k else NoDrafter()
+    engine = Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)
+    if engine.checkpoints:
+        engine.checkpoints = HashStore(engine)
+    return engine
 
 
 def run(engine: Engine) -> dict:

@@ -10,16 +10,21 @@ TOLERANCE = 1e-5
 
 
 class Observed:
-    """Notes the logits that chose each token and the drafts after it, by all tokens up to there."""
+    """Notes the logits that chose each token, the drafts after it and what each depth chose them from, by all tokens up
+    to there."""
 
     def __init__(self, llm: LLM) -> None:
         self.logits: dict[tuple, torch.Tensor] = {}
         self.drafts: dict[tuple, list[int]] = {}
+        self.states: dict[tuple, torch.Tensor] = {}
         self.known: list[list[int]] = []
         self._tokens = KnownTokens()
         engine = llm.engine
         self._verify, self._drafter = engine.verifier, engine.drafter
         engine.verifier, engine.drafter = self.verify, self
+        heads = getattr(self._drafter, "inner", self._drafter)
+        if hasattr(heads, "choose"):
+            self._choose, heads.choose = heads.choose, self.choose
 
     def verify(self, logits, batch):
         verdict = self._verify(logits, batch)
@@ -31,6 +36,12 @@ class Observed:
             place = row * width + int(verdict.accepted[row]) if row < decoding else decoding * (width - 1) + row
             self.logits[tuple(known)] = logits[place].clone()
         return verdict
+
+    def choose(self, state, depth, batch, newest):
+        for known, one in zip(self.known, state, strict=True):
+            if known:
+                self.states[(*known, -depth)] = one.clone()
+        return self._choose(state, depth, batch, newest)
 
     def draft(self, hidden, batch, verdict):
         drafts = self._drafter.draft(hidden, batch, verdict)
@@ -58,12 +69,13 @@ class Pair:
         return off
 
     def check(self, tolerance: float = TOLERANCE) -> None:
-        """What was seen of both is the same: logits within the tolerance, drafts exactly."""
+        """What was seen of both is the same: logits and states of the heads within the tolerance, drafts exactly."""
         off, on = self.seen
-        assert on.logits.keys() <= off.logits.keys() and on.drafts.keys() <= off.drafts.keys()
-        worst = max(float((on.logits[known] - off.logits[known]).abs().max()) for known in on.logits)
-        scale = max(float(logits.abs().max()) for logits in off.logits.values())
-        assert worst <= tolerance * scale, f"logits differ by {worst} of {scale}"
+        for have, want in ((on.logits, off.logits), (on.states, off.states)):
+            assert have.keys() <= want.keys()
+            worst = max((float((have[known] - want[known]).abs().max()) for known in have), default=0)
+            scale = max((float(one.abs().max()) for one in want.values()), default=0)
+            assert worst <= tolerance * scale, f"logits or states differ by {worst} of {scale}"
         wrong = [known for known in on.drafts if on.drafts[known] != off.drafts[known]]
         assert not wrong, f"{len(wrong)} of {len(on.drafts)} drafts differ"
 

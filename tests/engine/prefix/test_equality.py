@@ -136,7 +136,7 @@ def test_checkpoints_in_bf16_are_rounded_and_no_more():
     multi_turn(pair, START, 3, greedy(3))
     off, on = pair.seen
     assert pair.hits > 40
-    with pytest.raises(AssertionError, match="logits differ"):
+    with pytest.raises(AssertionError, match="logits or states differ"):
         pair.check()
     worst = max(float((on.logits[known] - off.logits[known]).abs().max()) for known in on.logits)
     assert worst < 0.1

@@ -1,0 +1,178 @@
+"""Random histories of an engine with a prefix cache over a hash model, every read of which checks the whole past.
+
+`python -m tests.engine.prefix.fuzz --operations 100000` from the root of the repository; a share of it runs in the
+suite. An operation is an arrival (of a new prompt, one that shares a prefix with an earlier one, or one that goes on
+where an output ended), a step, or an abort; after each one the allocators are compared with their holders, and what
+nobody holds is broken. The tokens are those of a decoder without caches, and a request finds the longest checkpoint
+that a plain list of all of them has.
+"""
+
+import argparse
+import math
+import random
+import time
+
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.prefix import PrefixCache
+from tests.engine.fakes import HashModel, fake_engine
+
+MODEL = HashModel()
+EOS = 0
+_OPERATIONS_PER_ENGINE = 120
+_MOST_OUTPUT = 18
+
+
+class PlainIndex:
+    """All checkpoints as lists of tokens, beside the index under test."""
+
+    def __init__(self, prefix: PrefixCache) -> None:
+        self.prefix, self.tokens = prefix, {}
+        keep, match = prefix.keep, prefix.match
+
+        def kept(request, length, decoded=False):
+            save = keep(request, length, decoded)
+            if save is not None:
+                self.tokens[save.checkpoint] = list(request.token_ids[:length])
+            return save
+
+        def matched(request):
+            hit = match(request)
+            held = [i for i in range(prefix.slots.size) if i not in prefix.slots.free_ids]
+            tokens = request.token_ids[: request.prefill_end]
+            found = [len(self.tokens[i]) for i in held if tokens[: len(self.tokens[i])] == self.tokens[i]]
+            longest, length = max(found, default=0), 0 if hit is None else hit.length
+            assert length <= longest, "what no checkpoint has was found"
+            assert length == longest or prefix.blocks.num_evicted, "a checkpoint was not found"
+            return hit
+
+        prefix.keep, prefix.match = kept, matched
+
+
+class History:
+    """One engine, its requests, and what has become of them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.block_size, self.k = rng.choice([1, 2, 3, 4, 8]), rng.choice([0, 1, 2, 3, 5])
+        self.most = rng.choice([16, 24, 50])
+        longest = self.most + _MOST_OUTPUT + 2 * self.k
+        self.engine = fake_engine(
+            MODEL,
+            rng.choice(["never", "sometimes", "always"]),
+            -(-longest // self.block_size) + rng.choice([0, 0, 4, 30, 200]),
+            eos=(EOS,),
+            num_speculative_tokens=self.k,
+            block_size=self.block_size,
+            max_num_seqs=rng.randint(1, 4),
+            max_num_batched_tokens=rng.choice([6, 12, 40, 200]),
+            max_mixed_tokens=rng.choice([0, 7, 100]),
+            async_scheduling=rng.random() < 0.5,
+            enable_prefix_caching=True,
+            num_checkpoints=rng.choice([0, 1, 4, 8, 30, 30]),
+            prefix_cache_interval=rng.choice([8, 16, 1000]),
+        )
+        self.oracle = PlainIndex(self.engine.scheduler.prefix)
+        self.known = [[rng.randrange(MODEL.vocab_size) for _ in range(n)] for n in (3, 17)]
+        """Prompts and what followed them."""
+        self.live: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.count = self.hits = 0
+
+    def arrive(self) -> None:
+        rng, past = self.rng, self.rng.choice(self.known)
+        kept = past[: rng.choice([0, len(past), len(past) - 1, rng.randint(0, len(past))])]
+        more = rng.choice([0, 1, 1, rng.randint(0, 12)])
+        prompt = (kept + [rng.randrange(1, MODEL.vocab_size) for _ in range(more)])[: self.most] or [1]
+        params = SamplingParams(
+            max_tokens=rng.randint(1, _MOST_OUTPUT),
+            temperature=rng.choice([0.0, 0.0, 0.8]),
+            seed=rng.randrange(5),
+            stop_token_ids=rng.choice([(), (), (), (3,), (2, 4, 6)]),
+            ignore_eos=rng.random() < 0.6,
+            repetition_penalty=rng.choice([1.0, 1.0, 1.4]),
+        )
+        name = str(self.count)
+        self.count += 1
+        at = rng.choice([None, None, rng.randint(1, len(prompt))])
+        self.engine.add_request(prompt, params, name, checkpoint_at=at)
+        self.live[name] = (prompt, params)
+
+    def step(self) -> None:
+        if not self.engine.has_unfinished:
+            return
+        for output in self.engine.step():
+            if output.finished:
+                prompt, params = self.live.pop(output.request_id)
+                want = MODEL.decode(prompt, params, eos=() if params.ignore_eos else (EOS,))
+                got = output.outputs[0].token_ids
+                assert got == want, f"{got} where {want} was right"
+                assert 0 <= output.num_cached_tokens <= len(prompt)
+                self.hits += output.num_cached_tokens
+                self.known = [*self.known[-12:], prompt + got]
+
+    def abort(self) -> None:
+        if self.live:
+            name = self.rng.choice([*self.live])
+            self.engine.abort(name)
+            del self.live[name]
+
+    def operate(self) -> None:
+        """One operation, and the checks after it."""
+        operation = self.rng.choices([self.arrive, self.step, self.abort], [4 if len(self.live) < 6 else 0, 12, 0.5])
+        operation[0]()
+        self.check()
+
+    def check(self) -> None:
+        scheduler, runner = self.engine.scheduler, self.engine.runner
+        scheduler.check_integrity()
+        free, slots = scheduler.blocks.free_ids, scheduler.slots.free_ids
+        runner.forget(free, slots)
+        self.engine.state.earlier.hidden[slots] = math.nan
+        for block in free if self.k else ():
+            begin = block * self.block_size
+            self.engine.drafter.entries[begin : begin + self.block_size] = [None] * self.block_size
+        for checkpoint in scheduler.prefix.slots.free_ids:
+            self.engine.checkpoints.kept[checkpoint] = None
+
+    def end(self) -> None:
+        """Let all requests end; then nobody holds anything."""
+        while self.engine.has_unfinished:
+            self.step()
+            self.check()
+        scheduler = self.engine.scheduler
+        assert not self.live and scheduler.blocks.num_free == scheduler.blocks.size
+        scheduler.prefix.clear()
+        assert scheduler.prefix.slots.num_free == scheduler.prefix.slots.size
+
+
+def run(operations: int, seed: int) -> dict[str, int]:
+    """Run so many operations, on new engines now and then; what happened is counted.
+
+    Raises:
+        Exception: the engine or its cache is wrong.
+    """
+    rng = random.Random(seed)
+    counts = dict.fromkeys(
+        ("operations", "requests", "hits", "preemptions", "blocks evicted", "checkpoints evicted"), 0
+    )
+    while counts["operations"] < operations:
+        history = History(rng)
+        for _ in range(min(_OPERATIONS_PER_ENGINE, operations - counts["operations"])):
+            history.operate()
+            counts["operations"] += 1
+        history.end()
+        scheduler = history.engine.scheduler
+        counts["requests"] += history.count
+        counts["hits"] += history.hits
+        counts["preemptions"] += scheduler.num_preemptions
+        counts["blocks evicted"] += scheduler.blocks.num_evicted
+        counts["checkpoints evicted"] += scheduler.prefix.num_evicted
+    return counts
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    began = time.perf_counter()
+    print(run(given.operations, given.seed), f"{time.perf_counter() - began:.0f} s")

@@ -1,0 +1,171 @@
+"""Random histories of engine, allocators, states and prefix cache; and faults of each kind, which they find."""
+
+import pytest
+
+from mtpkit.engine.device_state import DeviceState
+from mtpkit.engine.engine import Engine
+from mtpkit.engine.prefix import CachedBlocks, PrefixCache
+from mtpkit.engine.prefix import cache as cache_module
+from mtpkit.engine.scheduler import Scheduler
+from mtpkit.engine.step import Restore, Save, StepOutput
+from tests.engine.fakes import HashRunner, HashStore
+from tests.engine.prefix import fuzz
+
+OPERATIONS = 700
+
+
+def test_random_histories():
+    counts = fuzz.run(OPERATIONS, seed=5)
+    assert all(counts.values()), counts
+
+
+def another_checkpoint(patch):
+    """The one before is restored."""
+    restore = HashStore.restore
+
+    def stale(self, restores):
+        count = len(self.kept)
+        restore(self, [Restore((one.checkpoint - 1) % count, one.slot, one.length, one.blocks) for one in restores])
+
+    patch.setattr(HashStore, "restore", stale)
+
+
+def ring_not_folded(patch):
+    patch.setattr(HashRunner, "fold", lambda *_: None)
+
+
+def tail_not_copied(patch):
+    restore = HashStore.restore
+    without = lambda self, given: restore(self, [Restore(r.checkpoint, r.slot, r.length) for r in given])  # noqa: E731
+    patch.setattr(HashStore, "restore", without)
+
+
+def tail_shared(patch):
+    """Full blocks are taken as they are, though the heads' last entry depends on the next token."""
+    init = PrefixCache.__init__
+
+    def without_heads(self, blocks, block_size, num_checkpoints, ahead, interval):
+        init(self, blocks, block_size, num_checkpoints, 0, interval)
+
+    patch.setattr(PrefixCache, "__init__", without_heads)
+
+
+def heads_not_resumed(patch):
+    """The heads' entry before the checkpoint is left as it was."""
+    finish = Engine._finish
+
+    def skipped(self, batch, out: StepOutput):
+        if not batch.plan.restores:
+            return finish(self, batch, out)
+        draft = self.drafter.draft
+        entries = list(getattr(self.drafter, "entries", []))
+        try:
+            return finish(self, batch, out)
+        finally:
+            if entries:
+                self.drafter.entries, self.drafter.draft = entries, draft
+
+    patch.setattr(Engine, "_finish", skipped)
+
+
+def another_position(patch):
+    """Requests go on one token early."""
+    keep = PrefixCache.keep
+
+    def shifted(self, request, length, decoded=False):
+        return keep(self, request, length - 1, decoded) if length > 1 else None
+
+    patch.setattr(PrefixCache, "keep", shifted)
+
+
+def end_not_noted(patch):
+    """A step that was launched before the host knew of the end writes to the slot."""
+    patch.setattr(DeviceState, "live", lambda self, slots, decoding: slots)
+
+
+def never_written(patch):
+    patch.setattr(HashStore, "save", lambda self, saves: None)
+
+
+def written_late(patch):
+    """After the launch of the next step, which decodes."""
+    save, late = HashStore.save, []
+
+    def later(self, saves: list[Save]):
+        while late:
+            save(self, late.pop(0))
+        late.append(saves)
+
+    patch.setattr(HashStore, "save", later)
+
+
+def hash_of_one_block(patch):
+    """Whatever came before it."""
+    plain = cache_module.blake2b
+    size = cache_module._DIGEST
+    patch.setattr(cache_module, "blake2b", lambda data, digest_size: plain(data[size:], digest_size=digest_size))
+
+
+def evicted_with_its_key(patch):
+    patch.setattr(CachedBlocks, "_forget", lambda self, evicted: None)
+
+
+def held_and_idle(patch):
+    """A block that is found again stays where it may be evicted."""
+    share = CachedBlocks.share
+
+    def kept(self, held):
+        idle = held in self._idle
+        share(self, held)
+        if idle:
+            self._idle[held] = None
+
+    patch.setattr(CachedBlocks, "share", kept)
+
+
+def block_leaked(patch):
+    """Of a request that did not fit, the shared blocks stay held."""
+    reserve = Scheduler._reserve
+
+    def leaking(self, request, positions, hit=None):
+        if hit:
+            for block in hit.shared[:1]:
+                self.blocks.share(block)
+        return reserve(self, request, positions, hit)
+
+    patch.setattr(Scheduler, "_reserve", leaking)
+
+
+def checkpoint_leaked(patch):
+    drop = PrefixCache._drop
+
+    def leaking(self, entry):
+        drop(self, entry)
+        self.slots.allocate(1)
+
+    patch.setattr(PrefixCache, "_drop", leaking)
+
+
+FAULTS = [
+    another_checkpoint,
+    ring_not_folded,
+    tail_not_copied,
+    tail_shared,
+    heads_not_resumed,
+    another_position,
+    end_not_noted,
+    never_written,
+    written_late,
+    hash_of_one_block,
+    evicted_with_its_key,
+    held_and_idle,
+    block_leaked,
+    checkpoint_leaked,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017  (whatever comes of it)
+        fuzz.run(3 * OPERATIONS, seed=5)
