@@ -1,5 +1,7 @@
 """Routing against megatron-core's own; experts against fp64, bf16 within twice PyTorch's error."""
 
+import importlib
+
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
@@ -239,3 +241,33 @@ def test_a_graph_repeats_with_other_experts():
         graph.replay()
         replayed = out.clone()
         assert torch.equal(replayed, layer()) and replayed.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize(("experts", "tokens", "top_k"), [(7, 1, 3), (3, 40, 3), (5, 64, 2), (5, 65, 2), (20, 13, 10)])
+def test_pairs_are_sorted_into_blocks(twin: Twin, experts, tokens, top_k, size):
+    """One program sorts up to 128 pairs, one for each expert more of them: the same blocks come out."""
+    if twin.name == "reference":
+        pytest.skip("sorts nothing")
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+    ids[:, 0] = torch.where(ids[:, 0] == 0, ids[:, 0], ids[0, 0])  # one expert has more than a block
+    blocks = importlib.import_module("mtpkit.kernels.moe.triton")._sort(ids.to(twin.device), experts, size)
+    want_order, want_experts = [], []
+    for expert in range(experts):
+        mine = (ids.flatten() == expert).nonzero().flatten().tolist()
+        padded = mine + [ids.numel()] * (-len(mine) % size)
+        want_order += padded
+        want_experts += [expert] * (len(padded) // size)
+    used = int(blocks.used)
+    assert used == len(want_experts) <= len(blocks.experts) and blocks.experts[:used].tolist() == want_experts
+    assert blocks.order[:used].flatten().tolist() == want_order
+
+
+def test_equal_experts_are_chosen_in_order(twin: Twin):
+    if twin.name == "reference":
+        pytest.skip("topk takes any of them")
+    logits = torch.zeros(1, 40, device=twin.device)
+    bias = torch.full((40,), -0.5, device=twin.device)
+    bias[3] = torch.tensor(-0.5).nextafter(torch.tensor(-1.0))
+    ids, _ = twin("moe").route(logits, bias, 5)
+    assert ids.tolist() == [[0, 1, 2, 4, 5]]

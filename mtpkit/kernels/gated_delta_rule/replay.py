@@ -135,7 +135,7 @@ def _replay_kernel(
         reads = load_masks(ancestors_ptr, row, t, token, TOKENS) & ((o >= HALF)[None, :] | ~of_token)
 
     state_ptrs = state_ptr + p[:, None] * STATE + n[None, :]
-    v_ptr += row * v_row + p
+    v_ptrs = v_ptr + row * v_row + t[None, :] * v_token + p[:, None]
     old_u_ptrs = ring_u_ptr + old_place[None, :] * (HEADS * WIDTH) + p[:, None]
     old_u_mask = in_p[:, None] & is_old[None, :]
     new_slot = slot * LENGTH
@@ -143,6 +143,8 @@ def _replay_kernel(
         head = first + h
         state = load(state_ptrs + h * (WIDTH * STATE), state_mask, WHOLE)
         old_u = tl.load(old_u_ptrs + head * WIDTH, mask=old_u_mask, other=0.0)  # [P, E]
+        # All tokens' at once: one wait for memory instead of one per token.
+        values = tl.load(v_ptrs + head * v_head, mask=in_p[:, None] & is_new[None, :], other=0.0)  # [P, T]
         old_g = tl.load(ring_g_ptr + old_place * HEADS + head, mask=is_old, other=0.0)
         a = tl.load(a_ptr + row * a_row + t * a_token + head, mask=is_new, other=0.0)
         A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
@@ -158,8 +160,8 @@ def _replay_kernel(
         held = dot(state, columns, NARROW) * tl.exp(whole + of_column)[None, :]
         held += dot(old_u, old_scores * tl.exp(to_last[:, None] + of_column[None, :]), None)
         for i in range(TOKENS):
-            v = tl.load(v_ptr + i * v_token + head * v_head, mask=in_p, other=0.0).to(tl.float32)
             is_i = t == i
+            v = tl.sum(tl.where(is_i[None, :], values.to(tl.float32), 0.0), 1)
             rate, place = tl.sum(tl.where(is_i, beta, 0.0), 0), tl.sum(tl.where(is_i, new_place - new_slot, 0), 0)
             u = rate * (v - tl.sum(tl.where(o[None, :] == i, held, 0.0), 1))  # [P]
             held += u[:, None] * tl.sum(tl.where(is_i[:, None], weights, 0.0), 0)[None, :]
@@ -195,6 +197,7 @@ def delta_replay_update(
     block_h: int | None = None,
     num_warps: int = 2,
     num_stages: int = 2,
+    maxnreg: int | None = None,
 ) -> Tensor:
     """See the reference. A program computes `block_p` channels of `block_h` value heads of a key head, `num_stages` of
     them in flight; None: all heads of a key head, unless that leaves the GPU idle."""
@@ -234,5 +237,6 @@ def delta_replay_update(
         WHOLE=width % block_p == 0 and state_dim == block_n,
         STAGES=num_stages if block_h > 1 else 1,
         num_warps=num_warps,
+        maxnreg=maxnreg,
     )
     return out

@@ -22,9 +22,14 @@ from mtpkit.kernels.moe.reference import Activation
 
 _SORT_CHUNK = 2048
 """Pairs that a program of the sort reads at a time."""
+_FEW_PAIRS = 128
+"""Up to this many pairs one program sorts all of them, comparing each with each."""
 _COMBINE_BLOCK = 1024
 """Channels of a token per program of the final sum."""
 
+LAST = tl.constexpr(2**31 - 1)
+LEAST = tl.constexpr(-(2**63))
+"""Largest int32 and smallest int64."""
 
 TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
 """Tiles by pairs per block."""
@@ -57,6 +62,27 @@ def _sort_kernel(
         tl.store(blocks.order + padding, pairs, mask=padding < (first + own) * BLOCK)
         for block in range(first, first + own):
             tl.store(blocks.experts + block, expert)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sort_few_kernel(ids_ptr, blocks, pairs, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store what `_sort_kernel` stores, of at most PAIRS pairs, in one program."""
+    pair = tl.arange(0, PAIRS)
+    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    live = pair < pairs
+    same = (ids[:, None] == ids[None, :]) & live[:, None] & live[None, :]
+    rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)  # among the pairs of its expert
+    earlier = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)  # the same, along the other dimension
+    opens = live & (earlier % BLOCK == 0)
+    before = tl.sum((opens[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
+    used = tl.sum(opens.to(tl.int32))
+    tl.store(blocks.used, used)
+    for start in range(0, used * BLOCK, PAIRS):
+        tl.store(blocks.order + start + pair, pairs, mask=start + pair < used * BLOCK)
+    tl.debug_barrier()  # padding is stored before any pair
+    block = before + rank // BLOCK
+    tl.store(blocks.order + block * BLOCK + rank % BLOCK, pair, mask=live)
+    tl.store(blocks.experts + block, ids, mask=live & (rank % BLOCK == 0))
 
 
 @triton.jit
@@ -156,6 +182,10 @@ def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
         return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
 
     sorted_ = _Blocks(ints(blocks, size), ints(blocks), ints(1))
+    if pairs <= _FEW_PAIRS:
+        few = padded(pairs)
+        _sort_few_kernel[(1,)](expert_ids, sorted_, pairs, PAIRS=few, BLOCK=size, num_warps=min(8, max(1, few // 16)))
+        return sorted_
     _sort_kernel[(experts,)](
         expert_ids,
         sorted_,
@@ -241,6 +271,15 @@ def _best(values, taken, index):
 
 
 @triton.jit
+def _order(values, taken, index):
+    """int64 keys whose largest belongs to what `_best` finds: the value in the upper half, of which the sign makes
+    larger bits smaller where it is set, and in the lower half LAST - index. No value is -0."""
+    bits = tl.where(values == values, values, -1e30).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ LAST, bits)
+    return tl.where(taken, LEAST, (bits.to(tl.int64) << 32) | (index ^ LAST).to(tl.int64))
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr,
     bias_ptr,
@@ -268,7 +307,8 @@ def _route_kernel(
     if SOFTMAX:
         highest = tl.max(tl.max(tl.where(real, logits, float("-inf")), 1), 0)
         powers = tl.where(real, tl.exp(logits - highest), 0.0)
-        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+        sum_of_powers = tl.sum(tl.sum(powers, 1), 0)
+        scores = powers / sum_of_powers
     else:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     ranked = scores
@@ -288,17 +328,19 @@ def _route_kernel(
         for _ in tl.static_range(TOP_GROUPS):
             out = out | (row == _best(value, out, row))
         taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
-    chosen, total = tl.zeros([PLACES], tl.float32), 0.0
+    left = _order(ranked, taken, index)
+    ids = tl.zeros([PLACES], tl.int32)
     for k in tl.static_range(TOP_K):
-        best = _best(ranked, taken, index)
-        score = tl.sum(tl.where(index == best, scores, 0.0))
-        taken = taken | (index == best)
-        chosen = tl.where(place == k, score, chosen)
-        total += score
-        tl.store(ids_ptr + token * TOP_K + k, best.to(tl.int64))
+        best = tl.max(tl.max(left, 1), 0)
+        left = tl.where(left == best, LEAST, left)
+        ids = tl.where(place == k, (best & LAST).to(tl.int32) ^ LAST, ids)
+    used = place < TOP_K
+    tl.store(ids_ptr + token * TOP_K + place, ids.to(tl.int64), mask=used)
+    chosen = tl.load(logits_ptr + token * stride + ids, mask=used, other=0.0)
+    chosen = tl.exp(chosen - highest) / sum_of_powers if SOFTMAX else 1.0 / (1.0 + tl.exp(-chosen))
     if NORMALIZE:
-        chosen = chosen / (total + 1e-20)
-    tl.store(weights_ptr + token * TOP_K + place, chosen * scale, mask=place < TOP_K)
+        chosen = chosen / (tl.sum(tl.where(used, chosen, 0.0), 0) + 1e-20)
+    tl.store(weights_ptr + token * TOP_K + place, chosen * scale, mask=used)
 
 
 def route(
