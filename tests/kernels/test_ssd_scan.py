@@ -126,6 +126,20 @@ def test_steps_of_any_size(twin):
     check(twin, inputs, [40], TOLERANCE, limit=(0.0, math.inf))
 
 
+def test_tokens_that_forget_everything_do_not_blur_the_gradient_of_the_decay():
+    """What passes through them is rounding, which their log decays would multiply by hundreds."""
+    inputs, twin, starts = make(64, (2, 16, 1, 24), torch.bfloat16), Twin("interpreter", "cpu"), starts_of([64])
+    dt = torch.full_like(inputs["dt"], -7.0)
+    dt[::7] = 20.0
+    inputs |= dict(dt=dt, A_log=torch.full((2,), math.log(16.0)), dt_bias=torch.zeros(2, dtype=torch.bfloat16))
+    arguments = dict(dt_limit=(0.0, math.inf), starts=starts, chunk_size=64)
+    weights = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(2))
+    _, have = gradients(lambda **leaves: twin("ssd").ssd_scan(**leaves, **arguments), inputs, weights)
+    wide = {name: t.double() for name, t in inputs.items()}
+    _, want = gradients(by_recurrence([64], (0.0, math.inf)), wide, weights)
+    assert relative(have["A_log"], want["A_log"]) < 5e-4
+
+
 def kernels():
     return importlib.import_module("mtpkit.kernels.ssd.backward")
 

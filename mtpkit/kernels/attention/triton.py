@@ -41,6 +41,8 @@ def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
 def split_plan(programs: int, span: int, n: int, resident: int = 2) -> tuple[int, int, int]:
     """Plan the splits of rows of up to `span` positions, where one split per row makes `programs` programs.
 
+    Null rows count: how many rows of a captured step are real changes from replay to replay, while the grid does not.
+
     Args:
         resident: programs that a multiprocessor holds at once.
 

@@ -43,7 +43,8 @@ class ScanTiles:
 def scan_tiles(rows: int, heads: int, width: int, state_dim: int, dtype: torch.dtype) -> ScanTiles:
     """Tiles for `rows` rows of `heads` heads with states of `width` times `state_dim`.
 
-    The rows' lengths are not known: with few rows, heads are split so that programs still fill the GPU.
+    The rows' lengths are not known: with few rows, heads are split so that programs still fill the GPU. Null rows
+    count, since only the device knows how many rows of a captured step are real in a replay.
     """
     if dtype != torch.bfloat16:
         return ScanTiles(16, 1, SMALLEST_DOT, num_warps=8, num_stages=1)

@@ -63,8 +63,8 @@ def ssd_scan(
     states: Tensor | None = None,
     wide: bool = False,
 ) -> Tensor:
-    """See the reference; precision as in `ssd_varlen`, with states in the backward in the dtype of x. Chunks have the
-    size that suits the kernels, whatever `chunk_size` is."""
+    """See the reference; precision as in `ssd_varlen`. Chunks have the size that suits the kernels, whatever
+    `chunk_size` is. While the backward runs, it holds two states [h, p, n] in the dtype of x for each chunk."""
     B, C = alike(B, C)
     D = A_log.new_zeros(A_log.shape) if D is None else D
     states = None if states is None else states.float().contiguous()
