@@ -189,10 +189,15 @@ def hf_settings(directory: Path) -> dict[str, object]:
 def quantization_settings(directory: Path) -> object:
     """`quantization_config` of a Hugging Face directory, or what ModelOpt wrote beside `config.json`; None without
     either. Raises as `read_json` does."""
-    found, beside_it = hf_settings(directory).get(CONFIG), directory / MODELOPT
-    if found is None and is_there(beside_it):
-        return {"quant_method": "modelopt", **read_json(beside_it)}
+    found = hf_settings(directory).get(CONFIG)
+    if found is None and (own := modelopt_settings(directory)) is not None:
+        return {"quant_method": "modelopt", **own}
     return found
+
+
+def modelopt_settings(directory: Path) -> dict[str, object] | None:
+    """What ModelOpt wrote beside `config.json`, if it did. Raises as `read_json` does."""
+    return read_json(directory / MODELOPT) if is_there(directory / MODELOPT) else None
 
 
 def _config_from_hf(path: Path, any_quantization: bool = False) -> ModelConfig:

@@ -5,11 +5,12 @@ means: vLLM takes the entries of an fp8 checkpoint as whole names, SGLang as par
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from mtpkit.checkpoint.families.serving import Server
+from mtpkit.checkpoint.families.serving import SERVERS, Server, Serving
+from mtpkit.checkpoint.tensors import Shape
 
 Match = Callable[[str, str], bool]
 """Whether an entry means a module, as (entry, module)."""
@@ -135,9 +136,9 @@ class IgnoreList:
         """Whether a server builds a module, under the server's own name of it, without quantisation."""
         return any(self.method.means[server](entry, module) for entry in self.entries)
 
-    def with_modules(self, config: Mapping[str, object], modules: Iterable[str]) -> dict[str, object]:
-        """The config that the list is of, with further modules left out."""
-        new = [entry for entry in dict.fromkeys(map(self.method.entry, modules)) if entry not in self.entries]
+    def with_entries(self, config: Mapping[str, object], entries: Iterable[str]) -> dict[str, object]:
+        """The config that the list is of, with further entries."""
+        new = [entry for entry in dict.fromkeys(entries) if entry not in self.entries]
         kept = self.settings.get(self.key)
         as_object = isinstance(kept, Mapping) or (self.key == "dynamic")
         old = dict(kept) if isinstance(kept, Mapping) else {}
@@ -146,3 +147,56 @@ class IgnoreList:
             self.key: old | {entry: {} for entry in new} if as_object else [*self.entries, *new],
         }
         return changed if self.settings is config else {**config, _NESTED: changed}
+
+
+def module_of(name: str) -> str:
+    """The module that a weight belongs to."""
+    return name.removesuffix(".weight")
+
+
+def head_modules(shapes: Mapping[str, Shape], facts: Serving) -> list[str]:
+    """The modules of heads that servers may quantise: matrices, but not embeddings and the like."""
+    modules = (module_of(name) for name, shape in shapes.items() if len(shape) > 1)
+    return sorted(m for m in modules if not any(re.search(pattern, m) for pattern in facts.no_linears))
+
+
+def name_in(server: Server, module: str, facts: Serving) -> str:
+    """What a server calls a module of the heads."""
+    return re.sub(*facts.called[server], module) if server in facts.called else module
+
+
+def built_plain(server: Server, modules: Iterable[str], facts: Serving, ignored: IgnoreList) -> set[str]:
+    """Those among modules of heads that a server builds without quantisation, whatever the list says."""
+    algorithm = str(ignored.settings.get("quant_algo", "")).upper()
+    apply = [one for one in facts.unquantized if server in one.servers and one.algorithm in ("", algorithm)]
+    return {module for module in modules if any(re.search(one.pattern, module) for one in apply)}
+
+
+def unlisted(server: Server, modules: Sequence[str], facts: Serving, ignored: IgnoreList) -> list[str]:
+    """A server's names of those modules of heads that it would quantise."""
+    plain = built_plain(server, modules, facts, ignored)
+    names = [name_in(server, module, facts) for module in modules if module not in plain]
+    return [name for name in names if not ignored.leaves_out(server, name)]
+
+
+def with_heads_listed(
+    config: Mapping[str, object], heads: Sequence[str], quantized: Sequence[str], facts: Serving
+) -> dict[str, object]:
+    """A `quantization_config` that says of modules of heads that they are not quantised.
+
+    Names that a server would take for a quantised module of the base are left out: `lint` names them.
+
+    Args:
+        heads: modules of the heads, none of which is quantised.
+        quantized: modules of the base that are.
+    """
+    ignored = IgnoreList.of(config)
+    if ignored is None:
+        return dict(config)
+    names = dict.fromkeys(name for server in SERVERS for name in unlisted(server, heads, facts, ignored))
+    safe = []
+    for entry in dict.fromkeys(map(ignored.method.entry, names)):
+        means = ignored.method.means
+        if not any(means[server](entry, module) for server in SERVERS for module in quantized):
+            safe.append(entry)
+    return ignored.with_entries(config, safe)

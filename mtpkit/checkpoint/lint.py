@@ -15,8 +15,8 @@ from mtpkit.checkpoint.directory import detect_layout, hf_settings, load_config
 from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
 from mtpkit.checkpoint.layouts.huggingface import HFReader
-from mtpkit.checkpoint.lint_quantized import block_sizes, find_quantized, quantisation
-from mtpkit.checkpoint.quantized import FP8
+from mtpkit.checkpoint.lint_quantized import block_sizes, quantisation
+from mtpkit.checkpoint.quantized import FP8, find_quantized
 from mtpkit.checkpoint.tensors import FLOATS, is_finite
 from mtpkit.config import MtpConfig
 from mtpkit.errors import UserError, listed, shown

@@ -2,45 +2,18 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from mtpkit.checkpoint.directory import quantization_settings
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Server, Serving, Subject
-from mtpkit.checkpoint.ignored import METHODS, IgnoreList
-from mtpkit.checkpoint.quantized import CONFIG, FP8, SCALE, BlockFp8, read_block_fp8
-from mtpkit.checkpoint.tensors import FLOATS, Shape, TensorInfo
+from mtpkit.checkpoint.ignored import METHODS, IgnoreList, built_plain, head_modules, module_of, name_in, unlisted
+from mtpkit.checkpoint.quantized import CONFIG, SCALE, BlockFp8, read_block_fp8
+from mtpkit.checkpoint.tensors import Shape
 from mtpkit.checkpoint.values import Values
 from mtpkit.errors import listed, shown
 
-_INSTEAD = ("weight_packed", "qweight", "packed")
-"""What the names of tensors end with that stand in place of a weight."""
-_BESIDE = (
-    *("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
-    *("weight_shape", "weight_g_idx", "input_scale", "input_global_scale", "k_scale", "v_scale", "scale_inv", "scale"),
-    *("qzeros", "scales", "g_idx"),
-)
-"""What the names of further tensors of a quantised weight end with."""
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that servers build as one."""
-
-
-def find_quantized(found: Mapping[str, TensorInfo], expected: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The names among `expected` that are stored quantised, each with the further tensors that this takes.
-
-    Example: `X.weight` of dtype fp8 has `X.weight_scale_inv`; in place of `X.weight` may be `X.qweight`.
-    """
-    quantized = {}
-    for name in expected:
-        start = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
-        others = frozenset(start + end for end in (*_INSTEAD, *_BESIDE) if start + end in found)
-        if name not in found:
-            stored = any(start + end in others for end in _INSTEAD)
-        else:
-            dtype = found[name].dtype
-            stored = dtype == FP8 or (dtype not in FLOATS and bool(others))
-        if stored:
-            quantized[name] = others
-    return quantized
 
 
 def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
@@ -63,29 +36,6 @@ def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
         yield from _fp8(subject, config)
 
 
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
-def head_modules(subject: Subject, facts: Serving) -> list[str]:
-    """The matrices of the heads that a server may quantise."""
-    matrices = {name for name in subject.heads if len(subject.expected[name]) > 1}
-    modules = {_module(name) for name in matrices & (subject.found.keys() | subject.quantized.keys())}
-    return sorted(m for m in modules if not any(re.search(pattern, m) for pattern in facts.no_linears))
-
-
-def name_in(server: Server, module: str, facts: Serving) -> str:
-    """What a server calls a module of the heads."""
-    return re.sub(*facts.called[server], module) if server in facts.called else module
-
-
-def built_plain(server: Server, modules: Iterable[str], facts: Serving, ignored: IgnoreList) -> set[str]:
-    """Those among modules of heads that a server builds without quantisation, whatever the list says."""
-    algorithm = str(ignored.settings.get("quant_algo", "")).upper()
-    apply = [one for one in facts.unquantized if server in one.servers and one.algorithm in ("", algorithm)]
-    return {module for module in modules if any(re.search(one.pattern, module) for one in apply)}
-
-
 def _heads(subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[Finding]:
     said: dict[str, list[Server]] = {}
     for server in SERVERS:
@@ -96,17 +46,17 @@ def _heads(subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[Fi
 
 def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[str]:
     """Clauses about the heads' modules in one server."""
-    quantized = {_module(name) for name in subject.quantized}
-    modules = head_modules(subject, facts)
+    quantized = {module_of(name) for name in subject.quantized}
+    there = subject.heads & (subject.found.keys() | subject.quantized.keys())
+    modules = head_modules({name: subject.expected[name] for name in there}, facts)
     plain = built_plain(server, modules, facts, ignored)
-    names = {module: name_in(server, module, facts) for module in modules if module not in plain}
-    told = {module: ignored.leaves_out(server, name) for module, name in names.items()}
+    told = {m: ignored.leaves_out(server, name_in(server, m, facts)) for m in modules if m not in plain}
     if odd := sorted(module for module, left_out in told.items() if left_out and module in quantized):
         yield f"quantised, though {CONFIG} says that they are not: {listed(odd)}"
     if odd := sorted(plain & quantized):
         yield f"quantised, but built without quantisation; store them in bf16: {listed(odd)}"
     yield from _halves(told)
-    if odd := [names[module] for module, left_out in told.items() if not left_out and module not in quantized]:
+    if odd := unlisted(server, [module for module in modules if module not in quantized], facts, ignored):
         what = f"heads that are not quantised, and not in {CONFIG}'s {ignored.key}, which needs"
         yield f"{what} {listed(odd, most=100, width=2000)}"
 
@@ -154,7 +104,7 @@ def block_sizes(subject: Subject, facts: Serving) -> Iterator[Finding]:
     odd: dict[str, None] = {}
     for name in sorted(subject.quantized):
         if (shape := subject.expected[name]) and len(shape) == 2:
-            odd |= dict.fromkeys(_uneven(subject, facts, _module(name), shape, block))
+            odd |= dict.fromkeys(_uneven(subject, facts, module_of(name), shape, block))
     for text in odd:
         yield Finding(f"fp8: {text}")
 

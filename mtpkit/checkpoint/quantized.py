@@ -4,13 +4,13 @@
 times the scale of its block; blocks at the edges may be partial (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mtpkit.checkpoint.tensors import Shape, TensorInfo, Tensors
+from mtpkit.checkpoint.tensors import FLOATS, Shape, TensorInfo, Tensors
 from mtpkit.checkpoint.values import Values
 from mtpkit.errors import UserError, listed, shown
 
@@ -21,6 +21,16 @@ CONFIG = "quantization_config"
 
 _ROWS = 16
 """Rows of blocks that are widened at once."""
+
+
+_INSTEAD = ("weight_packed", "qweight", "packed")
+"""What the names of tensors end with that stand in place of a weight."""
+_BESIDE = (
+    *("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
+    *("weight_shape", "weight_g_idx", "input_scale", "input_global_scale", "k_scale", "v_scale", "scale_inv", "scale"),
+    *("qzeros", "scales", "g_idx"),
+)
+"""What the names of further tensors of a quantised weight end with."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +116,22 @@ class Dequantized:
         if name not in self._quantized:
             return weight
         return self._block.dequantize(weight, self._source.read(name + SCALE), self._dtype)
+
+
+def find_quantized(found: Mapping[str, TensorInfo], expected: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The names among `expected` that are stored quantised, each with the further tensors that this takes.
+
+    Example: `X.weight` of dtype fp8 has `X.weight_scale_inv`; in place of `X.weight` may be `X.qweight`.
+    """
+    quantized = {}
+    for name in expected:
+        start = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+        others = frozenset(start + end for end in (*_INSTEAD, *_BESIDE) if start + end in found)
+        if name not in found:
+            stored = any(start + end in others for end in _INSTEAD)
+        else:
+            dtype = found[name].dtype
+            stored = dtype == FP8 or (dtype not in FLOATS and bool(others))
+        if stored:
+            quantized[name] = others
+    return quantized

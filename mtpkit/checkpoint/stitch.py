@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from mtpkit.checkpoint.convert import check_paths
 from mtpkit.checkpoint.directory import hf_settings, load_config, open_weights
 from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.table import MappedTensors
-from mtpkit.checkpoint.layouts import megatron
+from mtpkit.checkpoint.ignored import head_modules, module_of
 from mtpkit.checkpoint.layouts.huggingface import (
     INDEX,
     SINGLE,
@@ -25,7 +26,8 @@ from mtpkit.checkpoint.layouts.huggingface import (
     read_total_metadata,
     write_shard,
 )
-from mtpkit.checkpoint.tensors import SeveralSources, TensorInfo, TensorSource, require_same_names
+from mtpkit.checkpoint.stitch_quantized import check_base, list_heads
+from mtpkit.checkpoint.tensors import CheckedTensors, TensorInfo, TensorSource
 from mtpkit.config import ModelConfig
 from mtpkit.config.checked import keys_of
 from mtpkit.errors import MtpkitError, StorageError, UserError, listed, shown
@@ -97,8 +99,8 @@ def stitch(
     with staged_directory(destination) as staging:
         for file in plan.kept_files:
             _keep(source / file, staging / plan.names.get(file, file), link)
-        plan.write(staging)
         copy_companions(source, staging)
+        plan.write(staging)
         hashed = _prove_unchanged(plan.reader, HFReader(staging, plan.family.published_name, plan.family.carried), plan)
     return Stitched(
         heads=tuple(plan.heads),
@@ -118,7 +120,7 @@ class _Plan:
     """
 
     def __init__(self, source: Path, trained: Path) -> None:
-        old = load_config(source)
+        old = load_config(source, any_quantization=True)
         self.config = _with_heads(old, load_config(trained), source, trained)
         self.family: Family = get_family(self.config.family)
         if misfits := list(self.family.misfits(self.config)):
@@ -126,11 +128,13 @@ class _Plan:
         self.source, self.reader = source, HFReader(source, self.family.published_name, self.family.carried)
         table = self.family.table(old)
         stored = table.stored_in(self.reader.tensors)
+        self.quantized = check_base(source, self.reader, table.hf_shapes(stored))
         old_heads = table.mtp_names(stored)
+        old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}  # scales, of no use then
         table = self.family.table(self.config)
-        self.mapped: MappedTensors = table.to_hf(_joined(source, trained, self.config), trained, stored)
-        names = table.mtp_names(stored)
-        self.heads = [name for name in self.mapped.tensors if name in names]
+        copied = _Part(CheckedTensors(self.reader, source), {*table.copies.values()})
+        self.mapped: MappedTensors = table.heads_to_hf(_heads_of(trained), copied, trained, stored)
+        self.heads = [*self.mapped.tensors]
         self.others = [name for name in self.reader.places if name not in old_heads]
         self._assign(old_heads)
 
@@ -171,7 +175,11 @@ class _Plan:
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         config = self.family.count_heads(self.config, hf_settings(self.source))
-        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        facts = self.family.serving
+        modules = head_modules({name: info.shape for name, info in self.mapped.tensors.items()}, facts)
+        others = [module_of(name) for name in self.quantized.keys() - self.mapped.tensors.keys()]
+        for file, settings in list_heads(self.source, config, modules, others, facts).items():
+            (staging / file).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 class _Content:
@@ -198,9 +206,9 @@ class _Content:
 class _Part:
     """Some tensors of a source."""
 
-    def __init__(self, source: TensorSource, heads: bool) -> None:
+    def __init__(self, source: TensorSource, names: Set[str]) -> None:
         self._source = source
-        self.tensors = {n: info for n, info in source.tensors.items() if n.startswith("mtp.") == heads}
+        self.tensors = {name: info for name, info in source.tensors.items() if name in names}
 
     def read(self, name: str) -> Tensor:
         return self._source.read(name)
@@ -209,12 +217,10 @@ class _Part:
         self._source.require_finite()
 
 
-def _joined(source: Path, trained: Path, config: ModelConfig) -> SeveralSources:
-    """The base of one directory and the heads of another, under Megatron's names."""
-    base, heads = _Part(open_weights(source), heads=False), _Part(open_weights(trained), heads=True)
-    wanted = {name: shape for name, shape in megatron.parameters(config).items() if name.startswith("mtp.")}
-    require_same_names(trained, heads.tensors, wanted)
-    return SeveralSources(base, heads)
+def _heads_of(trained: Path) -> _Part:
+    """The heads of a model directory, under Megatron's names."""
+    weights = open_weights(trained)
+    return _Part(weights, {name for name in weights.tensors if name.startswith("mtp.")})
 
 
 def _with_heads(base: ModelConfig, trained: ModelConfig, source: Path, where: Path) -> ModelConfig:

@@ -237,9 +237,9 @@ def test_entries_leave_out_what_they_are_for_and_nothing_else(method):
     for config in ({"quant_method": method}, {"quant_method": method, "quantization": {"exclude_modules": ["zz"]}}):
         plain = IgnoreList.of(config)
         assert not any(plain.leaves_out(server, module) for server in SERVERS for module in MODULES)
-        ignored = IgnoreList.of(plain.with_modules(config, MODULES))
+        ignored = IgnoreList.of(plain.with_entries(config, map(plain.method.entry, MODULES)))
         for server in SERVERS:
             assert all(ignored.leaves_out(server, module) for module in MODULES), server
             others = ["model.fc_in", "model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.self_attn.q_proj"]
             assert not any(ignored.leaves_out(server, module) for module in others), server
-        assert ignored.with_modules(ignored.settings, MODULES)[ignored.key] == ignored.settings[ignored.key]
+        assert ignored.with_entries(ignored.settings, ignored.entries)[ignored.key] == ignored.settings[ignored.key]

@@ -14,7 +14,15 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from mtpkit.checkpoint.tensors import Shape, TensorInfo, Tensors, TensorSource, bits_equal, require_same_names
+from mtpkit.checkpoint.tensors import (
+    SeveralSources,
+    Shape,
+    TensorInfo,
+    Tensors,
+    TensorSource,
+    bits_equal,
+    require_same_names,
+)
 from mtpkit.errors import MtpkitError, UserError, listed, shown
 
 
@@ -261,7 +269,7 @@ class Table:
     def mtp_names(self, stored: Stored | None = None) -> set[str]:
         """The names among them of the heads, copies of the base's tensors included."""
         stored = stored or Stored()
-        heads = (entry.hf for entry in self._entries(stored) if entry.megatron[0].startswith("mtp."))
+        heads = (entry.hf for entry in self._entries(stored) if _is_head(entry.megatron[0]))
         return {name for names in heads for name in names} | self._copies(stored).keys()
 
     def _hf_shapes(self, entry: Entry) -> Iterator[tuple[str, Shape]]:
@@ -296,6 +304,25 @@ class Table:
             entry = whole[(name,)]
             steps.append(_Step(entry.megatron, (copy,), entry.transform.to_hf))
         return MappedTensors(source, steps)
+
+    def heads_to_hf(self, heads: TensorSource, base: TensorSource, where: Path, stored: Stored) -> "MappedTensors":
+        """View heads under Megatron's names, and what they copy of a base, under Hugging Face names.
+
+        Args:
+            base: what is copied, under Hugging Face names.
+
+        Raises:
+            UserError: `heads` are not exactly the table's; lists them all.
+        """
+        require_same_names(where, heads.tensors, {n: shape for n, shape in self._shapes.items() if _is_head(n)})
+        entries = [entry for entry in self._entries(stored) if _is_head(entry.megatron[0])]
+        steps = [_Step(entry.megatron, entry.hf, entry.transform.to_hf) for entry in entries]
+        steps += [_Step((name,), (copy,), SAME.to_hf) for copy, name in self._copies(stored).items()]
+        return MappedTensors(SeveralSources(heads, base), steps)
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith("mtp.")
 
 
 def _to_hf(entry: Entry, stored: Stored) -> Callable[[Sequence[Tensor]], list[Tensor]]:
