@@ -71,6 +71,8 @@ class LoadRow:
     """Share of the limit's speed."""
     run_seconds: list[float]
     """Each run, in order."""
+    hit_rate: Annotated[float | None, Column("hit rate", ".1%")] = None
+    """Share of the prompts' tokens that the prefix cache had; None without one."""
     gpu_idle_share: Annotated[float | None, Column("GPU idle", ".1%")] = None
     """See `Trace.host_gap_share`, over steps in the middle of a run; None where nothing was traced: on a CPU, and where
     requests arrive one by one, for whom a GPU may wait."""
@@ -176,6 +178,7 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
         limit_seconds=limit,
         limit_share=limit / seconds,
         run_seconds=run_seconds,
+        hit_rate=_hit_rate(runs) if config.enable_prefix_caching else None,
     )
 
 
@@ -183,6 +186,11 @@ def _acceptance_length(runs: Sequence[Run]) -> float:
     """1 + mean accepted drafts per decode step and request, over all runs."""
     acceptances = [run.stats.acceptance for run in runs]
     return 1 + sum(one.accepted for one in acceptances) / max(1, sum(one.steps for one in acceptances))
+
+
+def _hit_rate(runs: Sequence[Run]) -> float:
+    """Share of the prompts' tokens that the prefix cache had, over all runs."""
+    return sum(run.stats.cached_tokens for run in runs) / sum(run.stats.prompt_tokens for run in runs)
 
 
 def _limit(engine: LoadEngine, machine: Machine) -> float:

@@ -61,6 +61,7 @@ class SpeedupConfig:
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
     draft_vocab: str | Path | None = field_of(EngineOptions, "draft_vocab")
+    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
 
 
@@ -190,6 +191,10 @@ class LoadConfig:
     """Runs of each engine after its start; the first one is reported apart from the others."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
+    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
+    prefix_cache_bytes: FromZero | None = field_of(EngineOptions, "prefix_cache_bytes")
+    prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "prefix_cache_dtype")
+    prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
     block_size: int = field_of(EngineOptions, "block_size")
     gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
@@ -230,6 +235,46 @@ class StallConfig:
         """Yield a clause where the prompts are too many tokens."""
         yield from too_many_tokens(self.arriving_length, self.arriving_prompts, 0, "arriving_length")
         yield from too_many_tokens(max(self.lone_lengths), 1, 0, "lone_length")
+
+
+@checked("turns benchmark")
+class TurnsConfig:
+    """What `measure_turns` measures; all else as in a `LoadConfig`."""
+
+    turns: FromZero = 0
+    """In place of the load, measure conversations of so many turns without and with the prefix cache: each turn's
+    prompt is all of the conversation so far and new tokens."""
+    shared: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of the prompts' tokens that an earlier turn of the conversation had, with --turns: outputs are as long as
+    makes it so."""
+    turn_length: Length = 512
+    """New tokens of each turn, with --turns."""
+    conversations: Positive = 8
+    """Conversations at once, with --turns; the next turn of each begins when its last one has ended."""
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of each output. With n turns of u new tokens and outputs of o tokens, the prompts have n u + (u + o) n
+        (n - 1) / 2 tokens, of which n u are new."""
+        ratio = 2 * self.shared / ((1 - self.shared) * max(1, self.turns - 1)) - 1
+        return round(self.turn_length * ratio)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a whole conversation."""
+        return self.turns * (self.turn_length + self.output_len)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a clause where the conversations cannot be had."""
+        if self.turns == 1:
+            yield "turns is 1, must be 0 or at least 2"
+        elif self.turns and self.output_len < 1:
+            yield (
+                f"{self.turns} turns share more than {self.shared} of their prompts whatever the outputs: raise shared "
+                "or lower turns"
+            )
+        elif self.turns:
+            yield from too_many_tokens(self.longest, self.conversations, 0, "turn_length or conversations")
 
 
 @checked("training benchmark")

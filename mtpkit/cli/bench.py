@@ -18,6 +18,7 @@ from mtpkit.bench.settings import (
     RooflineConfig,
     StallConfig,
     TrainBenchConfig,
+    TurnsConfig,
 )
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
@@ -140,6 +141,7 @@ def load(
         ),
     ] = False,
     stalled: Annotated[StallConfig, options.Fields()],
+    conversing: Annotated[TurnsConfig, options.Fields()],
     save_requests: Annotated[
         Path | None,
         typer.Option(
@@ -159,10 +161,13 @@ def load(
     from mtpkit.bench.load_requests import save_requests as save
     from mtpkit.bench.shapes import choose_drafts, get_config
     from mtpkit.bench.stall import measure_stall
+    from mtpkit.bench.turns import measure_turns
     from mtpkit.files import check_writable
 
     if stall and save_requests is not None:
         raise typer.BadParameter("--stall has no requests to save", param_hint="--stall / --save-requests")
+    if conversing.turns and (stall or save_requests is not None):
+        raise typer.BadParameter("one of them at a time", param_hint="--turns / --stall / --save-requests")
     if save_requests is not None:
         check_writable(save_requests, file=True)
         print(save(save_requests, config, get_config(model, pattern).vocab_size))
@@ -171,6 +176,8 @@ def load(
     opened = _open(model, dtype, pattern)
     if stall:
         measure_stall(opened, config, stalled, model, _keep(output)).show()
+    elif conversing.turns:
+        measure_turns(opened, config, conversing, model, _keep(output)).show()
     else:
         measure_load(opened, config, model, _keep(output)).show()
 

@@ -145,7 +145,7 @@ def test_every_rate_and_k_is_measured(model, device):
     assert {"device", "commit", "date", "copy_bandwidth", "matrix_rate"} <= set(found)
     (table,) = result.tables()
     assert "load of 9 requests" in result.title and f"{sums['prompt_tokens']:,} prompt" in result.title
-    assert len(table.columns) == 15
+    assert len(table.columns) == 16
 
 
 def test_each_run_is_counted_by_itself(model):

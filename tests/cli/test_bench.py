@@ -151,6 +151,22 @@ def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
     assert (tmp_path / "load_stall.json").exists()
 
 
+def test_load_of_conversations(call, capsys, tmp_path):
+    options = f"{LOAD} --turns 3 --turn-length 9 --conversations 2 --prefix-cache-dtype bfloat16".split()
+    assert call(app, "load", *options, "--output", tmp_path) == 0
+    off, on = last_line(capsys)["rows"]
+    assert (off["cached"], on["cached"]) == (False, True) and on["hit_share"] > 0.9 > off["hit_share"] == 0
+    assert json.loads((tmp_path / "load_turns.json").read_text())["settings"]["turn_length"] == 9
+    assert call(app, "load", *options, "--stall") == 2
+    assert "one of them at a time" in capsys.readouterr().err
+
+
+def test_a_load_with_the_prefix_cache_says_its_hits(call, capsys):
+    assert call(app, "load", *LOAD.split(), "--enable-prefix-caching") == 0
+    printed = capsys.readouterr().out
+    assert "hit rate" in printed and json.loads(printed.splitlines()[-1])["rows"][0]["hit_rate"] == 0
+
+
 def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert call(app, "load", "--save-requests", tmp_path / "requests.json") == 0
@@ -168,6 +184,7 @@ def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monk
         ("--request-rate nan", "--request-rate': must be a finite number"),
         ("--acceptance inf", "--acceptance': must be a finite number"),
         ("--prompt-min 30", "--prompt-min is 30, must be at most --prompt-max, 20"),
+        ("--turns 1", "--turns is 1, must be 0 or at least 2"),
         ("--lone-length 0", "--lone-length is [0], must be from 1 to"),
         ("--num-speculative-tokens 2000", "--k is [1, 2000], must be from 0"),
     ],

@@ -166,6 +166,19 @@ def test_depths_that_were_never_reached_have_no_rate():
     assert line.endswith("acceptance length 1.50, conditional acceptance 50%, 0%, -")
 
 
+def test_hits_of_the_prefix_cache_are_told(model_dir, answer, call, capsys, tmp_path):
+    """The second prompt waits for the first, and begins like it."""
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n{PROMPT}\n")
+    options = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 8, "--max-num-seqs", 1, "--json"]
+    assert call(app, "--model", model_dir, *options, "--enable-prefix-caching", "--k", 2) == 0
+    printed = capsys.readouterr()
+    first, second = map(json.loads, printed.out.splitlines())
+    assert first["text"] == second["text"] == answer(PROMPT).text
+    count = second["num_cached_tokens"]
+    assert first["num_cached_tokens"] == 0 < count
+    assert f"{count} of {2 * count} prompt tokens from the prefix cache" in printed.err
+
+
 def test_without_a_tokenizer_there_is_no_text(model_dir, call, capsys, tmp_path):
     for file in model_dir.iterdir():
         if not file.name.startswith(("tokenizer", "special_tokens")):

@@ -1,0 +1,67 @@
+"""The benchmark of conversations: what the prefix cache must save, in counts, and what it refuses."""
+
+import pytest
+import torch
+
+from mtpkit.bench.settings import LoadConfig, TurnsConfig
+from mtpkit.bench.shapes import open_model
+from mtpkit.bench.turns import measure_turns
+from mtpkit.engine.prefix import CheckpointStore
+from mtpkit.engine.step import Restore
+from mtpkit.errors import MtpkitError, UserError
+
+CONFIG = LoadConfig(ks=(0, 3), acceptance=(0.8,), block_size=8, trace=False)
+TURNS = TurnsConfig(turns=8, shared=0.8, turn_length=21, conversations=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return open_model("nemotron-h-tiny", torch.device("cpu"), "float32")
+
+
+def test_shareable_tokens_are_hit_with_and_without_drafts(model):
+    result = measure_turns(model, CONFIG, TURNS)
+    assert [(row.k, row.cached) for row in result.rows] == [(0, False), (0, True), (3, False), (3, True)]
+    turns, new, out = TURNS.turns, TURNS.turn_length, TURNS.output_len
+    tokens = 3 * sum(new + turn * (new + out) for turn in range(turns))
+    for row in result.rows:
+        assert row.prompt_tokens == tokens and row.ttft_p50_ms <= row.ttft_p99_ms
+        if row.cached:
+            assert row.hit_share >= 0.95 and row.identical == 1
+            assert row.prompt_tokens >= 4 * row.prefilled_tokens
+        else:
+            assert row.hit_share == 0 and row.prefilled_tokens == tokens
+    assert result.rows[3].acceptance_length == result.rows[2].acceptance_length > 1.5
+
+
+def test_lengths_make_the_share():
+    """Of all tokens of prompts, whatever the turns."""
+    for turns, shared in ((8, 0.8), (2, 0.6), (20, 0.95)):
+        config = TurnsConfig(turns=turns, shared=shared, turn_length=1000)
+        prompts = [1000 + turn * (1000 + config.output_len) for turn in range(turns)]
+        assert 1 - turns * 1000 / sum(prompts) == pytest.approx(shared, abs=1e-3)
+        assert config.longest == prompts[-1] + config.output_len
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"turns": 1}, "turns is 1, must be 0 or at least 2"),
+        ({"turns": 8, "shared": 0.5}, "raise shared or lower turns"),
+    ],
+)
+def test_conversations_that_cannot_be_had(settings, message):
+    with pytest.raises(UserError, match=message):
+        TurnsConfig(**settings)
+
+
+def test_outputs_that_the_cache_changes_are_refused(model, monkeypatch):
+    restore = CheckpointStore.restore
+
+    def stale(self, restores):
+        restore(self, [Restore(one.checkpoint ^ 1, one.slot, one.length, one.blocks) for one in restores])
+
+    monkeypatch.setattr(CheckpointStore, "restore", stale)
+    config = LoadConfig(ks=(0,), block_size=8, trace=False)
+    with pytest.raises(MtpkitError, match="of the conversations differ with the prefix cache"):
+        measure_turns(model, config, TurnsConfig(turns=3, shared=0.8, turn_length=9, conversations=2))
