@@ -89,7 +89,7 @@ def test_what_goes_wrong_in_the_cache_is_seen(broken, monkeypatch):
         monkeypatch.setattr(mla, "store_kv", zero_key)
     else:
         attend = mla.latent_attention
-        monkeypatch.setattr(mla, "latent_attention", lambda *arguments: attend(*arguments[:-1], 0.2))
+        monkeypatch.setattr(mla, "latent_attention", lambda *arguments: attend(*arguments[:5], 0.2, *arguments[6:]))
     model = latent_model()
     assert generate(make_llm(model, 0), PROMPTS, poison=False) != [decode(model, prompt, 20) for prompt in PROMPTS]
 

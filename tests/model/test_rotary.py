@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
-from mtpkit.model.layers.rotary import apply_rotary, frequencies, rotate, yarn_frequencies, yarn_scale
+from mtpkit.model.layers.rotary import yarn_frequencies, yarn_scale
 
 CASES = [
     (64, 10000.0, 40.0, 4096, 32.0, 1.0),
@@ -50,15 +50,3 @@ def test_yarn_is_that_of_transformers(width, base, factor, context, fast, slow):
     theirs, concentration = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     torch.testing.assert_close(yarn_frequencies(width, base, factor, context, fast, slow), theirs, rtol=1e-6, atol=0)
     assert yarn_scale(factor, 0.7) / yarn_scale(factor, 0.4) == pytest.approx(concentration)
-
-
-def test_a_rotation_turns_each_pair_by_its_angle():
-    """As complex numbers: first half plus i times second half, times exp(i angle), times the factor."""
-    x, positions = torch.randn(5, 2, 3, 6), torch.tensor([[0, 1, 2, 3, 9], [4, 4, 0, 7, 1]])
-    turns = frequencies(6, 30.0)
-    angles = positions.t()[:, :, None, None] * turns
-    turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.full_like(angles, 1.3), angles)
-    torch.testing.assert_close(rotate(x, positions, turns, 1.3), torch.cat([turned.real, turned.imag], -1))
-    half = apply_rotary(x, positions, 30.0, 0.7)  # 4 of 6 channels
-    torch.testing.assert_close(half[..., :4], rotate(x[..., :4], positions, frequencies(4, 30.0)))
-    assert torch.equal(half[..., 4:], x[..., 4:])

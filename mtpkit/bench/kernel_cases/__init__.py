@@ -34,6 +34,8 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
         yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes))
         if shapes.config.attention.attention_output_gate:
             yield linears.sigmoid_gate(shapes)
+        if shapes.config.attention.position_embedding_type != "none":
+            yield linears.rotate(shapes)
     if has(MlaConfig):
         yield from (latent.decode(shapes), latent.store(shapes))
     yield linears.rms_norm(shapes)

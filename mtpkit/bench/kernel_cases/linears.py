@@ -18,7 +18,7 @@ from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MlaConfig, MlpConfig
 from mtpkit.kernels import activation as activations
-from mtpkit.kernels import moe, norm
+from mtpkit.kernels import moe, norm, rotary
 from mtpkit.kernels.linear import linear, reference
 
 
@@ -185,6 +185,19 @@ def activation(shapes: Shapes) -> Iterator[Case]:
         )
     elif not any(call.activation and call.fuses(shapes) for call in calls(shapes)):
         yield Case(activations.relu2, f"[{count}, {width}]", lambda: (shapes.normal(count, width),), _in_and_out)
+
+
+def rotate(shapes: Shapes) -> Case:
+    """Rotary embedding of a step's queries, views of the projection."""
+    sizes, count = shapes.config.attention, shapes.count
+    groups, width = sizes.num_query_groups, sizes.kv_channels
+    per_group, half = sizes.num_attention_heads // groups, int(width * sizes.rotary_percent) // 2
+
+    def make() -> Args:
+        projected = shapes.normal(count, groups, per_group + 2, width)
+        return projected[:, :, :-2], shapes.full(shapes.context_len, 1, count), shapes.normal(half).float()
+
+    return Case(rotary.rotate, f"[{count}, {groups * per_group}, {width}]", make, lambda args: 2 * size(args[0]))
 
 
 def sigmoid_gate(shapes: Shapes) -> Case:

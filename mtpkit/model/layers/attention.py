@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
 from mtpkit.kernels.kv_store import store_kv
+from mtpkit.kernels.rotary import rotate
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import linear_of
-from mtpkit.model.layers.rotary import apply_rotary
+from mtpkit.model.layers.rotary import frequencies
 from mtpkit.model.state import PagedKV
 
 
@@ -33,6 +34,16 @@ class SelfAttention(MegatronSelfAttention):
 
     layer_name: str
     """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
+    frequencies: Tensor | None
+    """Radians per position of the channels that are rotated; None: positions are not embedded."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        settings, turns = config.mtpkit.attention, None
+        if settings.position_embedding_type != "none":
+            width = int(settings.kv_channels * settings.rotary_percent)
+            turns = frequencies(width, settings.rotary_base, torch.device(torch.cuda.current_device()))
+        self.register_buffer("frequencies", turns, persistent=False)
 
     def forward(
         self,
@@ -116,10 +127,7 @@ class SelfAttention(MegatronSelfAttention):
         return inputs.positions_in(q.shape[1], q.shape[0], q.device)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        settings = self.config.mtpkit.attention
-        if settings.position_embedding_type == "none":
-            return x
-        return apply_rotary(x, positions, settings.rotary_base, settings.rotary_percent)
+        return x if self.frequencies is None else rotate(x, positions, self.frequencies)
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))

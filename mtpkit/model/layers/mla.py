@@ -15,16 +15,11 @@ from torch import Tensor
 from mtpkit.kernels.attention import depth_attention
 from mtpkit.kernels.kv_store import store_kv
 from mtpkit.kernels.latent_attention import chunk_attention, latent_attention, latent_context_attention
+from mtpkit.kernels.rotary import rotate
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import SplitOverRanks
-from mtpkit.model.layers.rotary import frequencies, rotate, yarn_frequencies, yarn_scale
+from mtpkit.model.layers.rotary import frequencies, yarn_frequencies, yarn_scale
 from mtpkit.model.state import PagedLatent
-
-
-def sort_pairs(x: Tensor) -> Tensor:
-    """Channels 0, 2, 4, .. 1, 3, 5, .. of x [..., d]: the weights rotate channels 2i and 2i + 1 against each other, and
-    `rotate` the two halves."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 class LatentAttention(SplitOverRanks, MegatronModule):
@@ -129,8 +124,8 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return q[..., : self.sizes.qk_head_dim], q[..., self.sizes.qk_head_dim :]
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [s, b, heads, P] at positions [b, s], its channels in the order of `sort_pairs`."""
-        return rotate(sort_pairs(x), positions, self.frequencies, self.rotary_factor)
+        """x [s, b, heads, P] at positions [b, s]: the weights rotate channels 2i and 2i + 1 against each other."""
+        return rotate(x, positions, self.frequencies, self.rotary_factor, paired=True)
 
     def _project(self, x: Tensor, inputs: SequenceInput) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [s, b, n, d + P] and values [s, b, n, e] of whole sequences."""

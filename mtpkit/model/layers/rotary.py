@@ -1,43 +1,9 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and its frequencies for longer contexts."""
+"""Frequencies of rotary position embedding (Su et al. 2021, arXiv:2104.09864), also for longer contexts."""
 
 import math
 
 import torch
 from torch import Tensor
-
-
-def apply_rotary(x: Tensor, positions: Tensor, base: float, percent: float) -> Tensor:
-    """Rotate the first channels of each head, halves against each other.
-
-    Args:
-        x: [s, b, heads, d]; the first percent * d channels are rotated. Of one sequence, b may be another dimension of
-            heads.
-        positions: [b, s] int64.
-
-    Returns:
-        [s, b, heads, d] in the dtype of x.
-    """
-    width = int(x.shape[-1] * percent)
-    rotated = rotate(x[..., :width], positions, frequencies(width, base, x.device))
-    return torch.cat([rotated, x[..., width:]], -1)
-
-
-def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Tensor:
-    """Rotate the first half of x [s, b, heads, d] against the second, times `factor`.
-
-    Args:
-        positions: [b, s] int64.
-        frequencies: [d / 2] fp32, radians per position.
-
-    Returns:
-        [s, b, heads, d] in the dtype of x.
-    """
-    angles = (positions.t()[..., None].float() * frequencies)[:, :, None]  # [s, b, 1, d / 2]
-    cos, sin = angles.cos(), angles.sin()
-    if factor != 1:
-        cos, sin = cos * factor, sin * factor
-    first, second = x.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 def frequencies(width: int, base: float, device: torch.device | None = None) -> Tensor:

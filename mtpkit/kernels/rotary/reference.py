@@ -1,0 +1,27 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float = 1.0, paired: bool = False) -> Tensor:
+    """Rotate the first 2 w channels of each head, channel i against channel w + i, times `factor`; the others stay.
+
+    Args:
+        x: [s, b, heads, d] of any strides. Of one sequence, b may be another dimension of heads.
+        positions: [b, s] or [1, s] int64.
+        frequencies: [w] fp32, radians per position.
+        paired: x has channels 2 i and 2 i + 1 in place of i and w + i; the result has not.
+
+    Returns:
+        [s, b, heads, d] in the dtype of x, computed in fp32.
+    """
+    angles = (positions.t()[..., None].float() * frequencies)[:, :, None]  # [s, b, 1, w]
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    width = 2 * len(frequencies)
+    turned = x[..., :width].float()
+    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if paired else turned.chunk(2, -1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return rotated if width == x.shape[-1] else torch.cat([rotated, x[..., width:]], -1)
