@@ -3,7 +3,9 @@
 import gc
 import itertools
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,12 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(path)
             done.touch()
     return path
+
+
+def told_length(message: object) -> int:
+    """Characters of a message on one line, in which files of tests have names without directories."""
+    files = rf"{re.escape(tempfile.gettempdir())}/\S*/"
+    return len(re.sub(files, "", " ".join(str(message).split())))
 
 
 def look_at_new_objects() -> None:

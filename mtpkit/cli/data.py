@@ -126,7 +126,7 @@ def regenerate(
     """
     from mtpkit.checkpoint import find_companions
     from mtpkit.data.prompts import read_prompts
-    from mtpkit.data.regenerate import Journal, journal_settings, spread
+    from mtpkit.data.regenerate import Journal, journal_settings
     from mtpkit.data.regenerate import regenerate as answer_prompts
     from mtpkit.data.tokenizer import fingerprint
     from mtpkit.engine import LLM
@@ -137,8 +137,7 @@ def regenerate(
     check_writable(output, file=True, replace=force)
     resolve_drafts(config_of(model), engine.num_speculative_tokens)  # refused before any data is read
     tokenizer = _tokenizer(find_companions(model), chat_template)
-    found, refused = read_prompts(data, tokenizer, prompt_length, turns, columns)
-    prompts = spread(found, limit)
+    prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit)
     with Journal(output, journal_settings(model, prompts, sampling, seed, engine.dtype)) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")

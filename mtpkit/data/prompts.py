@@ -1,8 +1,9 @@
 """Prompts for the base to answer, from rows with messages or prompts, or cut from texts."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ def read_prompts(
     prompt_length: int | None = None,
     turns: Turns = "last",
     columns: Columns | None = None,
+    limit: int | None = None,
 ) -> tuple[list[Prompt], list[str]]:
     """Read prompts from files, folders and globs, in order; also `describe` the rows without one.
 
@@ -46,13 +48,16 @@ def read_prompts(
     with a prompt gives that prompt. A text is cut into pieces of `prompt_length` tokens; a shorter remainder is
     dropped, unless it is the whole text.
 
+    Args:
+        limit: at most so many prompts, spread evenly over all; pieces of texts that are not among them are not made.
+
     Raises:
         UserError: a file cannot be read or has none of the columns, or a text comes without `prompt_length`.
     """
     if prompt_length is not None and prompt_length < 1:
         raise UserError(f"prompt length is {prompt_length}, must be at least 1")
     columns = columns or Columns()
-    prompts: list[Prompt] = []
+    prompts: list[Callable[[], Prompt]] = []
     refused = []
     texts = False
     for file in find_files(paths):
@@ -70,7 +75,16 @@ def read_prompts(
         )
     if prompt_length is not None and not texts:
         logger.warning("the prompt length has no effect: no text is cut, all rows have prompts or messages")
-    return prompts, refused
+    return [make() for make in spread(prompts, limit)], refused
+
+
+def spread[T](items: Sequence[T], limit: int | None) -> list[T]:
+    """At most `limit` items, spread evenly over all."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    if limit < 1:
+        raise UserError(f"limit is {limit}, must be at least 1")
+    return [items[index * len(items) // limit] for index in range(limit)]
 
 
 def _column(name: str, row: dict[str, Any], columns: Columns) -> str:
@@ -95,24 +109,37 @@ def _prompts(
     prompt_length: int | None,
     turns: Turns,
     columns: Columns,
-) -> Iterator[Prompt]:
+) -> Iterator[Callable[[], Prompt]]:
+    """Yield what makes each prompt of a row."""
     if column == columns.messages:
         require_template(tokenizer)
-        yield from _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns)
+        for prompt in _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns):
+            yield partial(_same, prompt)
         return
     text = read_text_column(row, column, name)
     if not text:
         raise SampleError("empty text")
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    first = _bos(tokenizer)
     if column == columns.prompt:
-        yield Prompt(name, text, _with_bos(tokenizer, token_ids))
+        yield partial(_same, Prompt(name, text, [*first, *token_ids]))
         return
     if prompt_length is None:
         raise UserError(f"data: {name} is a text; say how many of its tokens make a prompt with --prompt-length")
     for start in range(0, len(token_ids), prompt_length):
-        piece = token_ids[start : start + prompt_length]
-        if len(piece) == prompt_length or start == 0:
-            yield Prompt(name, tokenizer.decode(piece), _with_bos(tokenizer, piece))
+        if start == 0 or start + prompt_length <= len(token_ids):
+            yield partial(_piece, name, tokenizer, first, token_ids, start, prompt_length)
+
+
+def _same(prompt: Prompt) -> Prompt:
+    return prompt
+
+
+def _piece(
+    name: str, tokenizer: Tokenizer, first: list[int], token_ids: list[int], start: int, prompt_length: int
+) -> Prompt:
+    piece = token_ids[start : start + prompt_length]
+    return Prompt(name, tokenizer.decode(piece), [*first, *piece])
 
 
 def _from_messages(
@@ -132,8 +159,7 @@ def _from_messages(
         raise SampleError("no messages")
 
 
-def _with_bos(tokenizer: Tokenizer, token_ids: list[int]) -> list[int]:
-    """Prepend the BOS token if the tokenizer adds one; a token that it adds at the end does not belong in a prompt."""
+def _bos(tokenizer: Tokenizer) -> list[int]:
+    """The BOS token if the tokenizer adds one; a token that it adds at the end does not belong in a prompt."""
     frame = tokenizer("", verbose=False)["input_ids"]
-    first = [token for token in frame[:1] if token == tokenizer.bos_token_id]
-    return [*first, *token_ids]
+    return [token for token in frame[:1] if token == tokenizer.bos_token_id]

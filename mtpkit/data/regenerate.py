@@ -294,14 +294,5 @@ def digest(prompts: Sequence[Prompt]) -> str:
     return content.hexdigest()
 
 
-def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """At most `limit` prompts, spread evenly over all."""
-    if limit is None or limit >= len(prompts):
-        return list(prompts)
-    if limit < 1:
-        raise UserError(f"limit is {limit}, must be at least 1")
-    return [prompts[index * len(prompts) // limit] for index in range(limit)]
-
-
 def _seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -19,6 +19,7 @@ from mtpkit.data.regenerate import Answer, Journal, regenerate
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
 from tests.mutations import cases, changed, texts
+from tests.shared import told_length
 
 LENGTH = 16
 
@@ -27,7 +28,7 @@ def refuse(what: str, act, *more: str) -> None:
     with pytest.raises(UserError) as caught:
         act()
     message = " ".join(str(caught.value).split())
-    assert len(message) < 400 and all(part in message for part in more), (what, message)
+    assert told_length(message) < 400 and all(part in message for part in more), (what, message)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +57,14 @@ def test_manifests_of_prepared_data(prepared, tokenizer) -> None:
         try:
             dataset = build_dataset([prepared], tokenizer, LENGTH)
         except UserError as error:
-            assert len(str(error)) < 400 and str(prepared) in str(error), (what, error)
+            assert told_length(error) < 400 and str(prepared) in str(error), (what, error)
         else:
             assert any(key in what for key in (*HARMLESS, "num_target_tokens")), what
             assert len(dataset.batch(range(len(dataset))).token_ids)
         try:
             build_dataset([prepared], tokenizer, None)  # whose length is that of the data
         except UserError as error:
-            assert len(str(error)) < 400, (what, error)
+            assert told_length(error) < 400, (what, error)
 
 
 @pytest.mark.parametrize("tokenizer_says", [None, {}, "", "0" * 31, 5])
@@ -181,7 +182,7 @@ def test_data_files_with_other_bytes(prepared, tokenizer) -> None:
             dataset = build_dataset([prepared], tokenizer, LENGTH, vocab_size=300)
             dataset.batch(range(len(dataset)))
         except UserError as error:
-            assert "prepare the data again" in str(error) and len(" ".join(str(error).split())) < 400
+            assert "prepare the data again" in str(error) and told_length(error) < 400
 
 
 def test_draft_vocabularies(tmp_path) -> None:
@@ -193,7 +194,7 @@ def test_draft_vocabularies(tmp_path) -> None:
             try:
                 ids = load_draft_vocab(path, size)
             except UserError as error:
-                assert len(str(error)) < 400 and str(path) in str(error), (what, error)
+                assert told_length(error) < 400 and str(path) in str(error), (what, error)
             else:
                 told = json.loads(content)
                 assert ids and all(type(token) is int and 0 <= token < told["vocab_size"] for token in ids), what
@@ -253,7 +254,7 @@ def test_journals_go_on_or_are_refused_and_kept(tmp_path) -> None:
             resume(output)
         except UserError as error:
             kept += 1
-            assert len(" ".join(str(error).split())) < 400 and str(journal) in str(error), (what, error)
+            assert told_length(error) < 400 and str(journal) in str(error), (what, error)
             assert journal.read_bytes() == content and not output.exists(), what
         else:
             rows = [json.loads(line) for line in output.read_text().splitlines()]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtpkit.data.prompts import Prompt, read_prompts
-from mtpkit.data.regenerate import Answer, Journal, digest, regenerate, spread
+from mtpkit.data.prompts import Prompt, read_prompts, spread
+from mtpkit.data.regenerate import Answer, Journal, digest, regenerate
 from mtpkit.data.samples import read_samples
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
@@ -168,6 +168,23 @@ def test_prompts_of_every_kind(tmp_path, tokenizer_dir, caplog) -> None:
     assert [prompt.text for prompt in every] == ["user:a;bot:", "user:a;bot:", "user:a;assistant:b;user:c;bot:"]
     assert digest(prompts) != digest(prompts[::-1]) and digest(prompts) == digest(list(prompts))
     assert spread(PROMPTS, 4) == PROMPTS[::5] and spread(PROMPTS, None) == spread(PROMPTS, 99) == PROMPTS
+
+
+def test_only_the_pieces_that_are_asked_for_are_made(tmp_path, tokenizer_dir, monkeypatch) -> None:
+    """A long line is tokenised once, and of its many pieces no others are turned into text."""
+    (tmp_path / "t.txt").write_text("the cat sat on the mat " * 200)
+    tokenizer, made = load_tokenizer(tokenizer_dir), []
+    every, _ = read_prompts([tmp_path / "t.txt"], tokenizer, prompt_length=4)
+    decode, called = type(tokenizer).decode, type(tokenizer).__call__
+    monkeypatch.setattr(type(tokenizer), "decode", lambda self, ids, **more: made.append("d") or decode(self, ids))
+    monkeypatch.setattr(
+        type(tokenizer), "__call__", lambda self, *a, **more: made.append("e") or called(self, *a, **more)
+    )
+    prompts, _ = read_prompts([tmp_path / "t.txt"], tokenizer, prompt_length=4, limit=3)
+    assert prompts == spread(every, 3) and len(every) > 100
+    assert made.count("d") == 3 and made.count("e") == 2
+    with pytest.raises(UserError, match="limit is 0"):
+        read_prompts([tmp_path / "t.txt"], tokenizer, prompt_length=4, limit=0)
 
 
 def test_a_prompt_length_that_cuts_some_text_has_an_effect(tmp_path, tokenizer_dir, caplog) -> None:
