@@ -12,6 +12,8 @@ import math
 import random
 import time
 
+from tqdm import tqdm
+
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.prefix import PrefixCache
 from tests.engine.fakes import HashModel, fake_engine
@@ -71,6 +73,8 @@ class History:
             num_checkpoints=rng.choice([0, 1, 4, 8, 30, 30]),
             prefix_cache_interval=rng.choice([8, 16, 1000]),
         )
+        if rng.random() < 0.3:  # another K in each step
+            self.engine.speculation.choose = lambda rows: rng.randint(0, self.k)
         self.oracle = PlainIndex(self.engine.scheduler.prefix)
         self.known = [[rng.randrange(MODEL.vocab_size) for _ in range(n)] for n in (3, 17)]
         """Prompts and what followed them."""
@@ -144,7 +148,7 @@ class History:
         assert scheduler.prefix.slots.num_free == scheduler.prefix.slots.size
 
 
-def run(operations: int, seed: int) -> dict[str, int]:
+def run(operations: int, seed: int, show: bool = False) -> dict[str, int]:
     """Run so many operations, on new engines now and then; what happened is counted.
 
     Raises:
@@ -154,11 +158,13 @@ def run(operations: int, seed: int) -> dict[str, int]:
     counts = dict.fromkeys(
         ("operations", "requests", "hits", "preemptions", "blocks evicted", "checkpoints evicted"), 0
     )
+    progress = tqdm(total=operations, desc="operations", disable=None if show else True)
     while counts["operations"] < operations:
         history = History(rng)
         for _ in range(min(_OPERATIONS_PER_ENGINE, operations - counts["operations"])):
             history.operate()
             counts["operations"] += 1
+            progress.update()
         history.end()
         scheduler = history.engine.scheduler
         counts["requests"] += history.count
@@ -175,4 +181,4 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     began = time.perf_counter()
-    print(run(given.operations, given.seed), f"{time.perf_counter() - began:.0f} s")
+    print(run(given.operations, given.seed, show=True), f"{time.perf_counter() - began:.0f} s")

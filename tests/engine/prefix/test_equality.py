@@ -21,9 +21,16 @@ def test_every_kind_of_state(pattern, mtp_pattern, heads, k):
     assert pair.hits > 60
 
 
-@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("heads, k", [("repeated", 1), ("repeated", 4), ("distinct", 2)])
+@pytest.mark.parametrize(
+    "heads, k, rollback, ahead",
+    [
+        ("repeated", 1, "snapshot", True),
+        ("repeated", 4, "replay", True),
+        ("repeated", 4, "snapshot", False),
+        ("distinct", 2, "replay", False),
+        ("distinct", 2, "snapshot", True),
+    ],
+)
 def test_ten_turns_with_drafts_that_are_right_and_wrong(heads, k, rollback, ahead):
     history = START
 
@@ -47,8 +54,7 @@ def test_seeded_sampling(k):
     assert pair.hits > 100
 
 
-@pytest.mark.parametrize("heads", ["repeated", "distinct"])
-@pytest.mark.parametrize("length", [1, 15, 16, 17])
+@pytest.mark.parametrize("heads, length", [("distinct", 1), ("repeated", 15), ("distinct", 16), ("repeated", 17)])
 def test_prompts_at_the_edges_of_blocks_and_checkpoints(heads, length):
     """That are the same, end one token before, or go on by one, and that differ in the last token: 16 is two blocks."""
     pair = Pair(tiny_model(heads), 3)
@@ -69,8 +75,10 @@ def test_an_identical_prompt_needs_no_forward_pass(monkeypatch):
     assert output.num_cached_tokens == len(START)
 
 
-@pytest.mark.parametrize("settings", [{"num_blocks": 14}, {"prefix_cache_bytes": 20000}, {"prefix_cache_bytes": 0}])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "settings, ahead",
+    [({"num_blocks": 14}, True), ({"prefix_cache_bytes": 20000}, False), ({"prefix_cache_bytes": 0}, True)],
+)
 def test_eviction_and_preemption_under_load(settings, ahead):
     pair = Pair(tiny_model(), 3, max_num_seqs=3, async_scheduling=ahead, **{"num_blocks": 200, **settings})
     prompts = make_prompts((21, 4, 30, 9))
@@ -83,6 +91,43 @@ def test_eviction_and_preemption_under_load(settings, ahead):
         assert not pair.hits
     if "num_blocks" in settings:
         assert pair.on.stats().preemptions and pair.on.engine.scheduler.blocks.num_evicted
+
+
+def test_a_preempted_request_goes_on_from_its_last_checkpoint():
+    """That of its prompt: what it had decoded was given up first."""
+    pair = Pair(tiny_model(), 2, num_blocks=12, prefix_cache_interval=16, max_num_seqs=2)
+    prompts = make_prompts((33, 20))
+    pair.run(prompts, greedy(24))
+    pair.check()
+    off, on = pair.off.stats(), pair.on.stats()
+    assert off.preemptions and on.preemptions and pair.hits == 0
+    assert on.prefilled_tokens < off.prefilled_tokens - 16
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_outputs_that_end_by_a_stop_string_or_too_many_tokens(ahead):
+    """Of those the device knows nothing: no step may be under way, and all its tokens must stand."""
+
+    class Letters:
+        def encode(self, text):
+            return [ord(letter) % 61 for letter in text]
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            return "".join(chr(97 + token_id % 8) for token_id in token_ids)
+
+    pair = Pair(tiny_model(), 3, tokenizer=Letters(), async_scheduling=ahead)
+    for params in (
+        SamplingParams(temperature=0, max_tokens=20, stop=["a"], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[*range(20, 60)], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[*range(14)], ignore_eos=True),
+    ):
+        ends = set()
+        for start in make_prompts((9, 13, 4)):
+            (output,) = pair.run([start], params)
+            ends.add(len(output))
+            pair.run([start + output, [*start, *output, 7]], params, together=False)
+        assert ends != {20}
+    pair.check()
 
 
 def test_chunks_end_where_others_went_on_and_at_intervals():

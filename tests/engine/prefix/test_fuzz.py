@@ -11,7 +11,7 @@ from mtpkit.engine.step import Restore, Save, StepOutput
 from tests.engine.fakes import HashRunner, HashStore
 from tests.engine.prefix import fuzz
 
-OPERATIONS = 700
+OPERATIONS = 500
 
 
 def test_random_histories():
