@@ -1,12 +1,16 @@
 """Errors for users. Each message is one line that says what is wrong, where, and what to do."""
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 _SHOWN = 60
 """Most characters of a value in a message."""
+
+
+on_failure: list[Callable[[str], object]] = []
+"""Called with the message of an error that ends this process, before it does."""
 
 
 class MtpkitError(Exception):

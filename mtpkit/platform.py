@@ -150,10 +150,36 @@ def save_checkpoints_in_threads() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
+def init_processes() -> None:
+    """Initialise torch.distributed, once: under torchrun from its environment, else for one process.
+
+    Raises:
+        UserError: this machine has more processes than GPUs.
+    """
+    if dist.is_initialized():
+        return
+    # gloo for CPU tensors: a model may be loaded on the CPU of a machine with GPUs.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(_own_gpu())
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def ensure_distributed(
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int | None = None,
+) -> None:
     """Initialise torch.distributed and megatron-core's process groups, once.
 
     Under torchrun, use its environment; otherwise make a group of one process without opening a port.
+
+    Args:
+        expert_tensor_parallel: ranks that each expert is split over; None: `tensor_parallel`.
 
     Raises:
         UserError: the parallel sizes do not divide the number of processes, groups of other sizes exist already, or
@@ -165,16 +191,11 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
     prepare_megatron()
     # Sequence-parallel embeddings fork megatron-core's CUDA random states for a dropout that is never applied here.
     initialize_rng_tracker(inference_rng_tracker=True)
-    if not dist.is_initialized():
-        # gloo for CPU tensors: a model may be loaded on the CPU of a machine with GPUs.
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(_own_gpu())
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    init_processes()
+    split_over = tensor_parallel if expert_tensor_parallel is None else expert_tensor_parallel
     model_parallel = tensor_parallel * pipeline_parallel * expert_parallel
+    if expert_tensor_parallel is not None:
+        model_parallel = pipeline_parallel * max(tensor_parallel, split_over * expert_parallel)
     if dist.get_world_size() % model_parallel:
         raise UserError(
             f"{dist.get_world_size()} processes cannot be split into groups of {model_parallel} (tensor-parallel "
@@ -186,18 +207,25 @@ def ensure_distributed(tensor_parallel: int = 1, pipeline_parallel: int = 1, exp
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
-        if sizes != (tensor_parallel, pipeline_parallel, expert_parallel):
+        asked = (tensor_parallel, pipeline_parallel, expert_parallel, split_over)
+        if sizes != asked:
             raise UserError(
-                f"process groups exist with (tensor, pipeline, expert) parallel sizes {sizes}, asked for "
-                f"{(tensor_parallel, pipeline_parallel, expert_parallel)}; use one set of sizes per process"
+                f"process groups exist with (tensor, pipeline, expert, expert-tensor) parallel sizes {sizes}, asked "
+                f"for {asked}; use one set of sizes per process"
             )
         return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
         expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=split_over,
     )
+
+
+before_closing: list[Callable[[], object]] = []
+"""Called once by `close_distributed`, the newest first, while all process groups are there."""
 
 
 def close_distributed() -> None:
@@ -206,6 +234,8 @@ def close_distributed() -> None:
     Only for a process that ends without a failure; after a failure, the other processes may never answer. Without this
     call, a gloo thread that frees a tensor during interpreter shutdown aborts the process.
     """
+    while before_closing:
+        before_closing.pop()()
     if dist.is_initialized():
         from megatron.core import parallel_state
 

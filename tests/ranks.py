@@ -18,10 +18,11 @@ def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2, de
     """
     mp.get_context("forkserver").set_forkserver_preload(["tests.preload", function.__module__])
     method = "forkserver" if device == "cpu" else "spawn"
-    mp.start_processes(_work, (ranks, _free_port(), function, args), nprocs=ranks, start_method=method)
+    mp.start_processes(in_rank, (ranks, free_port(), function, args), nprocs=ranks, start_method=method)
 
 
-def _work(rank: int, ranks: int, port: int, function: Callable[..., object], args: tuple) -> None:
+def in_rank(rank: int, ranks: int, port: int, function: Callable[..., object], args: tuple) -> None:
+    """What a process of `run_ranks` does."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -29,7 +30,8 @@ def _work(rank: int, ranks: int, port: int, function: Callable[..., object], arg
     close_distributed()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

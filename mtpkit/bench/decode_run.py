@@ -150,7 +150,8 @@ class Contender:
         return window
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
-        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run."""
+        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run; of several
+        ranks at the rates of all, without what they exchange."""
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
             self.model_config,
@@ -164,7 +165,8 @@ class Contender:
             roofline.decode(self.batch_size, rates[:k], context_len)
             for k in (range(self.depths + 1) if self.k == "auto" else [self.k])
         ]
-        return max(cost.limit_tokens_per_s(machine.copy_bandwidth, machine.matrix_rate) for cost in costs)
+        bandwidth, rate = (self.llm.ranks.size * one for one in (machine.copy_bandwidth, machine.matrix_rate))
+        return max(cost.limit_tokens_per_s(bandwidth, rate) for cost in costs)
 
     def _window(self) -> Window:
         """Start a run and step while all of its requests decode."""

@@ -63,6 +63,8 @@ class SpeedupConfig:
     draft_vocab: str | Path | None = field_of(EngineOptions, "draft_vocab")
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
+    tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
+    enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
 
 
 @checked("decode benchmark")
@@ -95,6 +97,8 @@ class DecodeConfig:
     max_num_batched_tokens: Positive | None = 8192
     """Most tokens of a prefill step."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
+    tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
+    enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
     trace: bool = True
     """On a GPU, trace kernels when all is timed; without it there are no host gaps."""
     seed: FromZero = 0

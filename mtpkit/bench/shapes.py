@@ -277,23 +277,29 @@ def open_model(
     dtype: str = "auto",
     pattern: str | None = None,
     distinct: bool = False,
+    ranks: int = 1,
+    whole_experts: bool = False,
 ) -> HybridModel:
     """A shape with random weights drawn on the device, or the model of a directory.
 
     Args:
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         pattern, distinct: see `get_config`.
+        ranks, whole_experts: tensor-parallel ranks, of which this one has its part; whether they share out experts.
 
     Raises:
         UserError: neither a known shape nor a model directory, or one that cannot be built; see `get_config`.
     """
     config = get_config(model, pattern, distinct)
     chosen = getattr(torch, resolve_dtype(dtype, device))
+    parallel: dict[str, Any] = dict(tensor_parallel=ranks, sequence_parallel=False)
+    if whole_experts:
+        parallel |= dict(expert_parallel=ranks, expert_tensor_parallel=1)
     if model in SHAPES:
-        built = build_model(config, chosen, device, init="device").requires_grad_(False)
+        built = build_model(config, chosen, device, init="device", **parallel).requires_grad_(False)
         _depend_on_context(built)
         return built
-    return load_model(_directory(model), chosen, device).requires_grad_(False)
+    return load_model(_directory(model), chosen, device, **parallel).requires_grad_(False)
 
 
 @torch.no_grad()

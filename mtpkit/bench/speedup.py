@@ -173,6 +173,8 @@ def measure_speedup(
         max_num_seqs=1,
         max_model_len=config.max_model_len,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enable_expert_parallel=config.enable_expert_parallel,
         warm_up=False,
     )
     encoded = [

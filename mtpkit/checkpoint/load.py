@@ -29,10 +29,16 @@ def load_model(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
+    expert_tensor_parallel: int | None = None,
+    sequence_parallel: bool | None = None,
 ) -> HybridModel:
     """Build the model that a directory of either layout describes and load its weights, one tensor at a time.
 
-    Split over processes, with sequence parallelism between tensor-parallel ranks, each has its part.
+    Split over processes each has its part.
+
+    Args:
+        expert_tensor_parallel: see `build_model`.
+        sequence_parallel: None: if there are several tensor-parallel ranks. Decoding needs False.
 
     Raises:
         UserError: no checkpoint there, a config that cannot be built, or weights that do not fit it.
@@ -46,7 +52,8 @@ def load_model(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=expert_parallel,
-        sequence_parallel=tensor_parallel > 1,
+        sequence_parallel=tensor_parallel > 1 if sequence_parallel is None else sequence_parallel,
+        expert_tensor_parallel=expert_tensor_parallel,
         init="none",
     )
     load_model_weights(model, directory, source=source)

@@ -77,13 +77,17 @@ def decode(
 
     Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Before anything is
     timed, outputs must have their length, synthetic acceptance must come out as asked for, and what the base chose must
-    be what a plain forward pass of it chooses.
+    be what a plain forward pass of it chooses. A model is split over processes by:
+    torchrun --no-python --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ...
     """
     from mtpkit.bench.decode import kernel_shares, measure_decode
     from mtpkit.bench.shapes import choose_drafts, get_config, read_token_ids
     from mtpkit.bench.timing import can_trace
+    from mtpkit.engine.ranks import reports
     from mtpkit.platform import default_device
 
+    ranks, whole_experts = config.tensor_parallel_size, config.enable_expert_parallel
+    first = reports(ranks)
     if kernels and not config.trace:
         raise typer.BadParameter("they are known by tracing", param_hint="--kernels / --no-trace")
     if kernels and not can_trace(default_device()):
@@ -98,11 +102,12 @@ def decode(
     token_ids = None if prompts is None else read_token_ids(prompts, model)
 
     def keep(result: "Result[Any]") -> None:
-        if output is not None:
+        if output is not None and first:
             result.save(output)
             kernel_shares(result).save(output)
 
-    result = measure_decode(_open(model, dtype, pattern, distinct), config, token_ids, model, keep)
+    opened = _open(model, dtype, pattern, distinct, ranks, whole_experts)
+    result = measure_decode(opened, config, token_ids, model, keep)
     if kernels:
         kernel_shares(result).show_tables()
     result.show()
@@ -278,13 +283,20 @@ def roofline(
     _finish(steps, output)
 
 
-def _open(model: str, dtype: str, pattern: str | None = None, distinct: bool = False) -> "HybridModel":
+def _open(
+    model: str,
+    dtype: str,
+    pattern: str | None = None,
+    distinct: bool = False,
+    ranks: int = 1,
+    whole_experts: bool = False,
+) -> "HybridModel":
     from mtpkit.bench.shapes import open_model, require_gpu
     from mtpkit.platform import default_device
 
     device = default_device()
     require_gpu(model, device)
-    return open_model(model, device, dtype, pattern, distinct)
+    return open_model(model, device, dtype, pattern, distinct, ranks, whole_experts)
 
 
 def _keep(output: Path | None) -> "Callable[[Result[Any]], object] | None":

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import typer
 
-from mtpkit.errors import MtpkitError
+from mtpkit.errors import MtpkitError, on_failure
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
@@ -78,6 +78,8 @@ def _fail(message: str, exit_code: int) -> NoReturn:
     if len(line) > _LONGEST:  # what is wrong stands first and what to do last
         line = f"{line[: 2 * _LONGEST // 3]} ... {line[-_LONGEST // 4 :]}"
     print("mtpkit: error:", line, file=sys.stderr)
+    for call in on_failure:
+        call(line)
     sys.exit(exit_code)
 
 

@@ -38,6 +38,8 @@ _ENGINE = (
     "draft_sampling",
     "draft_vocab",
     "enforce_eager",
+    "tensor_parallel_size",
+    "enable_expert_parallel",
 )
 """Settings of the engine that are options."""
 
@@ -62,14 +64,18 @@ def generate(
     """Continue prompts and stream the outputs to stdout, each under a heading if there are several; statistics go to
     stderr.
 
-    Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed.
+    Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed. A model is split over
+    processes by: torchrun --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
     """
     from mtpkit.engine import LLM
     from mtpkit.engine.loading import config_of, resolve_drafts
+    from mtpkit.engine.ranks import of_first_rank, reports
 
+    ranks = engine.tensor_parallel_size
+    reports(ranks)
     k = engine.num_speculative_tokens
     drafts = resolve_drafts(config_of(model), k)  # refused before stdin is read
-    given = _prompts(prompt, prompts)
+    given = of_first_rank(ranks, lambda: _prompts(prompt, prompts))
     fewest = min(engine.max_num_seqs, len(given))
     # Few prompts need few of the graphs that could be captured.
     llm = LLM(**vars(replace(engine, max_num_seqs=fewest, warm_up=False)))

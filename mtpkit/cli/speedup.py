@@ -38,16 +38,20 @@ def speedup(
     """Decode prompts at several batch sizes and K, and report tokens/s, speedup and acceptance.
 
     Tokens/s are generated tokens over the wall time of a whole run, prefill included. The last line printed is one JSON
-    object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding.
+    object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding. A model is split over processes by:
+    torchrun --nproc-per-node 2 infer/eval_speedup.py --tensor-parallel-size 2 ...
     """
     from mtpkit.bench.shapes import choose_drafts, read_prompts
     from mtpkit.bench.speedup import measure_speedup
     from mtpkit.checkpoint import load_config
+    from mtpkit.engine.ranks import reports
 
+    first = reports(config.tensor_parallel_size)
     ks = choose_drafts(load_config(model), config.ks, SPEEDUP_DRAFTS)
     chosen = replace(config, ks=ks, sampling=sampling)
     report = measure_speedup(model, read_prompts(prompts, num_prompts), chosen, dtype)
-    report.save(output)
+    if first:
+        report.save(output)
     if config.ks is None and ks == (0,):
         print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)
     print(f"the report is in {output}", file=sys.stderr)

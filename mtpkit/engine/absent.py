@@ -42,12 +42,12 @@ def _absent(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Absent]:
 
 LLM_ARGUMENTS = _absent(
     {
-        "decoding runs on one device": dict(
-            tensor_parallel_size=1,
+        "use tensor_parallel_size": dict(
             pipeline_parallel_size=1,
             data_parallel_size=1,
-            enable_expert_parallel=False,
-            distributed_executor_backend=("mp", "uni"),
+        ),
+        "start the processes with torchrun": dict(distributed_executor_backend=("mp", "uni", "external_launcher")),
+        "sums over ranks are NCCL's": dict(
             disable_custom_all_reduce=(False, True),
         ),
         "weights are not quantised, see dtype": dict(quantization=None, quantization_param_path=None),

@@ -16,6 +16,7 @@ from mtpkit.engine.processors import PROCESSORS, Columns, Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import Sampling
 from mtpkit.engine.step import Batch, Drafts, Earlier, Verdict, embeddable
+from mtpkit.engine.vocabulary import Vocabulary
 from mtpkit.model.state import Committed, Counter
 from mtpkit.platform import to_device
 
@@ -80,20 +81,21 @@ class DeviceState:
     columns: Columns
     """Columns of all `PROCESSORS`."""
     draft_probs: Tensor | None
-    """[slots, K, V] float32, the distributions that drafts were drawn from; None: drafts are not drawn."""
+    """[slots, K, v] float32, the distributions that drafts were drawn from, for the v tokens that this rank holds;
+    None: drafts are not drawn."""
     earlier: Earlier | None
     """[slots, E, ...], the last E committed positions; None: the drafter does not read them. One more with a prefix
     cache, whose checkpoints begin one position earlier for the heads."""
     ends: Ends | None
     """Where requests end; None: the host alone knows."""
-    vocab_size: int
+    vocabulary: Vocabulary
 
     @classmethod
     def allocate(
         cls,
         count: int,
         config: EngineConfig,
-        vocab_size: int,
+        vocabulary: Vocabulary,
         device: torch.device,
         counters: Sequence[Counter] = (),
         earlier: tuple[int, int] = (0, 0),
@@ -114,7 +116,7 @@ class DeviceState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)
 
-        forms = {name: form for one in PROCESSORS for name, form in one.columns(vocab_size).items()}
+        forms = {name: form for one in PROCESSORS for name, form in one.columns(vocabulary.width).items()}
         return cls(
             tokens=zeros(1 + depths),
             num_computed=zeros(),
@@ -124,10 +126,12 @@ class DeviceState:
                 name: torch.full((count, *form.shape), form.fill, dtype=form.dtype, device=device)
                 for name, form in forms.items()
             },
-            draft_probs=zeros(depths, vocab_size, dtype=torch.float32) if config.draft_sampling and depths else None,
+            draft_probs=zeros(depths, vocabulary.width, dtype=torch.float32)
+            if config.draft_sampling and depths
+            else None,
             earlier=Earlier(zeros(positions), zeros(positions, hidden_size, dtype=dtype)) if positions else None,
             ends=Ends(zeros(MOST_END_TOKENS).fill_(_NO_END), zeros(), zeros(dtype=torch.bool)) if cached else None,
-            vocab_size=vocab_size,
+            vocabulary=vocabulary,
         )
 
     @property
@@ -160,7 +164,7 @@ class DeviceState:
 
     def sampling(self, slots: Tensor, use: Use) -> Sampling:
         """Sampling parameters of the rows at `slots` [S]."""
-        return Sampling(use, slots, self.seeds, self.columns)
+        return Sampling(use, slots, self.seeds, self.columns, self.vocabulary)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Write the sampling parameters of `requests`, before the last chunk of their prompts is computed."""
@@ -169,8 +173,9 @@ class DeviceState:
         ids = [[request.slot for request in requests], [request.seed for request in requests]]
         slots, seeds = to_device(ids, torch.int64, self.tokens.device)
         self.seeds[slots] = seeds
+        size = self.vocabulary.size
         numbers = [
-            {name: value for one in PROCESSORS for name, value in one.numbers(request.params, self.vocab_size).items()}
+            {name: value for one in PROCESSORS for name, value in one.numbers(request.params, size).items()}
             for request in requests
         ]
         # One copy takes all numbers to the device; float64 represents each of them exactly.
@@ -178,7 +183,7 @@ class DeviceState:
         for name, column in zip(numbers[0], values.T, strict=True):
             self.columns[name][slots] = column.to(self.columns[name].dtype)
         for processor in PROCESSORS:
-            processor.admit(self.columns, slots, requests)
+            processor.admit(self.columns, slots, requests, self.vocabulary)
         if self.ends is not None:
             self.ends.admit(slots, requests)
 
@@ -209,9 +214,10 @@ class DeviceState:
         self.tokens[slots, : 1 + drafts.token_ids.shape[1]] = embeddable(torch.cat([newest, drafts.token_ids], 1))
         if self.draft_probs is not None and drafts.probs is not None:
             self.draft_probs[slots] = drafts.probs
+        placed = self.vocabulary.place(token_ids)
         for processor in PROCESSORS:
             if processor.name in batch.sampling.use:
-                processor.count(self.columns, slots, accepted, token_ids)
+                processor.count(self.columns, slots, accepted, placed)
 
     def restart(self, first: int = 0) -> None:
         """Reset the slots from `first` on to position 0, for null rows and for steps that are only timed."""

@@ -24,12 +24,13 @@ from mtpkit.engine.pacing import pacing_for
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prefix import CachedBlocks, CheckpointStore, PrefixCache
 from mtpkit.engine.processors import GREEDY, processors_of
+from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Batch, Plan, Restore, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
-from mtpkit.model import base_forward, compute_logits, fold_rings, normed_states
+from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
 from mtpkit.model.state import Committed, StateLayout, States
 
 _SEED_BITS = 63
@@ -76,7 +77,7 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CachingRunner.logits`."""
-        return compute_logits(self.model, normed_states(self.model, hidden))
+        return local_logits(self.model, normed_states(self.model, hidden))
 
     def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
         """See `CachingRunner.fold`."""
@@ -122,6 +123,7 @@ class Engine:
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
         verifier: Verifier | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -129,13 +131,14 @@ class Engine:
         self.drafter = drafter
         self.verifier = verifier or verify
         self.vocab_size = vocab_size
+        self.ranks = ranks or Ranks()
         self.tokenizer = tokenizer
         null, cached = int(config.graphs), config.enable_prefix_caching
         self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
         self.state = DeviceState.allocate(
             config.max_num_seqs + int(config.graphs or cached),
             config,
-            vocab_size,
+            self.ranks.vocabulary(vocab_size),
             device,
             counters=layout.counters,
             earlier=drafter.earlier,
@@ -267,13 +270,20 @@ class Engine:
             Outputs of the requests that emitted tokens.
         """
         began = time.perf_counter()
+        with self.ranks.working():
+            changed = self._step()
+        self._seconds += time.perf_counter() - began
+        once = {request.request_id: request for request in changed}  # results of two steps may have been committed
+        wanted = (request for request in once.values() if request.finished or not finished_only)
+        return [RequestOutput.of(request) for request in wanted]
+
+    def _step(self) -> list[Request]:
+        """Launch a step and commit results; returns the requests that changed, twice if two steps changed them."""
         changed = []
         ahead = self.config.async_scheduling
         if not ahead:
             changed += self._take_up(0)
-        if num_decoding := self.scheduler.num_decoding:
-            self.scheduler.num_speculative_tokens = self.speculation.choose(num_decoding)
-        plans = self.scheduler.plan() if self.scheduler.has_unfinished else []
+        plans = self.ranks.plan(self.scheduler, self.speculation.choose)
         if not plans and not self._under_way and self.scheduler.has_unfinished:
             raise MtpkitError("requests are unfinished, but none can run and no step is under way")
         if plans:
@@ -281,10 +291,7 @@ class Engine:
         changed += self._take_up(1 if ahead and plans else 0)
         if not self.scheduler.has_unfinished:
             self._under_way.clear()
-        self._seconds += time.perf_counter() - began
-        once = {request.request_id: request for request in changed}  # results of two steps may have been committed
-        wanted = (request for request in once.values() if request.finished or not finished_only)
-        return [RequestOutput.of(request) for request in wanted]
+        return changed
 
     @torch.inference_mode()
     def warm_up(self, depths: Sequence[int]) -> None:

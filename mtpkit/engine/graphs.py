@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -199,7 +200,9 @@ class StepGraphs:
                 self._step(execute, key)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # Beside NCCL, whose own thread asks for events meanwhile.
+        mode = "thread_local" if dist.is_initialized() and dist.get_world_size() > 1 else "global"
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
             result = self._step(execute, key)
         self._pool = self._pool or graph.pool()
         return graph, result

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
+from mtpkit.engine.ranks import join
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
@@ -50,8 +52,14 @@ class LLM:
             given = options.model if isinstance(options.model, str | Path) else "the model given"
             loading.warn_untrained(str(given), depths, heads.num_depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
+        self.ranks = join(options, model_config)
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
-            options.model, options.dtype, options.device, options.tokenizer
+            options.model,
+            options.dtype,
+            options.device,
+            options.tokenizer,
+            self.ranks.size,
+            options.enable_expert_parallel and self.ranks.size > 1,
         )
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
         ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager)
@@ -73,7 +81,7 @@ class LLM:
             draft_sampling=options.draft_sampling,
             async_scheduling=ahead,
             graphs=graphs,
-            seed=options.seed,
+            seed=options.seed if options.seed is not None else self.ranks.of_first(secrets.randbits(32)),
         )
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
@@ -97,6 +105,7 @@ class LLM:
             options.num_blocks,
             drafter.earlier,
             options.prefix_cache_bytes,
+            self.ranks,
         )
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)
@@ -112,6 +121,7 @@ class LLM:
             self.tokenizer,
             eos_token_ids,
             verifier,
+            self.ranks,
         )
         self._turn, self._making = _Turn(), threading.Lock()
         self._device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()

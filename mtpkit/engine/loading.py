@@ -30,7 +30,12 @@ def config_of(model: Any) -> ModelConfig:
 
 
 def open_model(
-    model: Any, dtype: str, device: torch.device | str | int | None, tokenizer: Any
+    model: Any,
+    dtype: str,
+    device: torch.device | str | int | None,
+    tokenizer: Any,
+    ranks: int = 1,
+    whole_experts: bool = False,
 ) -> tuple[Any, Any, list[int]]:
     """Load model and tokenizer from directories, or take them as given.
 
@@ -38,6 +43,8 @@ def open_model(
         model: a directory of either layout, or a model.
         dtype: a key of `DTYPES`, or "auto".
         tokenizer: a tokenizer, its directory, or None: the tokenizer beside the model, if there is one.
+        ranks: tensor-parallel ranks, of which this one loads its part of a directory.
+        whole_experts: these ranks share out experts, and split none.
 
     Returns:
         The model, its tokenizer (None if there is none), and the union of the end-of-sequence tokens that config,
@@ -64,7 +71,15 @@ def open_model(
     from mtpkit.checkpoint import end_token_ids, find_companions, load_model
     from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
-    loaded = load_model(model, dtype=DTYPES[resolve_dtype(dtype, place)], device=place)
+    loaded = load_model(
+        model,
+        dtype=DTYPES[resolve_dtype(dtype, place)],
+        device=place,
+        tensor_parallel=ranks,
+        expert_parallel=ranks if whole_experts else 1,
+        expert_tensor_parallel=1 if whole_experts else None,
+        sequence_parallel=False,
+    )
     beside = find_companions(model)
     if tokenizer is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
         tokenizer = load_tokenizer(beside)

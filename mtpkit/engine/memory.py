@@ -10,6 +10,7 @@ from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.prefix import checkpoint_bytes
+from mtpkit.engine.ranks import Ranks
 from mtpkit.errors import UserError
 from mtpkit.model.kinds import kinds_in
 from mtpkit.model.state import StateLayout
@@ -106,8 +107,10 @@ def plan_memory(
     num_blocks: int | None = None,
     earlier: tuple[int, int] = (0, 0),
     prefix_bytes: int | None = None,
+    ranks: Ranks | None = None,
 ) -> MemoryPlan:
-    """Divide the memory that the loaded weights leave free.
+    """Divide the memory that the loaded weights leave free. Of several ranks each plans its own; the number of blocks
+    is that of the rank with the fewest.
 
     Args:
         num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as many as fit.
@@ -118,13 +121,15 @@ def plan_memory(
     Raises:
         UserError: `num_blocks`, or one request of full length, does not fit; with the numbers and what to change.
     """
+    ranks = ranks or Ranks()
+    vocabulary = ranks.vocabulary(model.vocab_size)
     again = config.max_num_seqs * (earlier[0] and earlier[0] + config.decode_width)  # see `DistinctDrafter`
     tokens, logit_rows = config.max_num_batched_tokens, config.max_num_seqs * (1 + config.decode_width)
     rows = config.max_num_seqs
     if config.graphs:
         tokens, logit_rows, rows = largest_step(config)
-    activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logit_rows)
-    activations += rows * _draft_bytes(model, layout, config, earlier)
+    activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logit_rows, ranks.size)
+    activations += rows * _draft_bytes(vocabulary.width, layout, config, earlier)
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total = in_use = 0
     available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
@@ -134,9 +139,7 @@ def plan_memory(
         in_use = total - free
         available = int(total * utilization) - in_use - activations - graphs
     meta, sizes = torch.device("meta"), layout.sizes
-    state = DeviceState.allocate(
-        1, config, model.vocab_size, meta, layout.counters, earlier, sizes.dtype, model.hidden_size
-    )
+    state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, model.hidden_size)
     checkpoint = num_checkpoints = 0
     if config.enable_prefix_caching and state.earlier is not None:
         kept = list(vars(state.earlier).values())
@@ -172,20 +175,22 @@ def plan_memory(
             f"{plan.state_bytes / 1e9:.2f} GB{cache} and {what} {least * layout.block_bytes / 1e9:.2f} GB: lower "
             f"max_num_seqs, {name} or max_num_batched_tokens, or raise gpu_memory_utilization"
         )
-    return replace(plan, num_blocks=min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks)
+    chosen = min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks
+    return replace(plan, num_blocks=ranks.least(chosen))
 
 
-def _draft_bytes(model: ModelConfig, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]) -> int:
+def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]) -> int:
     """What drafting takes for each row besides activations: a copy of the states that depths 2 .. K of a repeated head
     change (see `StepInput.continued`), and distributions of drafts: each one, all together, and those under
     verification."""
     depths = config.num_speculative_tokens
     forked = layout.head_slot_bytes if depths > 1 and not earlier[0] else 0
-    return forked + (3 * depths * model.vocab_size * torch.float32.itemsize if config.draft_sampling else 0)
+    return forked + (3 * depths * width * torch.float32.itemsize if config.draft_sampling else 0)
 
 
-def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int) -> int:
-    """Estimate: `_LIVE_COPIES` of the widest layer's activations, and logits in the model's dtype and in fp32."""
-    widest = max(kind.activations(model) for kind in kinds_in(model.letters))
+def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int, ranks: int) -> int:
+    """Estimate: `_LIVE_COPIES` of the widest layer's activations, and logits in the model's dtype and in fp32, divided
+    by the ranks but for hidden states."""
+    widest = max(kind.activations(model) for kind in kinds_in(model.letters)) // ranks
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize
-    return tokens * hidden + logit_rows * model.vocab_size * (dtype.itemsize + 4)
+    return tokens * hidden + logit_rows * model.vocab_size // ranks * (dtype.itemsize + 4)

@@ -48,6 +48,10 @@ class EngineOptions:
     the heads were trained for (7 where that is unknown)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
+    tensor_parallel_size: Count = 1
+    """Processes, each with a GPU and a part of the model, that decode together; start as many with torchrun."""
+    enable_expert_parallel: bool = False
+    """Give each of these processes whole experts of a mixture, in place of a part of every expert."""
     seed: Seed | None = 0
     """Seed from which requests without their own seed get one; None: a new seed for each engine."""
     block_size: Count = 16

@@ -37,6 +37,10 @@ class Pacing:
     def __init__(self, bound: float | None, alone: Sequence[int] = (), beside: Sequence[int] = ()) -> None:
         self.bound = bound
         self.alone, self.beside = alone, beside
+        self.chosen: int | None = None
+        """What `most_tokens` chose last."""
+        self.told: int | None = None
+        """What another rank chose for the next step: it is chosen here, too."""
         self._decode: dict[int, float] = {}
         self._token: float | None = None
 
@@ -48,6 +52,10 @@ class Pacing:
             num_decoding: decode rows of the step.
             num_waiting: requests whose prompts are not computed yet.
         """
+        self.chosen = self._most(budget, num_decoding, num_waiting) if self.told is None else self.told
+        return self.chosen
+
+    def _most(self, budget: int, num_decoding: int, num_waiting: int) -> int:
         if num_decoding:
             budget = min(budget, self._bounded(num_decoding, num_waiting))
         sizes = self.beside if num_decoding else self.alone

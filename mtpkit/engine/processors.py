@@ -7,6 +7,7 @@ Shape legend: S rows that sample, N logits rows, D decode rows, K drafts, V voca
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.request import Request
+from mtpkit.engine.vocabulary import Vocabulary
 from mtpkit.kernels import sampling as ops
 from mtpkit.platform import to_device
 
@@ -44,8 +46,8 @@ class Processor:
 
     name: str
 
-    def columns(self, vocab_size: int) -> dict[str, Column]:
-        """The columns that the processor reads."""
+    def columns(self, width: int) -> dict[str, Column]:
+        """The columns that the processor reads, where this rank holds `width` tokens of the vocabulary."""
         raise NotImplementedError
 
     def used(self, params: SamplingParams, vocab_size: int) -> bool:
@@ -56,7 +58,7 @@ class Processor:
         """Values of the columns that hold one number per request, for these parameters."""
         raise NotImplementedError
 
-    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request]) -> None:
+    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary) -> None:
         """Write the other columns for `requests` at `slots` [S]; called again when a preempted request is resumed."""
 
     def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
@@ -64,7 +66,7 @@ class Processor:
 
         Args:
             slots: [S] int64; -1 for null rows.
-            accepted, token_ids: [S] and [S, 1 + K] int64, see `Verdict`.
+            accepted, token_ids: [S] and [S, 1 + K] int64, see `Verdict`; -1 for tokens that another rank holds.
         """
 
     def apply(self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor) -> Tensor:
@@ -73,7 +75,8 @@ class Processor:
         Args:
             logits: [N, V]; the first D * (1 + K) belong to the decode rows.
             slots: [N] int64; -1 for null rows.
-            drafts: [D, K] int64, the drafts of the decode rows: each logit sees those before its position.
+            drafts: [D, K] int64, the drafts of the decode rows: each logit sees those before its position. -1 for
+                tokens that another rank holds.
         """
         return logits
 
@@ -94,9 +97,9 @@ class Penalties(Processor):
 
     name = "penalties"
 
-    def columns(self, vocab_size: int) -> dict[str, Column]:
+    def columns(self, width: int) -> dict[str, Column]:
         numbers = {name: Column((), torch.float32, off) for name, off in _NO_PENALTY.items()}
-        prompt, output = Column((vocab_size,), torch.bool, 0), Column((vocab_size,), torch.int32, 0)
+        prompt, output = Column((width,), torch.bool, 0), Column((width,), torch.int32, 0)
         return numbers | {"in_prompt": prompt, "output_counts": output}
 
     def used(self, params: SamplingParams, vocab_size: int) -> bool:
@@ -105,15 +108,16 @@ class Penalties(Processor):
     def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
         return {name: getattr(params, f"{name}_penalty") for name in _NO_PENALTY}
 
-    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request]) -> None:
+    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary) -> None:
         """Write the tokens of prompt and output, except for the newest output token, which `count` adds."""
         counted = [request for request in requests if request.params.has_penalties]
         if not counted:
             return
         prompt, output = columns["in_prompt"], columns["output_counts"]
         prompt[slots], output[slots] = False, 0
-        prompt[_entries(counted, [r.prompt_token_ids for r in counted], slots.device)] = True
-        known = _entries(counted, [r.token_ids[len(r.prompt_token_ids) : r.prefill_end] for r in counted], slots.device)
+        place = partial(_entries, counted, device=slots.device, vocabulary=vocabulary)
+        prompt[place([r.prompt_token_ids for r in counted])] = True
+        known = place([r.token_ids[len(r.prompt_token_ids) : r.prefill_end] for r in counted])
         output.index_put_(known, output.new_ones(len(known[0])), accumulate=True)
 
     def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
@@ -138,11 +142,14 @@ class Penalties(Processor):
 
 
 def _entries(
-    requests: Sequence[Request], token_ids: Sequence[Sequence[int]], device: torch.device
+    requests: Sequence[Request], token_ids: Sequence[Sequence[int]], device: torch.device, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """[n] slots and [n] tokens, one pair for each token in `token_ids`, which has one list per request."""
+    """[n] slots and [n] columns, one pair for each token in `token_ids`, which has one list per request, but for those
+    that another rank holds."""
     slots = np.repeat([request.slot for request in requests], [len(tokens) for tokens in token_ids])
-    return to_device(slots, torch.int64, device), to_device(list(chain(*token_ids)), torch.int64, device)
+    columns = np.fromiter(chain(*token_ids), np.int64) - vocabulary.first
+    own = (columns >= 0) & (columns < vocabulary.width)
+    return to_device(slots[own], torch.int64, device), to_device(columns[own], torch.int64, device)
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ class Shaping(Processor):
     off: Callable[[int], float] = lambda vocab_size: 0.0
     """The number that changes nothing."""
 
-    def columns(self, vocab_size: int) -> dict[str, Column]:
+    def columns(self, width: int) -> dict[str, Column]:
         return {self.name: Column((), self.dtype, self.fill)}
 
     def used(self, params: SamplingParams, vocab_size: int) -> bool:

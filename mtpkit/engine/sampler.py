@@ -1,6 +1,7 @@
 """Sampling of tokens from logits, with the parameters and random numbers of each request.
 
-Shape legend: S rows that sample, N logits rows (a row of the step has 1 or 1 + K of them), K drafts, V vocabulary.
+Shape legend: S rows that sample, N logits rows (a row of the step has 1 or 1 + K of them), K drafts, V vocabulary, or
+the part of it that this rank holds.
 """
 
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mtpkit.engine.processors import MIN_P, PROCESSORS, TEMPERATURE, TOP_K, TOP_P, Columns, Use
+from mtpkit.engine.vocabulary import Shaping, Vocabulary
 from mtpkit.kernels import sampling as ops
-from mtpkit.kernels.draft_head import argmax
 
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)
 """Independent streams of random numbers per token: for the token, the acceptance of its draft, and the draft."""
@@ -27,6 +28,8 @@ class Sampling:
     """[slots] int64, seeds of all slots."""
     columns: Columns
     """Columns of the processors, for all slots."""
+    vocabulary: Vocabulary
+    """The tokens that logits are of."""
 
     @property
     def seeds(self) -> Tensor:
@@ -43,6 +46,7 @@ def process(logits: Tensor, sampling: Sampling, rows: Tensor, drafts: Tensor) ->
         rows: [N] int64, the row of each logit.
         drafts: [D, K] int64; each logit sees the drafts before its position.
     """
+    drafts = sampling.vocabulary.place(drafts)
     for processor in PROCESSORS:
         if processor.name in sampling.use:
             logits = processor.apply(logits, sampling.columns, sampling.slots[rows], drafts)
@@ -51,11 +55,10 @@ def process(logits: Tensor, sampling: Sampling, rows: Tensor, drafts: Tensor) ->
 
 def probabilities(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
     """[N, V] float32 distributions from which the rows sample."""
-    return ops.probabilities(logits, *_shaping(sampling, rows))
+    return sampling.vocabulary.probabilities(logits, _shaping(sampling, rows))
 
 
-def _shaping(sampling: Sampling, rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """[N] temperature, top-k, top-p and min-p; None for a filter that no row uses."""
+def _shaping(sampling: Sampling, rows: Tensor) -> Shaping:
     slots = sampling.slots[rows]
     top_k, top_p, min_p = (
         sampling.columns[one.name][slots] if one.name in sampling.use else None for one in (TOP_K, TOP_P, MIN_P)
@@ -73,6 +76,6 @@ def uniforms(
 def sample(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor) -> Tensor:
     """[N] int64 tokens for `positions` [N] int64: the most likely ones for greedy rows, draws for the others."""
     if TEMPERATURE.name not in sampling.use:
-        return argmax(logits)
+        return sampling.vocabulary.argmax(logits)
     numbers = uniforms(sampling, rows, positions, TOKEN_STREAM)
-    return ops.sample_logits(logits, *_shaping(sampling, rows), numbers)
+    return sampling.vocabulary.sample_logits(logits, _shaping(sampling, rows), numbers)

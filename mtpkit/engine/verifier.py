@@ -9,7 +9,7 @@ from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
-from mtpkit.kernels.acceptance import accept_matching, accept_rejection
+from mtpkit.kernels.acceptance import accept_matching
 from mtpkit.kernels.sampling import uniform
 
 VerifyDrafts = Callable[[Tensor, Batch], Verdict]
@@ -71,7 +71,8 @@ def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
     )
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(rows, 1 + depths, -1)
     assert batch.draft_probs is not None
-    return Verdict(*accept_rejection(batch.drafts, batch.draft_probs, probs, accept_uniforms[:, :-1], token_uniforms))
+    accept = batch.sampling.vocabulary.accept_rejection
+    return Verdict(*accept(batch.drafts, batch.draft_probs, probs, accept_uniforms[:, :-1], token_uniforms))
 
 
 def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:

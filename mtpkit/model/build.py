@@ -39,6 +39,7 @@ def build_model(
     sequence_parallel: bool | None = None,
     base_layers: bool = True,
     balance: Balance = "memory",
+    expert_tensor_parallel: int | None = None,
 ) -> HybridModel:
     """Build a model with freshly initialised weights, in eval mode.
 
@@ -52,6 +53,8 @@ def build_model(
         base_layers: False: without the base's layers, of which then only embedding, final norm and lm_head are there;
             the heads are the same.
         balance: how layers are dealt to pipeline stages.
+        expert_tensor_parallel: ranks that each expert is split over; None: `tensor_parallel`. With 1, tensor-parallel
+            ranks may share out whole experts.
 
     Raises:
         UserError: unknown backend, init or balance, or parallel sizes that do not fit the processes.
@@ -59,7 +62,7 @@ def build_model(
     if init not in get_args(Init):
         raise UserError(f"init is {init!r}, must be one of {listed(get_args(Init))}")
     modules = get_backend(backend)
-    ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel)
+    ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel, expert_tensor_parallel)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stage, stages = groups.pp.rank(), groups.pp.size()
     if sequence_parallel is None:
@@ -79,6 +82,7 @@ def build_model(
                 tensor_model_parallel_size=tensor_parallel,
                 pipeline_model_parallel_size=pipeline_parallel,
                 expert_model_parallel_size=expert_parallel,
+                expert_tensor_parallel_size=groups.expt_tp.size(),
                 sequence_parallel=sequence_parallel,
             ),
             hybrid_stack_spec=stack_spec(modules, config),
@@ -119,7 +123,7 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
         generator.manual_seed((seed + zlib.crc32(_global_name(name, model).encode())) % 2**32)
-        kind, shape, draw = _kind_of(name, model), _whole_shape(parameter), Draw(generator)
+        kind, shape, draw = _kind_of(name, model), _whole_shape(name, parameter), Draw(generator)
         value = kind.initial(name, shape, config, draw) if kind else None
         module, _, leaf = name.rpartition(".")
         if value is None and ("norm" in module.rpartition(".")[2] or leaf == "layer_norm_weight"):
@@ -153,15 +157,19 @@ def _global_name(name: str, model: HybridModel) -> str:
     return re.sub(pattern, lambda found: f"{found[1]}{int(found[2]) + firsts[found[1]]}", name)
 
 
-def _tensor_ranks(parameter: nn.Parameter) -> int:
-    """Ranks that a parameter is split over."""
-    split = getattr(parameter, "tensor_model_parallel", False)
-    return parallel_state.get_tensor_model_parallel_world_size() if split else 1
+def _tensor_place(name: str, parameter: nn.Parameter) -> tuple[int, int]:
+    """This rank and the number of ranks that a parameter is split over."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return 0, 1
+    if "local_experts." in name:
+        group = parallel_state.get_expert_tensor_parallel_group()
+        return group.rank(), group.size()
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+def _whole_shape(name: str, parameter: nn.Parameter) -> torch.Size:
     shape = list(parameter.shape)
-    if (ranks := _tensor_ranks(parameter)) > 1:
+    if (ranks := _tensor_place(name, parameter)[1]) > 1:
         shape[parameter.partition_dim] *= ranks  # type: ignore[attr-defined]
     return torch.Size(shape)
 
@@ -170,10 +178,10 @@ def _own_part(
     name: str, whole: torch.Tensor, parameter: nn.Parameter, kind: LayerKind | None, config: ModelConfig
 ) -> torch.Tensor:
     """This rank's share of a whole tensor: each part of it, see `LayerKind.parts`, is split over the ranks."""
-    ranks = _tensor_ranks(parameter)
+    rank, ranks = _tensor_place(name, parameter)
     if ranks == 1:
         return whole
     dim = parameter.partition_dim  # type: ignore[attr-defined]
-    size, rank = whole.shape[dim], parallel_state.get_tensor_model_parallel_rank()
+    size = whole.shape[dim]
     parts = whole.split(kind.parts(name, size, config) if kind else [size], dim)
     return torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)

@@ -17,15 +17,15 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mtpkit.kernels.draft_head import argmax, linear_argmax
+from mtpkit.kernels.draft_head import linear_argmax, linear_best
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import mtp_input
+from mtpkit.model.collectives import best_of_ranks
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.layers.base import keeping_inputs, linear_of
@@ -94,35 +94,51 @@ def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
     return _gather(model, logits.view(*hidden.shape[:-1], logits.shape[-1]))
 
 
-def draft_output_weight(model: HybridModel, token_ids: Tensor) -> Tensor:
-    """Rows token_ids [D] of the lm_head, [D, h], on every tensor-parallel rank."""
+def local_logits(model: HybridModel, hidden: Tensor) -> Tensor:
+    """Logits [M, v / tp] of `normed_states` [M, h] for this rank's part of the vocabulary."""
+    return linear(hidden, output_weight(model))
+
+
+def first_token(model: HybridModel) -> int:
+    """The token of the first row of the lm_head that this rank holds."""
+    return model.pg_collection.tp.rank() * len(output_weight(model))
+
+
+def draft_output_weight(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of the lm_head for some tokens, which tensor-parallel ranks share as they do the lm_head.
+
+    Args:
+        token_ids: [D] int64.
+
+    Returns:
+        [d, h], the rows that this rank holds, and [d] int64, their tokens.
+    """
     weight = output_weight(model).detach()
-    if _is_alone(model):
-        return weight[token_ids]
-    local = token_ids - model.pg_collection.tp.rank() * len(weight)
+    local = token_ids - first_token(model)
     held = (local >= 0) & (local < len(weight))
-    rows = weight[local.clamp(0, len(weight) - 1)] * held[:, None]
-    return reduce_from_tensor_model_parallel_region(rows)
+    return weight[local[held]], token_ids[held]
 
 
 def greedy_tokens(
     model: HybridModel, hidden: Tensor, draft_weight: Tensor | None = None, draft_token_ids: Tensor | None = None
 ) -> Tensor:
-    """The best token of each hidden state, for drafts: see `linear_argmax` for how ties fall.
+    """The best token of each hidden state, for drafts: see `linear_argmax` for how ties fall. Of several ranks each
+    looks through its own rows of the lm_head, and they exchange what `best_of_ranks` says.
 
     Args:
         hidden: [M, h], `normed_states`.
-        draft_weight: [D, h], `draft_output_weight` of the tokens to choose among; None: the whole lm_head.
-        draft_token_ids: [D] int64, those tokens.
+        draft_weight, draft_token_ids: what `draft_output_weight` gives; None: all tokens.
 
     Returns:
         [M] int64.
     """
-    if draft_weight is not None:
-        return linear_argmax(hidden, draft_weight, draft_token_ids)
+    weight, tokens = output_weight(model) if draft_weight is None else draft_weight, draft_token_ids
     if _is_alone(model):
-        return linear_argmax(hidden, output_weight(model))
-    return argmax(compute_logits(model, hidden))
+        return linear_argmax(hidden, weight, tokens)
+    values, best = linear_best(hidden, weight, tokens)
+    if tokens is None:
+        best = torch.where(best < 0, best, best + first_token(model))
+    return best_of_ranks(values, best, model.pg_collection.tp)[1]
 
 
 def _is_alone(model: HybridModel) -> bool:

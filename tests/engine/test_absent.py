@@ -42,7 +42,12 @@ def test_each_is_answered_unless_its_value_asks_for_nothing(what, name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tensor_parallel_size", True), ("tensor_parallel_size", 2), ("trust_remote_code", 0), ("quantization", "fp8")],
+    [
+        ("pipeline_parallel_size", True),
+        ("pipeline_parallel_size", 2),
+        ("trust_remote_code", 0),
+        ("quantization", "fp8"),
+    ],
 )
 def test_what_is_nearly_neutral_is_not(name, value):
     assert f"no argument {name} (" in message_of(TABLES["LLM"][0], **{name: value})
@@ -60,12 +65,12 @@ def test_no_table_hides_an_argument_that_is_there():
 
 
 def test_all_are_named_and_misspelt_ones_are_guessed():
-    wrong = dict(tensor_parallel_size=2, max_modellen=3, zzz=1)
+    wrong = dict(pipeline_parallel_size=2, max_modellen=3, zzz=1)
     assert message_of(TABLES["LLM"][0], **wrong) == (
-        "LLM has no argument tensor_parallel_size (decoding runs on one device), max_modellen (did you mean "
+        "LLM has no argument pipeline_parallel_size (use tensor_parallel_size), max_modellen (did you mean "
         "max_model_len?), zzz; see help(LLM)"
     )
-    names = ["tensor_parallel_size", "quantization", "trust_remote_code", "swap_space", "speculative_config"]
+    names = ["pipeline_parallel_size", "quantization", "trust_remote_code", "swap_space", "speculative_config"]
     names += ["kv_cache_dtype", "hf_overrides", "enable_lora"]
     text = message_of(TABLES["LLM"][0], **dict.fromkeys(names, "x"))
     assert not [name for name in names if name not in text] and absent.LLM_ARGUMENTS["quantization"].advice in text

@@ -6,6 +6,7 @@ import torch
 from mtpkit import SamplingParams
 from mtpkit.engine import Engine, EngineConfig
 from mtpkit.engine.device_state import DeviceState
+from mtpkit.engine.vocabulary import Vocabulary
 from mtpkit.model import SequenceInput, base_forward
 from tests.engine.tiny import VOCAB_SIZE, generate, guide, make_llm, make_prompts, penalised, tiny_model
 
@@ -57,7 +58,7 @@ def test_a_filter_goes_with_its_request(name, value, k):
 
 def test_a_slot_that_nobody_had_can_be_sampled():
     """Null rows of CUDA graphs are: filters of 0 would leave them no token."""
-    columns = DeviceState.allocate(3, EngineConfig(64, 2), 11, torch.device("cpu")).columns
+    columns = DeviceState.allocate(3, EngineConfig(64, 2), Vocabulary(11), torch.device("cpu")).columns
     want = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
     assert {name: columns[name].tolist() for name in want} == {name: [value] * 3 for name, value in want.items()}
     assert columns["repetition"].tolist() == [1.0] * 3 and not columns["frequency"].any()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from scipy import stats
 
-from mtpkit.engine import Engine, EngineConfig, SamplingParams, sampler, verifier
+from mtpkit.engine import Engine, EngineConfig, SamplingParams, sampler
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.step import Drafts, StepOutput
-from mtpkit.kernels import sampling
+from mtpkit.kernels import acceptance, sampling
 from mtpkit.model.state import StateLayout
 from tests.engine.fakes import CPU, state_sizes
 
@@ -148,7 +148,7 @@ def test_the_law_is_checked_sharply_enough():
 
 @pytest.mark.parametrize("sabotage", ["accept all", "replace from p"])
 def test_broken_rejection_is_found(monkeypatch, sabotage):
-    accept = verifier.accept_rejection
+    accept = acceptance.accept_rejection
 
     def broken(drafts, draft_probs, target_probs, accept_uniforms, sample_uniforms):
         if sabotage == "accept all":
@@ -158,6 +158,6 @@ def test_broken_rejection_is_found(monkeypatch, sabotage):
         chosen = sampling.sample(target_probs.gather(1, at_stop)[:, 0], sample_uniforms[:, 0])
         return accepted, token_ids.scatter(1, accepted[:, None], chosen[:, None])
 
-    monkeypatch.setattr(verifier, "accept_rejection", broken)
+    monkeypatch.setattr(acceptance, "accept_rejection", broken)
     with pytest.raises(AssertionError):
         check(decode(3, "bad", draw=True), SamplingParams())

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.step import Drafts
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, normed_states, unroll_depths
@@ -17,15 +18,10 @@ PROMPT_LENGTHS = (1, 4, 8, 9, 21)
 """1; 1 + K for K = 3; a block and a block + 1 at block size 8; several chunks."""
 
 
-@functools.cache
-def tiny_model(
-    heads: str = "repeated",
-    pattern: str = "M-*M-",
-    mtp_pattern: str = "*-",
-    device: str | None = "cpu",
-    distinct: int = 3,
-):
-    """A model with 2 repeated or `distinct` distinct heads, wide initialisation so that logits are far apart."""
+def tiny_config(
+    heads: str = "repeated", pattern: str = "M-*M-", mtp_pattern: str = "*-", distinct: int = 3
+) -> ModelConfig:
+    """2 repeated or `distinct` distinct heads, wide initialisation so that logits are far apart."""
     repeated = heads == "repeated"
     experts = dict(
         num_moe_experts=6,
@@ -34,7 +30,7 @@ def tiny_model(
         moe_shared_expert_intermediate_size=16,
         moe_router_topk_scaling_factor=2.5,
     )
-    config = toy_config(
+    return toy_config(
         **(experts if "E" in pattern + mtp_pattern else {}),
         **(MLA | {"qk_layernorm": True} if "+" in pattern + mtp_pattern else {}),
         vocab_size=VOCAB_SIZE,
@@ -45,7 +41,18 @@ def tiny_model(
         mtp_use_repeated_layer=repeated,
         init_std=0.3,
     )
-    return build_model(config, device=device, seed=1)
+
+
+@functools.cache
+def tiny_model(
+    heads: str = "repeated",
+    pattern: str = "M-*M-",
+    mtp_pattern: str = "*-",
+    device: str | None = "cpu",
+    distinct: int = 3,
+):
+    """A model of `tiny_config`."""
+    return build_model(tiny_config(heads, pattern, mtp_pattern, distinct), device=device, seed=1)
 
 
 @functools.cache

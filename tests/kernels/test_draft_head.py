@@ -146,3 +146,28 @@ def test_streaming_at_every_height(twin, rows):
     hidden, weight = heads(rows, 300, 160, low(twin))
     have = twin("draft_head").stream(hidden.to(twin.device), weight.to(twin.device))
     assert shortfall(have.cpu(), hidden, weight) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_best_logits_of_a_part(twin, rows):
+    """What ranks exchange: the best logit beside its token, +inf where a logit is invalid, -inf where none counts."""
+    hidden, weight = heads(rows, 40, 24)
+    token_ids = torch.arange(100, 140)
+    values, tokens = twin("draft_head").linear_best(*(t.to(twin.device) for t in (hidden, weight, token_ids)))
+    best = (hidden.double() @ weight.double().t()).max(-1)
+    assert values.dtype == torch.float32 and torch.allclose(values.cpu().double(), best.values, rtol=1e-4)
+    assert tokens.tolist() == (100 + best.indices).tolist()
+    logits = (hidden @ weight.t()).to(twin.device)
+    logits[0, 7] = math.nan
+    values, tokens = twin("draft_head").best(logits)
+    assert values[0] == math.inf and tokens[0] == NO_TOKEN
+    assert tokens[1:].tolist() == best.indices[1:].tolist()
+
+
+def test_a_part_without_tokens_has_no_best(twin):
+    hidden = torch.randn(3, 8, device=twin.device)
+    none = torch.zeros(0, dtype=torch.int64, device=twin.device)
+    values, tokens = twin("draft_head").linear_best(hidden, hidden[:0], none)
+    assert values.tolist() == [-math.inf] * 3 and tokens.tolist() == [NO_TOKEN] * 3
+    values, tokens = twin("draft_head").best(torch.full((2, 5), -math.inf, device=twin.device))
+    assert values.tolist() == [-math.inf] * 2 and tokens.tolist() == [NO_TOKEN] * 2

@@ -194,6 +194,22 @@ def test_no_tokens(twin: Twin):
     assert expert_ids.shape == weights.shape == (0, 2)
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_experts_of_other_ranks_add_nothing(twin: Twin, activation, tokens):
+    """Two ranks with half of the experts each come to the sum of one that has all."""
+    whole = draw(tokens, 6, 3, 64, 32, activation, twin.device, torch.float32, residual=False)
+    whole["expert_ids"][0] = torch.tensor([0, 1, 2])  # none on the second rank
+    parts = []
+    for first in (0, 3):
+        own = whole["expert_ids"] - first
+        own = torch.where((own >= 0) & (own < 3), own, 3)
+        weights = {name: whole[name][first : first + 3].contiguous() for name in ("fc1", "fc2")}
+        parts.append(twin("moe").expert_mlp(**whole | weights | dict(expert_ids=own), some_elsewhere=True))
+    assert relative(sum(parts), oracle(**whole)) < 1e-5
+    assert not parts[1][0].any()
+
+
 def test_rows_do_not_mix_and_calls_repeat(twin: Twin):
     """A row of NaN does not spread to rows in the same experts' blocks, and the same call gives the same bits."""
     arguments = draw(6, 2, 2, 64, 32, "relu2", twin.device)

@@ -308,12 +308,13 @@ def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype, rows, depths
     x, prompt = logits(len(slots), vocab_size).bfloat16(), torch.rand(6, vocab_size) < 0.3
     counts = torch.randint(0, 3, (6, vocab_size)).to(counts_dtype)
     penalties = torch.tensor([[1, 1.3, 1, 1, 0.8, 1], [0, 0, 0.5, 0, -0.2, 0], [0, 0, 0, 0.7, 0.1, 0]])
-    drafts = torch.randint(0, min(vocab_size, 3), (rows, 2 + depths))[:, 2:]  # few tokens: a draft may come twice
+    # Few tokens: a draft may come twice. -1: a token of another rank.
+    drafts = torch.randint(-1, min(vocab_size, 3), (rows, 2 + depths))[:, 2:]
     got = run(twin, "apply_penalties", x, prompt, counts, *penalties, slots, drafts)
     for n, slot in enumerate(slots.tolist()):
         row, index = divmod(n, 1 + depths) if n < rows * (1 + depths) else (0, 0)
         before = drafts[row, :index] if index else NO_DRAFTS.flatten()
-        seen = counts[slot] + torch.bincount(before, minlength=vocab_size)
+        seen = counts[slot] + torch.bincount(before[before >= 0], minlength=vocab_size)
         repetition, frequency, presence = penalties[:, slot].tolist()
         want = x[n].double()
         factor = torch.where(prompt[slot] | (seen > 0), repetition, 1.0)

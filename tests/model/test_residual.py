@@ -137,9 +137,8 @@ def check_greedy_tokens(model) -> None:
     logits = compute_logits(model, hidden)
     assert greedy_tokens(model, hidden).tolist() == logits.argmax(-1).tolist()
     token_ids = torch.tensor([3, 39, 0, 21, 20, 19])
-    weight = draft_output_weight(model, token_ids)
     want = token_ids[logits[:, token_ids].argmax(-1)]
-    assert greedy_tokens(model, hidden, weight, token_ids).tolist() == want.tolist()
+    assert greedy_tokens(model, hidden, *draft_output_weight(model, token_ids)).tolist() == want.tolist()
 
 
 @torch.no_grad()
@@ -147,7 +146,8 @@ def check_greedy_tokens(model) -> None:
 def test_greedy_tokens(tied):
     model = toy_model(tie_word_embeddings=tied)
     check_greedy_tokens(model)
-    assert torch.equal(draft_output_weight(model, torch.tensor([7, 2])), output_weight(model)[[7, 2]])
+    rows, tokens = draft_output_weight(model, torch.tensor([7, 2]))
+    assert torch.equal(rows, output_weight(model)[[7, 2]]) and tokens.tolist() == [7, 2]
 
 
 @torch.no_grad()

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Drafts, Verdict
-from mtpkit.kernels import sampling as ops
 from mtpkit.kernels.linear import linear
-from mtpkit.model import compute_logits, draft_output_weight, greedy_tokens, normed_states
+from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
 
 
 class Drafter(Protocol):
@@ -51,26 +50,29 @@ class MtpDrafter:
         self.sample = sample
         self.draft_token_ids = draft_token_ids
         self.earlier = (0, 0)
-        self._draft_weight = None if draft_token_ids is None else draft_output_weight(model, draft_token_ids)
+        self._draft_weight: Tensor | None = None
+        if draft_token_ids is not None:
+            self._draft_weight, self.draft_token_ids = draft_output_weight(model, draft_token_ids)
 
     def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choose draft `depth` of each row from `state` [S, h], what that depth hands on.
 
         Returns:
-            [S] tokens or `NO_TOKEN`; and [S, V] the distributions that they were drawn from, or None.
+            [S] tokens or `NO_TOKEN`; and [S, v] the distributions that they were drawn from, or None.
         """
         state = normed_states(self.model, state, depth)
         if not self.sample:
             return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
-        if self._draft_weight is None:
-            logits = compute_logits(self.model, state)
+        vocabulary = batch.sampling.vocabulary
+        if self._draft_weight is None or self.draft_token_ids is None:
+            logits = local_logits(self.model, state)
         else:
-            logits = state.new_full((len(state), self.model.mtpkit_config.vocab_size), -torch.inf)
-            logits[:, self.draft_token_ids] = linear(state, self._draft_weight)
+            logits = state.new_full((len(state), vocabulary.width), -torch.inf)
+            logits[:, self.draft_token_ids - vocabulary.first] = linear(state, self._draft_weight)
         rows = torch.arange(len(state), device=state.device)
         probs = sampler.probabilities(logits, batch.sampling, rows)
         numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
-        return ops.sample(probs, numbers), probs
+        return vocabulary.sample(probs, numbers), probs
 
     def drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
         """Stack the results of `choose` for each depth; without any, the result is an empty [S, K]."""

@@ -29,7 +29,7 @@ def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple
     """
     matches = draft_token_ids == sampled_token_ids[:, :-1]
     accepted = matches.long().cumprod(-1).sum(-1)
-    return accepted, _cut(sampled_token_ids, accepted)
+    return accepted, cut(sampled_token_ids, accepted)
 
 
 def accept_rejection(
@@ -64,10 +64,10 @@ def accept_rejection(
     chosen = sample(weights.gather(1, at_stop)[:, 0], sample_uniforms.gather(1, accepted[:, None])[:, 0])
 
     token_ids = torch.cat([draft_token_ids, draft_token_ids.new_zeros(rows, 1)], dim=1)
-    return accepted, _cut(token_ids.scatter(1, accepted[:, None], chosen[:, None]), accepted)
+    return accepted, cut(token_ids.scatter(1, accepted[:, None], chosen[:, None]), accepted)
 
 
-def _cut(token_ids: Tensor, accepted: Tensor) -> Tensor:
+def cut(token_ids: Tensor, accepted: Tensor) -> Tensor:
     """Zero everything after the next token, which is at index `accepted`."""
     keep = torch.arange(token_ids.shape[1], device=token_ids.device) <= accepted[:, None]
     return token_ids * keep

@@ -3,3 +3,5 @@ from mtpkit.kernels.draft_head import reference
 
 argmax = pick(reference.argmax)
 linear_argmax = pick(reference.linear_argmax)
+best = pick(reference.best)
+linear_best = pick(reference.linear_best)

@@ -14,6 +14,26 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.where(best.abs() < torch.inf, index, NO_TOKEN)
 
 
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of logits [M, V] and its token, for one part of a vocabulary.
+
+    Returns:
+        [M] float32, +inf in a row with NaN or +inf; and [M] int64, what `argmax` gives.
+    """
+    top = logits.amax(-1).float()
+    return torch.where(top.isnan(), torch.inf, top), argmax(logits)
+
+
+def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What `linear_argmax` chooses from, as `best` gives it: [M] float32 and [M] int64. A `weight`
+    without rows has -inf and `NO_TOKEN`."""
+    if not len(weight):
+        values = torch.full((len(hidden),), -torch.inf, device=hidden.device)
+        return values, torch.full_like(values, NO_TOKEN, dtype=torch.int64)
+    values, tokens = best(F.linear(hidden, weight))
+    return values, to_token_ids(tokens, token_ids)
+
+
 def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """The token with the largest of hidden @ weight.T; among equals that of the first row of `weight`.
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels import NO_TOKEN as NONE
 from mtpkit.kernels.device import MULTIPROCESSORS, NO_TOKEN, WIDE_TILE, Tile, padded, with_rows
 from mtpkit.kernels.draft_head.reference import to_token_ids
 
@@ -92,7 +93,7 @@ def _linear_part_kernel(
 
 
 @triton.jit
-def _best_part_kernel(values, indices, token_ids, out, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def _best_part_kernel(values, indices, token_ids, out, tops, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -102,15 +103,17 @@ def _best_part_kernel(values, indices, token_ids, out, parts, MAPPED: tl.constex
     if MAPPED:
         best = tl.load(token_ids + best).to(tl.int64)
     tl.store(out + row, tl.where(tl.abs(top) < float("inf"), best, NO_TOKEN))
+    if tops is not None:
+        tl.store(tops + row, top)
 
 
 def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(torch.empty(rows, parts, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
 
 
-def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Tensor:
+def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None, tops: Tensor | None) -> Tensor:
     """[M] int64, the token of the largest of values [M, parts], among equals of the smallest index; `NO_TOKEN` where
-    that value is not finite."""
+    that value is not finite. `tops` [M] float32 gets the value."""
     rows, parts = values.shape
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     block = triton.next_power_of_2(parts)
@@ -119,6 +122,7 @@ def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Ten
         indices,
         out if token_ids is None else token_ids.contiguous(),
         out,
+        tops,
         parts,
         MAPPED=token_ids is not None,
         BLOCK=block,
@@ -129,6 +133,16 @@ def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None) -> Ten
 
 def argmax(logits: Tensor) -> Tensor:
     """See the reference."""
+    return _argmax(logits, None)
+
+
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    tops = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    return tops, _argmax(logits, tops)
+
+
+def _argmax(logits: Tensor, tops: Tensor | None) -> Tensor:
     logits = with_rows(logits)
     rows, width = logits.shape
     blocks = triton.cdiv(width, BLOCK)
@@ -138,20 +152,36 @@ def argmax(logits: Tensor) -> Tensor:
     _part_kernel[(rows, parts)](
         logits, values, indices, width, logits.stride(0), span * BLOCK, BLOCK=BLOCK, num_warps=8
     )
-    return _best_part(values, indices, None)
+    return _best_part(values, indices, None, tops)
 
 
 def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """See the reference."""
+    return _linear_argmax(hidden, weight, token_ids, None)
+
+
+def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    tops = torch.full((len(hidden),), -torch.inf, dtype=torch.float32, device=hidden.device)
+    if not len(weight):
+        return tops, torch.full_like(tops, NONE, dtype=torch.int64)
+    return tops, _linear_argmax(hidden, weight, token_ids, tops)
+
+
+def _linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None, tops: Tensor | None) -> Tensor:
     if len(hidden) <= STREAM_ROWS:
-        return stream(hidden, weight, token_ids)
-    best = [argmax(F.linear(rows, weight)) for rows in hidden.split(CHUNK_ROWS)]
-    flat = torch.cat(best) if len(best) > 1 else best[0]
-    return to_token_ids(flat, token_ids)
+        return stream(hidden, weight, token_ids, tops)
+    starts = range(0, len(hidden), CHUNK_ROWS)
+    chunks = [
+        (rows, None if tops is None else tops[start:])
+        for start, rows in zip(starts, hidden.split(CHUNK_ROWS), strict=True)
+    ]
+    found = [_argmax(F.linear(rows, weight), part) for rows, part in chunks]
+    return to_token_ids(torch.cat(found) if len(found) > 1 else found[0], token_ids)
 
 
-def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """Compute `linear_argmax` of up to STREAM_ROWS rows without writing logits."""
+def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None, tops: Tensor | None = None) -> Tensor:
+    """Compute `linear_argmax` of up to STREAM_ROWS rows without writing logits; `tops` [M] gets the best logits."""
     hidden = with_rows(hidden)
     rows, width = hidden.shape
     if not rows:
@@ -176,4 +206,4 @@ def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> T
         PRECISION="ieee" if wide else None,
         **tile.launch(),
     )
-    return _best_part(values, indices, token_ids)
+    return _best_part(values, indices, token_ids, tops)

@@ -62,6 +62,7 @@ def expert_mlp(
     weights: Tensor,
     activation: Activation,
     residual: Tensor | None = None,
+    some_elsewhere: bool = False,
 ) -> Tensor:
     """Compute residual + the sum over the k experts e of a token of weight * fc2[e] @ activation(fc1[e] @ x).
 
@@ -72,13 +73,14 @@ def expert_mlp(
         expert_ids: [T, k] int64.
         weights: [T, k] float32.
         residual: [T, h].
+        some_elsewhere: `expert_ids` may be E, for experts of other ranks, which add nothing here.
 
     Returns:
         [T, h] in the dtype of x, summed in float32 and rounded once. The reference waits for the device.
     """
     outputs = x.new_zeros(*expert_ids.shape, fc2.shape[1])
     act = relu2 if activation == "relu2" else swiglu
-    for expert in expert_ids.unique().tolist():
+    for expert in [expert for expert in expert_ids.unique().tolist() if expert < len(fc1) or not some_elsewhere]:
         tokens, places = torch.where(expert_ids == expert)
         outputs[tokens, places] = F.linear(act(F.linear(x[tokens], fc1[expert])), fc2[expert])
     total = (outputs.float() * weights[..., None]).sum(1)

@@ -39,7 +39,8 @@ TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 
 def _sort_kernel(
     ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the pairs of one expert in order, and the expert of each block that they fill; `blocks`: see `_Blocks`."""
+    """Store the pairs of one expert in order, and the expert of each block that they fill; `blocks`: see `_Blocks`.
+    Pairs of expert EXPERTS are left out."""
     expert = tl.program_id(0)
     bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -148,14 +149,27 @@ def _expert_kernel(
 
 
 @triton.jit
-def _combine_kernel(parts_ptr, residual_ptr, out_ptr, width, residual_stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the pairs of a token."""
+def _combine_kernel(
+    parts_ptr,
+    ids_ptr,
+    residual_ptr,
+    out_ptr,
+    width,
+    residual_stride,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add up the pairs of a token; with `ids_ptr` without those of no expert here, which nobody wrote."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
-        total += tl.load(parts_ptr + (token * TOP_K + k) * width + column, mask=mask, other=0.0).to(tl.float32)
+        here = mask
+        if ids_ptr is not None:
+            here = mask & (tl.load(ids_ptr + token * TOP_K + k) < EXPERTS)
+        total += tl.load(parts_ptr + (token * TOP_K + k) * width + column, mask=here, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -212,6 +226,7 @@ def expert_mlp(
     weights: Tensor,
     activation: Activation,
     residual: Tensor | None = None,
+    some_elsewhere: bool = False,
     size: int | None = None,
 ) -> Tensor:
     """See the reference. Each expert's output is rounded before the sum. `size` overrides `block_size`."""
@@ -223,7 +238,8 @@ def expert_mlp(
     x, pairs = with_rows(x), tokens * top_k
     residual = None if residual is None else with_rows(residual)
     size = size or block_size(pairs, experts)
-    blocks = _sort(expert_ids.contiguous(), experts, size)
+    expert_ids = expert_ids.contiguous()
+    blocks = _sort(expert_ids, experts, size)
     tile = TILES[size] if x.dtype == torch.bfloat16 else WIDE_TILE
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -252,10 +268,12 @@ def expert_mlp(
     multiply(hidden, fc2, weights.contiguous(), parts, 1, "none")
     _combine_kernel[(tokens, triton.cdiv(width, _COMBINE_BLOCK))](
         parts,
+        expert_ids if some_elsewhere else None,
         residual,
         out,
         width,
         0 if residual is None else residual.stride(0),
+        EXPERTS=experts,
         TOP_K=top_k,
         BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(width)),
     )

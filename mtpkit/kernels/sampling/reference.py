@@ -78,7 +78,8 @@ def apply_penalties(
         output_counts: [slots, V] int, how often each is in its output.
         repetition, frequency, presence: [slots] float; 1, 0 and 0 leave its logits as they are.
         slots: [N] int64, the slot of each logit; a negative one counts from the last.
-        drafts: [D, K] int64; of a row's 1 + K logits the one at index j counts drafts 0 .. j - 1 as output.
+        drafts: [D, K] int64; of a row's 1 + K logits the one at index j counts drafts 0 .. j - 1 as output. -1: a
+            token that is not among these V.
 
     Returns:
         [N, V] float32. Finite logits stay finite whatever the penalties; others are unchanged, so that an invalid row
@@ -87,7 +88,7 @@ def apply_penalties(
     logits, counts = logits.float(), output_counts[slots].float()
     rows, depths = drafts.shape
     seen = counts.new_zeros(rows, 1 + depths, counts.shape[-1])
-    seen[:, 1:].scatter_(-1, drafts[..., None], 1.0)
+    seen[:, 1:].scatter_(-1, drafts[..., None].clamp_min(0), (drafts >= 0)[..., None].float())
     counts[: rows * (1 + depths)] += seen.cumsum(1).flatten(0, 1)
     repetition, frequency, presence = (values[slots, None] for values in (repetition, frequency, presence))
     factor = torch.where(prompt_mask[slots] | (counts > 0), repetition.clamp(SMALLEST, LARGEST), 1.0)

@@ -43,11 +43,15 @@ class UnevenSize(NamedTuple):
     """Whether several ranks may have the same part."""
 
 
-def uneven_sizes(config: ModelConfig, ranks: int) -> Iterator[UnevenSize]:
-    """Yield the sizes of a model's layers that tensor-parallel ranks cannot divide."""
+def uneven_sizes(config: ModelConfig, ranks: int, whole_experts: bool = False) -> Iterator[UnevenSize]:
+    """Yield the sizes of a model's layers that tensor-parallel ranks cannot divide.
+
+    Args:
+        whole_experts: each routed expert is on one rank.
+    """
     for kind in kinds_in(config.letters):
         section, keys = config.section(kind.section), keys_of(kind.section)
-        for key, size in kind.divided_sizes(config).items():
+        for key, size in kind.divided_sizes(config, whole_experts).items():
             if size % ranks:
                 yield UnevenSize(key, size, False)
         for name in kind.divided_or_shared:

@@ -110,6 +110,8 @@ class LayerKind(ABC):
     """Modules whose output is added to the residual stream."""
     divided: ClassVar[tuple[str, ...]] = ()
     """Fields of the section that tensor-parallel ranks divide among themselves, see `divided_sizes`."""
+    divided_experts: ClassVar[tuple[str, ...]] = ()
+    """Those of them that are sizes of a routed expert."""
     divided_or_shared: ClassVar[tuple[str, ...]] = ()
     """Fields that tensor-parallel ranks divide, or of which several ranks share one."""
 
@@ -135,10 +137,15 @@ class LayerKind(ABC):
     def activations(self, config: ModelConfig) -> int:
         """Count the elements that a layer holds per token at its widest point."""
 
-    def divided_sizes(self, config: ModelConfig) -> Mapping[str, int]:
-        """Return the sizes, by their keys in files, that tensor-parallel ranks divide among themselves."""
+    def divided_sizes(self, config: ModelConfig, whole_experts: bool = False) -> Mapping[str, int]:
+        """Return the sizes, by their keys in files, that tensor-parallel ranks divide among themselves.
+
+        Args:
+            whole_experts: each routed expert is on one rank.
+        """
         section, keys = config.section(self.section), keys_of(self.section)
-        return {keys[name]: getattr(section, name) for name in self.divided}
+        divided = [name for name in self.divided if not (whole_experts and name in self.divided_experts)]
+        return {keys[name]: getattr(section, name) for name in divided}
 
     def experts(self, config: ModelConfig) -> Experts:
         """Describe the routed experts of a layer."""

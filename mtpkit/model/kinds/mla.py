@@ -36,7 +36,7 @@ class Mla(LayerKind):
     def settings(self, config: ModelConfig) -> dict[str, Any]:
         return {"num_query_groups": config.attention.num_attention_heads}
 
-    def divided_sizes(self, config: ModelConfig) -> Mapping[str, int]:
+    def divided_sizes(self, config: ModelConfig, whole_experts: bool = False) -> Mapping[str, int]:
         return {"num_attention_heads": config.attention.num_attention_heads}
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:

@@ -25,6 +25,7 @@ class Moe(FeedForward):
     name, section, slot = "moe", MoeConfig, "E"
     fp8_products = False
     divided = ("ffn_hidden_size", "shared_expert_intermediate_size")
+    divided_experts = ("ffn_hidden_size",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
         theirs = get_moe_module_spec_for_backend(backend.moe_provider, num_experts=config.moe.num_experts)

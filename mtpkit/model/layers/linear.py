@@ -1,4 +1,4 @@
-"""megatron-core's parallel linears, as plain matrix products where there is nothing to differentiate or reduce."""
+"""megatron-core's parallel linears, as plain matrix products where there is nothing to differentiate."""
 
 from functools import partial
 from typing import Any, Literal
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from mtpkit.kernels.linear import fp8_linear, linear
 from mtpkit.kernels.norm import rms_norm
+from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState, linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
-    """Whether the linear is its matrix product, perhaps with a bias, and nothing else: one rank, no fp8, no gradient to
-    `inputs` or the bias."""
+    """Whether the linear is its matrix product, perhaps with a bias, and at most a sum over ranks: no fp8, no gradient
+    to `inputs` or the bias, no sequence that ranks share."""
     tensors = (*inputs, module.bias)
     differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return not differentiated and module.tp_group.size() == 1 and module.weight_scale is None
+    return not differentiated and not module.sequence_parallel and module.weight_scale is None
 
 
 def _in_fp8(module: "ColumnParallelLinear | RowParallelLinear", input_: Tensor) -> Tensor:
@@ -43,7 +44,8 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """input_ [s, b, in] to (output [s, b, out / tp], bias for the caller to add)."""
         used = self.weight if weight is None else weight
-        if is_plain(self, input_, used):
+        gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if is_plain(self, input_, used) and (self.tp_group.size() == 1 or not gathers):
             return linear(input_.flatten(0, -2), used, bias=self.bias).view(*input_.shape[:-1], len(used)), None
         if self.weight_scale is not None:
             return _in_fp8(self, input_), None
@@ -129,6 +131,8 @@ class RowParallelLinear(MegatronRowParallelLinear):
             input_ = input_ if norm is None else norm(input_, gate)
             output, bias = super().forward(input_) if self.weight_scale is None else (_in_fp8(self, input_), None)
             return (output if residual is None else residual + output), bias
+        if self.tp_group.rank():
+            residual = None  # the first rank adds it, once
         output = linear(
             input_.flatten(0, -2),
             self.weight,
@@ -138,4 +142,4 @@ class RowParallelLinear(MegatronRowParallelLinear):
             gate=None if gate is None else gate.flatten(0, -2),
             residual=None if residual is None else residual.contiguous().flatten(0, -2),
         )
-        return output.view(*input_.shape[:-1], len(self.weight)), None
+        return all_reduce(output, self.tp_group).view(*input_.shape[:-1], len(self.weight)), None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.moe import expert_mlp, route
+from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.norm import ACTIVATIONS
 
@@ -101,7 +102,8 @@ class MoELayer(MegatronMoELayer):
     def stack_experts(self) -> bool:
         """Lay the weights of all routed experts side by side; the parameters become views of them.
 
-        Experts that are split over ranks stay apart. So do weights that lie in a buffer of somebody else's, such as an
+        Where ranks share a sequence, or experts without sharing the other matrices, experts stay apart: only
+        megatron-core's own pass exchanges tokens. So do weights that lie in a buffer of somebody else's, such as an
         optimizer's, and those made in inference mode, which cannot be moved.
 
         Returns:
@@ -111,11 +113,17 @@ class MoELayer(MegatronMoELayer):
         if self._stacks is not None and all(map(_are_rows_of, self._stacks, weights)):
             return True
         self._stacks = None
-        apart = self.ep_group.size() > 1 or self.tp_group.size() > 1
+        apart = self.config.sequence_parallel or not self._same_tokens
         if apart or not all(_can_move(weight) for weight in (*weights[0], *weights[1])):
             return False
         self._stacks = _stack(weights[0]), _stack(weights[1])
         return True
+
+    @property
+    def _same_tokens(self) -> bool:
+        """Whether the ranks that share the experts, or split each, are those that share the other matrices: they all
+        have the same tokens, and the sum over them is complete."""
+        return self.ep_group.size() * self.experts.tp_group.size() == self.attn_tp_group.size()
 
     @property
     def is_stacked(self) -> bool:
@@ -132,11 +140,19 @@ class MoELayer(MegatronMoELayer):
         return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
 
     def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor:
-        """residual [..., hidden], which may be overwritten, plus the stacked experts of x [..., hidden]."""
+        """residual [..., hidden], which may be overwritten, plus the stacked experts of x [..., hidden].
+
+        Each rank adds up what its experts, or its parts of them, give; one sum over ranks completes it.
+        """
         assert self._stacks is not None, "stack_experts comes first"
         flat, activation = x.flatten(0, -2), self.config.mtpkit.mlp.activation
-        total = None if residual is None else residual.contiguous().flatten(0, -2)
+        first = self.attn_tp_group.rank() == 0  # the first rank adds the residual, once
+        total = residual.contiguous().flatten(0, -2) if residual is not None and first else None
         chosen, weights = self.router.choose(flat)
+        spread = self.ep_group.size() > 1
+        if spread:
+            own, count = chosen - self.ep_group.rank() * self.num_local_experts, self.num_local_experts
+            chosen = torch.where((own >= 0) & (own < count), own, count)
         if self.use_shared_expert:
             shared = self.shared_experts
             if activation == "relu2":
@@ -149,9 +165,11 @@ class MoELayer(MegatronMoELayer):
             total = linear(inner, shared.linear_fc2.weight, residual=total)
         if self.config.moe_latent_size:
             small = linear(flat, self.fc1_latent_proj.weight)
-            mixed = expert_mlp(small, *self._stacks, chosen, weights, activation)
-            return linear(mixed, self.fc2_latent_proj.weight, residual=total).view(x.shape)
-        return expert_mlp(flat, *self._stacks, chosen, weights, activation, total).view(x.shape)
+            mixed = expert_mlp(small, *self._stacks, chosen, weights, activation, some_elsewhere=spread)
+            total = linear(mixed, self.fc2_latent_proj.weight, residual=total)
+        else:
+            total = expert_mlp(flat, *self._stacks, chosen, weights, activation, total, spread)
+        return all_reduce(total, self.attn_tp_group).view(x.shape)
 
 
 def _can_move(weight: Tensor) -> bool:

@@ -37,6 +37,7 @@ READERS: dict[str, tuple[str, ...]] = {
     ),
     "data/samples.py": ("chat data", "regenerated data"),
     "data/tokenizer.py": ("tokenizer.json", "tokenizer_config.json"),
+    "engine/ranks/join.py": (),  # both ends of a model's files, for a hash
     "files.py": (),  # for the others
     "training/cache.py": ("manifest of hidden states", "hidden states"),
     "training/cache_write.py": (),  # opens its lock

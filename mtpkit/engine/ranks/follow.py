@@ -1,0 +1,184 @@
+"""Rank 0 decides, the others follow.
+
+Every rank has the whole host side of an engine: requests, scheduler, allocators. What these do follows from the
+requests and from the results of steps, which are the same everywhere, but for what a rank takes from its clock and its
+memory: K, the prompt tokens of a step, the number of blocks, a seed. Rank 0 chooses these and says so before each step,
+in a few integers. It also says what it plans. A rank that comes to another plan stops with an error: its next sum over
+ranks would mix different steps, or wait for ever.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
+from mtpkit.engine.ranks.watch import Watch
+from mtpkit.engine.scheduler import Scheduler
+from mtpkit.engine.step import Plan
+from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
+from mtpkit.errors import MtpkitError, listed
+
+_NONE = -1
+"""Stands for a limit of prompt tokens where nothing limits them but the token budget."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 tells of a step; all integers, in this order 64 bits each."""
+
+    step: int
+    """Number of the step, from 0."""
+    num_speculative_tokens: int
+    """K of decode rows."""
+    prompt_tokens: int
+    """Most prompt tokens of the step, or -1."""
+    plans: int
+    decode_rows: int
+    chunks: int
+    chunk_tokens: int
+    preemptions: int
+    """Of all steps so far."""
+    digest: int
+    """CRC-32 of requests, places, lengths, slots and blocks of all rows."""
+
+    @classmethod
+    def of(cls, step: int, scheduler: Scheduler, plans: Sequence[Plan]) -> "Decision":
+        """What `scheduler` has just planned."""
+        rows = [row for plan in plans for row in plan.rows]
+        asked = ((one, row) for row in rows for one in [row.request])
+        numbers = [(one.arrival, one.seed, r.start, r.length, one.slot, *one.block_table[-1:]) for one, r in asked]
+        flat = [number for row in numbers for number in row]
+        pacing = scheduler.pacing
+        return cls(
+            step=step,
+            num_speculative_tokens=scheduler.num_speculative_tokens,
+            prompt_tokens=_NONE if pacing is None or pacing.chosen is None else pacing.chosen,
+            plans=len(plans),
+            decode_rows=sum(plan.num_decode_rows for plan in plans),
+            chunks=sum(len(plan.chunks) for plan in plans),
+            chunk_tokens=sum(plan.num_chunk_tokens for plan in plans),
+            preemptions=scheduler.num_preemptions,
+            digest=zlib.crc32(np.array(flat, np.int64).tobytes()),
+        )
+
+    @classmethod
+    def unpack(cls, values: Sequence[int]) -> "Decision":
+        """The decision in a message.
+
+        Raises:
+            MtpkitError: no decision says that.
+        """
+        decision = cls(*values)
+        limits = {"num_speculative_tokens": (0, MOST_DRAFTS), "prompt_tokens": (_NONE, LARGEST_COUNT)}
+        for name, value in vars(decision).items():
+            least, most = limits.get(name, (0, 2**62))
+            if not least <= value <= most:
+                raise MtpkitError(f"rank 0 sent {name} {value}, which is not from {least} to {most}")
+        return decision
+
+    def differences(self, other: "Decision") -> list[str]:
+        """The fields in which another decision differs, with both values."""
+        pairs = zip(fields(self), astuple(self), astuple(other), strict=True)
+        return [f"{field.name} {mine}, not {theirs}" for field, mine, theirs in pairs if mine != theirs]
+
+
+class Ranks:
+    """The one rank of a model that is not split: it decides for itself."""
+
+    rank, size = 0, 1
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """The vocabulary of `size` tokens, of which this rank holds its part."""
+        return Vocabulary(size)
+
+    def plan(self, scheduler: Scheduler, choose: Callable[[int], int]) -> list[Plan]:
+        """Plan a step.
+
+        Args:
+            choose: K for a number of decode rows.
+        """
+        if num_decoding := scheduler.num_decoding:
+            scheduler.num_speculative_tokens = choose(num_decoding)
+        return scheduler.plan() if scheduler.has_unfinished else []
+
+    def least(self, value: int) -> int:
+        """The smallest `value` of all ranks."""
+        return value
+
+    def of_first(self, value: int) -> int:
+        """The `value` of rank 0."""
+        return value
+
+    def working(self) -> AbstractContextManager[object]:
+        """A context in which this rank needs the others."""
+        return nullcontext()
+
+
+class TensorRanks(Ranks):
+    """One of several ranks that split every matrix of a model.
+
+    Args:
+        tensor_group: the ranks, for what the device exchanges.
+        control_group: the same ranks, for what their hosts exchange: gloo.
+        watch: notices ranks that die.
+    """
+
+    def __init__(self, tensor_group: Any, control_group: Any, watch: Watch | None) -> None:
+        self.rank, self.size = tensor_group.rank(), tensor_group.size()
+        self._tensor_group, self._control, self._watch = tensor_group, control_group, watch
+        self._steps = 0
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """See `Ranks.vocabulary`."""
+        return SplitVocabulary(size, self._tensor_group)
+
+    def plan(self, scheduler: Scheduler, choose: Callable[[int], int]) -> list[Plan]:
+        """See `Ranks.plan`; rank 0 plans first and tells the others.
+
+        Raises:
+            MtpkitError: this rank comes to another plan than rank 0.
+        """
+        if not scheduler.has_unfinished:
+            return []
+        if self.rank == 0:
+            plans = super().plan(scheduler, choose)
+            self._tell(astuple(Decision.of(self._steps, scheduler, plans)))
+        else:
+            told = Decision.unpack(self._tell([0] * len(fields(Decision))))
+            scheduler.num_speculative_tokens = told.num_speculative_tokens
+            if scheduler.pacing:
+                scheduler.pacing.told = told.prompt_tokens
+            plans = scheduler.plan()
+            if wrong := told.differences(Decision.of(self._steps, scheduler, plans)):
+                raise MtpkitError(
+                    f"rank 0 plans another step than rank {self.rank}: {listed(wrong)}; all ranks must be given the "
+                    "same requests in the same order"
+                )
+        self._steps += 1
+        return plans
+
+    def least(self, value: int) -> int:
+        """See `Ranks.least`."""
+        values = torch.tensor([value])
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=self._control)
+        return int(values)
+
+    def of_first(self, value: int) -> int:
+        """See `Ranks.of_first`."""
+        return self._tell([value])[0]
+
+    def working(self) -> AbstractContextManager[object]:
+        """See `Ranks.working`."""
+        return self._watch.working() if self._watch else nullcontext()
+
+    def _tell(self, values: Sequence[int]) -> list[int]:
+        """The integers of rank 0, as many as here."""
+        message = torch.tensor(list(values), dtype=torch.int64)
+        dist.broadcast(message, group=self._control, group_src=0)
+        return message.tolist()

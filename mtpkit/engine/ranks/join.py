@@ -1,0 +1,182 @@
+"""How processes come together: each says what it has, and one that has something else is refused."""
+
+import hashlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mtpkit.config import ModelConfig
+from mtpkit.engine.options import EngineOptions
+from mtpkit.engine.ranks.follow import Ranks, TensorRanks
+from mtpkit.engine.ranks.watch import Watch, listen
+from mtpkit.errors import UserError, listed, raise_problems
+from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
+from mtpkit.platform import before_closing, ensure_distributed, init_processes, on_first_rank
+
+_OWN = ("model", "device", "tokenizer")
+"""Options that may differ: where a rank finds its model, and its device."""
+_ENDS = 1 << 16
+"""Bytes at both ends of a file that tell it from another."""
+_NOT_WEIGHTS = {".md", ".txt", ".py", ".png"}
+
+
+def reports(tensor_parallel_size: int) -> bool:
+    """Whether this process prints and writes, of those that run one command; the others are silent from now on.
+
+    For commands, before they look for a device.
+
+    Raises:
+        UserError: there are more processes than ranks, each of which would do and print the same.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes == 1:
+        return True
+    if processes != tensor_parallel_size:
+        raise UserError(
+            f"there are {processes} processes, but --tensor-parallel-size is {tensor_parallel_size}: set it to "
+            f"{processes}, or start {tensor_parallel_size}"
+        )
+    init_processes()
+    if dist.get_rank() == 0:
+        return True
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+    return False
+
+
+def of_first_rank[T](tensor_parallel_size: int, action: Callable[[], T]) -> T:
+    """The result of `action`, which rank 0 alone runs, on all ranks of a command, after `reports`.
+
+    Raises:
+        MtpkitError, OSError: what rank 0 raised.
+    """
+    return action() if tensor_parallel_size == 1 else on_first_rank(action)
+
+
+def join(options: EngineOptions, config: ModelConfig) -> Ranks:
+    """Bring the ranks together that decode with one model.
+
+    Raises:
+        UserError: sizes that cannot be split, another number of processes, or a rank with another model, config,
+            version or option; the same error on every rank.
+    """
+    size, whole_experts = options.tensor_parallel_size, options.enable_expert_parallel
+    if not isinstance(options.model, str | Path):
+        size, whole_experts = _sizes_of(options)
+    if size == 1:
+        return Ranks()
+    raise_problems(f"tensor_parallel_size {size}", list(_problems(config, size, whole_experts)))
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes != size:
+        raise UserError(
+            f"tensor_parallel_size {size} needs as many processes, there {'is' if processes == 1 else 'are'} "
+            f"{processes}: start them with torchrun --nproc-per-node {size}"
+        )
+    init_processes()
+    control = _control_group()
+    _compare(control, _entries(options, config))
+    watch = _watch(control)
+    ensure_distributed(size, 1, size if whole_experts else 1, 1 if whole_experts else None)
+    from megatron.core import parallel_state
+
+    return TensorRanks(parallel_state.get_tensor_model_parallel_group(), control, watch)
+
+
+def _sizes_of(options: EngineOptions) -> tuple[int, bool]:
+    """The tensor-parallel size of a model that is given, and whether its ranks share out experts."""
+    config = options.model.config
+    size, experts = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    if config.pipeline_model_parallel_size > 1 or config.sequence_parallel or experts not in (1, size):
+        raise UserError(
+            "the model given is split over pipeline stages, sequences, or experts without the other matrices: build it "
+            "with tensor_parallel alone, sequence_parallel=False, and for experts expert_tensor_parallel=1"
+        )
+    asked = (options.tensor_parallel_size, options.enable_expert_parallel)
+    if asked not in ((1, False), (size, experts > 1)):
+        raise UserError(f"the model given is split over {size} ranks, experts over {experts}: leave both sizes out")
+    return size, experts > 1
+
+
+def _problems(config: ModelConfig, ranks: int, whole_experts: bool) -> Iterator[str]:
+    whole = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    uneven = [UnevenSize(key, size, False) for key, size in whole.items() if size % ranks]
+    for key, size, shared in (*uneven, *uneven_sizes(config, ranks, whole_experts)):
+        how = "do not divide each other" if shared else "cannot be divided"
+        yield f"the model's {key} {size} {how}; take {'a divisor or a multiple' if shared else 'a divisor'} of it"
+    counts = [count for kind in kinds_in(config.letters) if (count := kind.experts(config).count)]
+    if whole_experts and not counts:
+        yield "enable_expert_parallel is set, but the model has no experts; leave it out"
+    for count in counts if whole_experts else ():
+        if count % ranks:
+            yield f"the model's {count} experts cannot be shared out; leave enable_expert_parallel out"
+
+
+@cache
+def _control_group() -> Any:
+    """The group of all hosts, made with the first engine."""
+    before_closing.append(_control_group.cache_clear)
+    return dist.new_group(backend="gloo")
+
+
+@cache
+def _watch(control: Any) -> Watch:
+    """The watch of this process, made with the first engine."""
+    rank, server = dist.get_rank(), None
+    port: list[Any] = [None]
+    if rank == 0:
+        server = listen()
+        port = [server.getsockname()[1]]
+    dist.broadcast_object_list(port, group=control, group_src=0)
+    watch = Watch(rank, dist.get_world_size(), server, (os.environ.get("MASTER_ADDR", "localhost"), port[0]))
+    before_closing.extend([_watch.cache_clear, watch.leave])
+    return watch
+
+
+def _compare(control: Any, own: dict[str, str]) -> None:
+    """Refuse ranks that differ from rank 0."""
+    every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, own, group=control)
+    for rank, theirs in enumerate(every):
+        keys = [key for key in every[0] | theirs if every[0].get(key) != theirs.get(key)]
+        if keys:
+            wrong = [f"{key} is {theirs.get(key, 'not there')}, not {every[0].get(key, 'not there')}" for key in keys]
+            raise UserError(f"rank {rank} differs from rank 0: {listed(wrong)}; start all ranks alike")
+
+
+def _entries(options: EngineOptions, config: ModelConfig) -> dict[str, str]:
+    """What must be the same on all ranks, by a name for messages."""
+    packages = ("mtpkit", "torch", "megatron-core")
+    entries = {f"version of {name}": importlib.metadata.version(name) for name in packages}
+    entries |= {name: repr(value) for name, value in vars(options).items() if name not in _OWN}
+    entries |= dict(_flat(config, "the model's "))
+    if isinstance(options.model, str | Path):
+        entries["the content of the model's files"] = _digest(Path(options.model))
+    return entries
+
+
+def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Names and values of a dataclass's fields, those of inner ones, too."""
+    for name, inner in vars(value).items() if is_dataclass(value) else ():
+        if is_dataclass(inner) and not isinstance(inner, type):
+            yield from ((f"{prefix}{name}.{key}", repr(one)) for key, one in asdict(inner).items())
+        elif not name.startswith("_"):
+            yield f"{prefix}{name}", repr(inner)
+
+
+def _digest(directory: Path) -> str:
+    """Hash of the names, sizes and both ends of all files that may hold a model."""
+    found = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix not in _NOT_WEIGHTS):
+        size = path.stat().st_size
+        found.update(f"{path.relative_to(directory)} {size}".encode())
+        with path.open("rb") as file:
+            found.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            found.update(file.read(_ENDS))
+    return found.hexdigest()

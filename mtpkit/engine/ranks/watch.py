@@ -1,0 +1,172 @@
+"""Notices a rank that dies, and ends the others.
+
+A rank that waits in a sum over ranks cannot notice by itself. So each has a connection to rank 0, on which a thread
+listens: the system closes the connections of a process that ends, however it ends, and within seconds those of a host
+that is gone. Busy ranks are never taken for dead ones, since no rank has to answer anything.
+"""
+
+import atexit
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import NoReturn
+
+from mtpkit.errors import MtpkitError, on_failure
+
+_PATIENCE = 8.0
+"""Seconds that a rank may need others that have left in good order, before it is ended."""
+_GRACE = 2.0
+"""Seconds in which a rank may report a failure of its own, once another has reported one."""
+_CONNECTING = 300.0
+"""Seconds in which all ranks must connect."""
+_LONGEST = 400
+"""Bytes of a message."""
+_LEFT, _FAILED = b"L", b"F"
+
+
+def listen() -> socket.socket:
+    """Open rank 0's socket, on a free port."""
+    return socket.create_server(("", 0), backlog=1024)
+
+
+class Watch:
+    """Watches the other ranks from a thread of its own, until the process ends.
+
+    Args:
+        server: the socket of `listen`, on rank 0.
+        address: host and port of rank 0's socket, on the other ranks.
+
+    Raises:
+        MtpkitError: not all ranks connect in time.
+    """
+
+    def __init__(self, rank: int, size: int, server: socket.socket | None, address: tuple[str, int]) -> None:
+        self.rank = rank
+        self._busy_since: float | None = None
+        self._ending, self._gone = threading.Event(), threading.Event()
+        self._peers = self._accept(server, size) if server else {0: self._connect(address)}
+        self._selector = selectors.DefaultSelector()
+        for peer, connection in self._peers.items():
+            _notice_lost_hosts(connection)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+        on_failure.append(self._report)
+        self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
+        atexit.register(self.leave)
+        threading.Thread(target=self._listen, name="mtpkit-watch", daemon=True).start()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A context in which this rank needs the others. If they cannot be reached, it waits to hear why."""
+        before, self._busy_since = self._busy_since, time.monotonic()
+        try:
+            yield
+        except RuntimeError:  # as torch has it when a connection breaks
+            self._hear_why()
+            raise
+        finally:
+            self._busy_since = before
+
+    def _hear_why(self) -> None:
+        """Give the watch the time to end this process, if another rank is the cause of an error here."""
+        if not self._ending.is_set():
+            time.sleep(_PATIENCE + _GRACE if self._gone.wait(_GRACE) else 0.0)
+
+    def _accept(self, server: socket.socket, size: int) -> dict[int, socket.socket]:
+        server.settimeout(_CONNECTING)
+        peers: dict[int, socket.socket] = {}
+        with server:
+            while len(peers) < size - 1:
+                try:
+                    connection, _ = server.accept()
+                    connection.settimeout(_CONNECTING)
+                    peers[int.from_bytes(connection.recv(4), "big")] = connection
+                except TimeoutError as error:
+                    missing = sorted(set(range(1, size)) - peers.keys())
+                    raise MtpkitError(f"ranks {missing} did not connect within {_CONNECTING:.0f} s") from error
+        return peers
+
+    def _connect(self, address: tuple[str, int]) -> socket.socket:
+        try:
+            connection = socket.create_connection(address, timeout=_CONNECTING)
+        except OSError as error:
+            raise MtpkitError(f"rank {self.rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}") from error
+        connection.sendall(self.rank.to_bytes(4, "big"))
+        return connection
+
+    def _listen(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                connection, peer = key.fileobj, key.data
+                assert isinstance(connection, socket.socket)
+                try:
+                    message = connection.recv(_LONGEST)
+                except OSError:
+                    message = b""
+                self._selector.unregister(connection)
+                if self._ending.is_set():
+                    return
+                self._gone.set()
+                if message[:1] == _LEFT:
+                    self._require_no_work(peer)
+                elif message[:1] == _FAILED:
+                    self._end_after(message[1:].decode(errors="replace"), _GRACE, aloud=self.rank == 0)
+                else:
+                    self._end_after(f"rank {peer} has died; its own output may say why", 0.0, aloud=True)
+
+    def _require_no_work(self, peer: int) -> None:
+        """End this process if it needs a rank that has left."""
+
+        def wait() -> None:
+            while not self._ending.is_set():
+                since = self._busy_since
+                if since is not None and time.monotonic() - since > _PATIENCE:
+                    self._end_after(f"rank {peer} has ended while rank {self.rank} decodes", 0.0, aloud=True)
+                time.sleep(0.2)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _end_after(self, reason: str, seconds: float, aloud: bool) -> NoReturn:
+        """End this process, whatever its main thread waits for, and tell the others why."""
+        time.sleep(seconds)
+        self._send(_FAILED, reason)
+        if aloud and not self._ending.is_set() and sys.__stderr__ is not None:
+            print(f"mtpkit: error: {reason}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+
+    def _report(self, reason: str) -> None:
+        """Tell the others that this rank fails."""
+        if not self._ending.is_set():
+            self._ending.set()
+            self._send(_FAILED, f"rank {self.rank} failed: {reason}")
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, RuntimeError):
+            self._hear_why()
+        self._report(f"{kind.__name__}: {error}")
+        self._excepthook(kind, error, trace)
+
+    def leave(self) -> None:
+        """Tell the others that this rank ends in good order; they may go on without it."""
+        if not self._ending.is_set():
+            self._ending.set()
+            self._send(_LEFT, "")
+
+    def _send(self, kind: bytes, text: str) -> None:
+        for connection in self._peers.values():
+            with suppress(OSError):
+                connection.sendall((kind + text.encode())[:_LONGEST])
+
+
+def _notice_lost_hosts(connection: socket.socket) -> None:
+    """Have the system probe the other end each second, and give up after five."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):
+        if hasattr(socket, option):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,199 @@
+"""Choices among the tokens of a vocabulary that one rank holds whole, or several ranks in parts.
+
+What a step computes of logits is the same on every rank and the same as on one: ranks exchange best tokens, sums and
+histograms, never logits. Nothing waits for the host, so that all of it can be captured in a CUDA graph.
+
+Shape legend: N rows, V vocabulary, v the part of it that this rank holds, R decode rows, K drafts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpkit.kernels import NO_TOKEN, acceptance, draft_head
+from mtpkit.kernels import sampling as ops
+from mtpkit.kernels.acceptance.reference import cut
+from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks
+
+_DIGIT_BITS = 8
+"""Bits of a logit's distance from the best that one exchange decides on; a row sends 2^bits sums of 8 bytes."""
+_BELOW_ONE = 1 - 2.0**-50
+
+Shaping = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""[N] temperature, top-k, top-p and min-p; None for a filter that no row uses."""
+
+
+class Vocabulary:
+    """A vocabulary that this rank holds whole."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        """V."""
+        self.first, self.width = 0, size
+        """The first token that this rank holds, and v, how many it holds."""
+
+    def place(self, token_ids: Tensor) -> Tensor:
+        """The column of each token in this rank's part; -1 where another rank holds it."""
+        return token_ids
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[N] int64, the first best token of logits [N, v], or `NO_TOKEN`: see `kernels.draft_head.argmax`."""
+        return draft_head.argmax(logits)
+
+    def probabilities(self, logits: Tensor, shaping: Shaping) -> Tensor:
+        """[N, v] float32, see `kernels.sampling.probabilities`."""
+        return ops.probabilities(logits, *shaping)
+
+    def sample(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """[N] int64 tokens drawn from weights [N, v], see `kernels.sampling.sample`."""
+        return ops.sample(weights, uniforms)
+
+    def sample_logits(self, logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
+        """[N] int64 tokens drawn from logits [N, v], see `kernels.sampling.sample_logits`."""
+        return ops.sample_logits(logits, *shaping, uniforms)
+
+    def accept_rejection(
+        self, drafts: Tensor, draft_probs: Tensor, probs: Tensor, accept_uniforms: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `kernels.acceptance.accept_rejection`; draft_probs [R, K, v], probs [R, 1 + K, v]."""
+        return acceptance.accept_rejection(drafts, draft_probs, probs, accept_uniforms, uniforms)
+
+
+class SplitVocabulary(Vocabulary):
+    """A vocabulary that the ranks of a group hold in parts of one size, in the order of the ranks.
+
+    Bytes that each rank sends per row: for the best token 16; for a draw 16 more; with top-k 8,192, and with top-p
+    8,208, more, whatever k and p are; for the acceptance of a drawn draft 24. The logits would be 4 V / ranks.
+
+    Args:
+        size: V, which the ranks divide.
+    """
+
+    def __init__(self, size: int, group: Any) -> None:
+        super().__init__(size)
+        self.group, self.rank = group, group.rank()
+        self.width = size // group.size()
+        self.first = self.rank * self.width
+
+    def place(self, token_ids: Tensor) -> Tensor:
+        """See `Vocabulary.place`."""
+        own = token_ids - self.first
+        return torch.where((own >= 0) & (own < self.width), own, -1)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `Vocabulary.argmax`."""
+        return self._best(logits)[1]
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, tokens = draft_head.best(logits)
+        return best_of_ranks(values, torch.where(tokens < 0, tokens, tokens + self.first), self.group)
+
+    def probabilities(self, logits: Tensor, shaping: Shaping) -> Tensor:
+        """See `Vocabulary.probabilities`."""
+        weights = self._weights(logits, shaping)
+        return (weights / self._sum(weights.sum(-1, dtype=torch.float64))[:, None]).float()
+
+    def sample_logits(self, logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
+        """See `Vocabulary.sample_logits`."""
+        return self.sample(self._weights(logits, shaping), uniforms)
+
+    def sample(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """See `Vocabulary.sample`: ranks exchange the sums of their weights, and the one whose part the random number
+        falls into gives the token."""
+        cumulative = weights.double().cumsum(-1)
+        own = cumulative[:, -1]
+        up_to = all_gather(own, self.group).cumsum(0)
+        threshold = uniforms * up_to[-1]
+        holder = (up_to <= threshold).sum(0)
+        rest = threshold - (up_to[self.rank - 1] if self.rank else 0.0)
+        rest = torch.minimum(rest, own * _BELOW_ONE)  # rounding must not lead past the last weight
+        column = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0].clamp_max(self.width - 1)
+        token = self._sum(torch.where(holder == self.rank, self.first + column, 0))
+        return torch.where(up_to[-1] > 0, token, NO_TOKEN)
+
+    def accept_rejection(
+        self, drafts: Tensor, draft_probs: Tensor, probs: Tensor, accept_uniforms: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Vocabulary.accept_rejection`: the rank that holds a draft tells its p and q, all exchange the mass of
+        (p - q)+, and the draw is as in `sample`."""
+        rows, _, width = probs.shape
+        place = self.place(drafts)[..., None]
+        chosen = torch.cat([part.gather(-1, place.clamp_min(0)) for part in (probs[:, :-1], draft_probs)], -1)
+        residual = (probs[:, :-1] - draft_probs).clamp_min(0)
+        own = torch.cat([torch.where(place < 0, 0.0, chosen).double(), residual.sum(-1, True, dtype=torch.float64)], -1)
+        p, q, mass = self._sum(own).unbind(-1)
+        accepted = (accept_uniforms * q < p).long().cumprod(-1).sum(-1)
+        residual = torch.where(mass[..., None] > 0, residual, probs[:, :-1])
+        weights = torch.cat([residual, probs[:, -1:]], 1)
+        at_stop = weights.gather(1, accepted[:, None, None].expand(rows, 1, width))[:, 0]
+        token = self.sample(at_stop, uniforms.gather(1, accepted[:, None])[:, 0])
+        token_ids = torch.cat([drafts, drafts.new_zeros(rows, 1)], 1)
+        return accepted, cut(token_ids.scatter(1, accepted[:, None], token[:, None]), accepted)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return all_reduce(values, self.group)
+
+    def _weights(
+        self,
+        logits: Tensor,
+        shaping: Shaping,
+    ) -> Tensor:
+        """[N, v] float32, what the rows sample from, up to a factor; NaN in invalid rows."""
+        temperature, top_k, top_p, min_p = shaping
+        top, token = self._best(logits)
+        greedy = temperature == 0
+        scaled = (logits.float() - top[:, None]) / torch.where(greedy, 1.0, temperature)[:, None]
+        if min_p is not None:
+            scaled = scaled.masked_fill(scaled.exp() < min_p[:, None], -torch.inf)
+        if top_k is not None:
+            scaled = self._keep_best(scaled, top_k)
+        if top_p is not None:
+            scaled = self._keep_mass(scaled, top_p)
+        column = torch.arange(self.first, self.first + self.width, device=logits.device)
+        weights = torch.where(greedy[:, None], (column == token[:, None]).float(), scaled.exp())
+        return torch.where((token == NO_TOKEN)[:, None], torch.nan, weights)
+
+    def _keep_best(self, scaled: Tensor, top_k: Tensor) -> Tensor:
+        """Mask what lies below the k-th best; what ties with it stays."""
+        distance = _distance(scaled)
+        last, _ = self._reach(distance, torch.ones_like(scaled, dtype=torch.float64), top_k.double())
+        return scaled.masked_fill(distance > last[:, None], -torch.inf)
+
+    def _keep_mass(self, scaled: Tensor, top_p: Tensor) -> Tensor:
+        """Mask what has a mass of `top_p` or more before it; of equal logits the first tokens stay."""
+        distance, mass = _distance(scaled), scaled.exp().double()
+        wanted = top_p * self._sum(mass.sum(-1))
+        last, before = self._reach(distance, mass, wanted)
+        tied = distance == last[:, None]
+        counts = all_gather(tied.sum(-1), self.group)
+        index = counts[: self.rank].sum(0)[:, None] + tied.cumsum(-1) - 1
+        dropped = (distance > last[:, None]) | (tied & (before[:, None] + index * mass >= wanted[:, None]))
+        return scaled.masked_fill(dropped & (top_p < 1)[:, None], -torch.inf)
+
+    def _reach(self, distance: Tensor, amounts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Find how far from the best a row's amounts first add up to `wanted` [N], one digit after the other.
+
+        Args:
+            distance: [N, v] int64 of 32 bits.
+            amounts: [N, v] float64.
+
+        Returns:
+            [N] int64 that distance, and [N] float64 the sum of the amounts that lie nearer.
+        """
+        prefix, before = torch.zeros_like(distance[:, 0]), torch.zeros_like(wanted)
+        for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
+            inside = distance >> (shift + _DIGIT_BITS) == prefix[:, None]
+            digit = (distance >> shift) & ((1 << _DIGIT_BITS) - 1)
+            sums = amounts.new_zeros(len(amounts), 1 << _DIGIT_BITS)
+            sums = self._sum(sums.scatter_add_(1, digit, torch.where(inside, amounts, 0.0)))
+            up_to = before[:, None] + sums.cumsum(1)
+            chosen = (up_to < wanted[:, None]).sum(1, keepdim=True).clamp_max(sums.shape[1] - 1)
+            before = torch.where(chosen[:, 0] > 0, up_to.gather(1, (chosen - 1).clamp_min(0))[:, 0], before)
+            prefix = (prefix << _DIGIT_BITS) + chosen[:, 0]
+        return prefix, before
+
+
+def _distance(scaled: Tensor) -> Tensor:
+    """[N, v] int64 of 32 bits, which order logits below the best (or equal to it) from the nearest to the farthest."""
+    return scaled.abs().view(torch.int32).long()

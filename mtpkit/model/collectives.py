@@ -1,0 +1,68 @@
+"""What tensor-parallel ranks exchange where nothing is differentiated: sums of partial results, and small gathers.
+
+All of it can be captured in a CUDA graph: sizes are fixed, and no call waits for the host. Every rank gets the same
+bits, so that ranks which decide by them decide alike.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class AllReduce(Protocol):
+    """Sums a tensor over the ranks of a group."""
+
+    def __call__(self, values: Tensor, group: Any) -> Tensor:
+        """The sum, with the same bits on all ranks; `values` may be overwritten by it."""
+        ...
+
+
+def all_reduce_by_group(values: Tensor, group: Any) -> Tensor:
+    """Sum by the group's own backend, NCCL or gloo."""
+    values = values.contiguous()
+    dist.all_reduce(values, group=group)
+    return values
+
+
+_chosen: list[AllReduce] = [all_reduce_by_group]
+
+
+def use_all_reduce(function: AllReduce) -> AllReduce:
+    """Let `all_reduce` call `function`, such as a kernel that sums small tensors through peer memory; returns what it
+    called before. All ranks must choose the same one, before graphs are captured."""
+    before, _chosen[0] = _chosen[0], function
+    return before
+
+
+def all_reduce(values: Tensor, group: Any) -> Tensor:
+    """Sum `values` over the ranks of a group, perhaps in place; of one rank they are the sum."""
+    return values if group.size() == 1 else _chosen[0](values, group)
+
+
+def all_gather(values: Tensor, group: Any) -> Tensor:
+    """[ranks, ...], the `values` [...] of each rank."""
+    if group.size() == 1:
+        return values[None]
+    gathered = values.new_empty(group.size() * len(values), *values.shape[1:])
+    dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
+    return gathered.view(group.size(), *values.shape)
+
+
+def best_of_ranks(values: Tensor, tokens: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """The best token over the parts of a vocabulary that ranks hold: 16 bytes per row and rank are exchanged.
+
+    Args:
+        values: [M] float32, the largest logit of this rank's part, +inf where a logit is NaN or +inf.
+        tokens: [M] int64, its token, counted over all ranks; `NO_TOKEN` where the value is not finite.
+
+    Returns:
+        [M] float32 the largest logit of all, and [M] int64 its token, the smallest one among equals: as on one rank.
+    """
+    if group.size() == 1:
+        return values, tokens
+    pairs = all_gather(torch.stack([values.double(), tokens.double()], 1), group)  # exact: tokens are below 2^53
+    top = pairs[..., 0].amax(0)
+    none = torch.iinfo(torch.int64).max
+    return top.float(), torch.where(pairs[..., 0] == top, pairs[..., 1].long(), none).amin(0)

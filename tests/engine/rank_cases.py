@@ -1,0 +1,104 @@
+"""What two ranks decode and one rank decodes, for tests that compare them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core import parallel_state
+
+from mtpkit.engine import SamplingParams
+from mtpkit.model import build_model
+from tests.engine.tiny import guide, make_llm, make_prompts, penalised, tiny_config
+
+VOCAB = 64
+MAX_TOKENS = 8
+BASES = {
+    "mamba2": ("M-*M-", "*-"),
+    "delta": ("G-*G-", "G-"),
+    "latent": ("+E+-", "+E"),
+    "attention": ("*-*-", "*-"),
+    "recurrent experts": ("ME*E", "*E"),
+}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(seed=4, temperature=0.7, top_k=5, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(seed=5, temperature=1.5, top_p=0.7, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(
+        seed=6, top_k=9, top_p=0.8, min_p=0.05, presence_penalty=0.9, max_tokens=MAX_TOKENS, ignore_eos=True
+    ),
+]
+PENALISED = penalised(MAX_TOKENS)
+PROMPTS = make_prompts()
+MIXED = dict(max_num_batched_tokens=10)
+PREEMPTED = dict(block_size=2, num_blocks=26)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and what it is asked for."""
+
+    base: str
+    k: int
+    whole_experts: bool = False
+    penalised: bool = False
+    guided: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        if self.filtered:
+            return PARAMS
+        plain = [PENALISED] * 2 if self.penalised else PARAMS[:2]
+        return [plain[index % 2] for index in range(len(PROMPTS))]
+
+    @property
+    def filtered(self) -> bool:
+        """Whether requests have filters, each of which takes several exchanges a step."""
+        return self.k == 2 and not self.penalised
+
+
+def config(base: str):
+    pattern, heads = BASES[base]
+    groups = 1 if base == "attention" else 2  # fewer than ranks
+    return tiny_config("repeated", pattern, heads).replace(vocab_size=VOCAB, num_query_groups=groups)
+
+
+def cases() -> list[Case]:
+    """K = 0 .. 3 and the ways of running of each base, a few to a kind: machines that run tests have few cores."""
+    every = [Case(base, k, settings=MIXED if k == 2 else {}) for base in BASES for k in range(4)]
+    every = [case for case in every if case.base != "recurrent experts" or case.k == 2]
+    every += [Case(base, 3, settings=PREEMPTED) for base in ("mamba2", "delta", "latent", "attention")]
+    every += [
+        Case("mamba2", 2, penalised=True, settings=dict(state_rollback="snapshot")),
+        Case("mamba2", 3, settings=dict(async_scheduling=True, **MIXED)),
+        Case("attention", 2, settings=dict(async_scheduling=True, **PREEMPTED)),
+        Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)),
+        Case("delta", 2, guided=False, settings=dict(draft_vocab=[1, 5, 31, 32, 60])),
+        Case("attention", 2, guided=False, settings=dict(draft_vocab=[33, 40], draft_sampling=True)),
+    ]
+    return every + [Case("latent", k, True) for k in (0, 3)] + [Case("recurrent experts", 2, True, settings=MIXED)]
+
+
+def decode(model, case: Case, truth: list[list[int]] | None = None) -> tuple[list[list[int]], Any]:
+    """Output tokens of each prompt, and the engine.
+
+    Args:
+        truth: what follows each prompt, of which the drafts have some; None: drafts are the heads' own.
+    """
+    llm = make_llm(model, case.k, **case.settings)
+    if case.guided and case.k and truth:
+        guide(llm, PROMPTS, truth=[prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)])
+    engine = llm.engine
+    ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, case.params, strict=True)]
+    finished = {}
+    while engine.has_unfinished:
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    return [finished[name].outputs[0].token_ids for name in ids], llm
+
+
+def split_model(case_config, whole_experts: bool = False):
+    """This rank's part of a model that two ranks share."""
+    parallel_state.destroy_model_parallel()
+    experts = dict(expert_parallel=2, expert_tensor_parallel=1) if whole_experts else {}
+    return build_model(case_config, device="cpu", seed=1, tensor_parallel=2, sequence_parallel=False, **experts)

@@ -1,0 +1,222 @@
+"""Ranks at the front doors; ranks that differ, that die, and sizes that cannot be split."""
+
+import atexit
+import contextlib
+import importlib.metadata
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from mtpkit.checkpoint import save_hf_model, save_model
+from mtpkit.cli import bench, generate, speedup
+from mtpkit.cli.errors import run
+from mtpkit.config import ModelConfig
+from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine.ranks import watch
+from mtpkit.engine.ranks.join import _problems
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model import build_model
+from tests.engine.rank_cases import config
+from tests.ranks import free_port, in_rank, run_ranks
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+LIMIT = 10.0
+"""Seconds in which the others must have ended."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A base with all its heads, in both layouts, a third that differs in a weight, and prompts."""
+    path = tmp_path_factory.mktemp("models")
+    model = build_model(config("mamba2"), device="cpu", seed=1)
+    save_hf_model(model, path / "hf")
+    save_model(model, path / "megatron")
+    with torch.no_grad():
+        model.decoder.final_norm.weight[0] += 1
+    save_hf_model(model, path / "other")
+    lines = [json.dumps(dict(prompt_token_ids=prompt)) for prompt in PROMPTS]
+    (path / "prompts.jsonl").write_text("\n".join(lines))
+    return path
+
+
+def commands(path: Path, ranks: int, out: Path) -> dict[str, tuple[typer.Typer, list[str]]]:
+    split = ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
+    prompts = ["--prompts", str(path / "prompts.jsonl")]
+    brief = ["--num-speculative-tokens", "2", "--temperature", "0"]
+    hf, megatron = (["--model", str(path / name)] for name in ("hf", "megatron"))
+    again = ["--num-speculative-tokens", "0", "2", "--batch-size", "2", "--repeats", "1", "--max-tokens", "6"]
+    report = ["--output", str(out / "report")]
+    timed = ["--prompt-length", "6", "--max-tokens", "12", "--num-speculative-tokens", "1", "--batch-size", "2"]
+    return {
+        "generate": (generate.app, [*hf, *prompts, *brief, "--max-tokens", "6", "--json", *split]),
+        "megatron": (generate.app, [*megatron, *prompts, *brief, "--max-tokens", "6", "--json", *split]),
+        "speedup": (speedup.app, [*hf, *prompts, *again, *report, *split]),
+        "bench": (bench.app, ["decode", *hf, *timed, "--repeats", "1", "--output", str(out / "bench"), *split]),
+    }
+
+
+def run_commands(rank: int, path: Path, ranks: int, out: Path) -> None:
+    for name, (app, arguments) in commands(path, ranks, out).items():
+        stdout = io.StringIO()
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(io.StringIO()):
+            typer.main.get_command(app)(arguments, standalone_mode=False)
+        (out / f"{name}.{rank}").write_text(stdout.getvalue())
+
+
+def refused(rank: int, path: Path, out: Path) -> None:
+    """One rank has another model, another version; then both decode."""
+    settings = dict(num_blocks=40, max_num_seqs=2, warm_up=False, tensor_parallel_size=2)
+    version = importlib.metadata.version
+    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: the content of the model's files is \w+, not"):
+        LLM(path / ("other" if rank else "hf"), **settings)
+    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike"):
+        LLM(path / "hf", **settings | dict(num_blocks=40 + rank))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(importlib.metadata, "version", lambda name: version(name) + "+mine")
+        with pytest.raises(UserError, match=r"rank 1 differs from rank 0: version of mtpkit is .*\+mine, not"):
+            LLM(path / "hf", **settings)
+    llm = LLM(path / "hf", 2, **settings)
+    outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], SamplingParams(temperature=0))
+    (out / f"tokens.{rank}").write_text(json.dumps([output.outputs[0].token_ids for output in outputs]))
+
+
+def test_commands_of_two_ranks_say_what_those_of_one_say(model_dir, tmp_path):
+    """And the other rank says nothing."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    run_commands(0, model_dir, 1, one)
+    run_ranks(run_commands, model_dir, 2, two)
+    for name in commands(model_dir, 1, one):
+        assert not (two / f"{name}.1").read_text()
+        said = [(path / f"{name}.0").read_text() for path in (one, two)]
+        if "index" in said[0]:
+            assert said[0] == said[1] and said[0].count("\n") == len(PROMPTS)
+        else:
+            rows = [json.loads(text.splitlines()[-1])["rows"] for text in said]
+            lengths = [[row["acceptance_length"] for row in one] for one in rows]
+            assert lengths[0] == lengths[1]
+    assert (two / "report" / "report.json").exists() and (two / "bench" / "decode.json").exists()
+
+
+def test_ranks_that_differ_are_refused(model_dir, tmp_path):
+    run_ranks(refused, model_dir, tmp_path)
+    assert (tmp_path / "tokens.0").read_text() == (tmp_path / "tokens.1").read_text()
+
+
+class Ending:
+    """A drafter at whose third step something happens to rank 1."""
+
+    def __init__(self, llm: LLM, rank: int, what: str) -> None:
+        self.inner, self.rank, self.what, self.steps = llm.engine.drafter, rank, what, 0
+        self.earlier = self.inner.earlier
+
+    def draft(self, hidden, batch, verdict):
+        self.steps += 1
+        if self.steps == 3 and self.rank:
+            if self.what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "fails":
+                raise MtpkitError("the paper ran out")
+            if self.what == "leaves":
+                sys.exit(0)
+        return self.inner.draft(hidden, batch, verdict)
+
+
+def ends(rank: int, path: Path, out: Path, what: str) -> None:
+    """Decode, in which rank 1 does what it is told; what rank 0 says goes to a file."""
+    file = os.open(out / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 2)
+    watch._PATIENCE, watch._GRACE = 1.0, 0.2
+
+    def work() -> None:
+        llm = LLM(path / "hf", 2, tensor_parallel_size=2, num_blocks=40, max_num_seqs=2, warm_up=False)
+        llm.engine.drafter = Ending(llm, rank, what)
+        (out / f"{rank}.began").touch()
+        prompts = [[7] * (3 + rank)] if what == "other prompts" else PROMPTS
+        llm.generate([dict(prompt_token_ids=prompt) for prompt in prompts], SamplingParams(max_tokens=40, seed=0))
+
+    try:
+        run(work)
+    finally:
+        atexit._run_exitfuncs()  # which processes of multiprocessing leave out
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("killed", "rank 1 has died"),
+        ("fails", "rank 1 failed: the paper ran out"),
+        ("leaves", "rank 1 has ended while rank 0 decodes"),
+        ("other prompts", "rank 1 failed: rank 0 plans another step than rank 1: "),
+    ],
+)
+def test_a_rank_that_ends_ends_the_others(model_dir, tmp_path, what, said):
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    context.set_forkserver_preload(["tests.preload", __name__])
+    ranks = [
+        context.Process(target=in_rank, args=(rank, 2, port, ends, (model_dir, tmp_path, what))) for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    ranks[1].join(120)
+    began = time.monotonic()
+    ranks[0].join(LIMIT)
+    seconds, code = time.monotonic() - began, ranks[0].exitcode
+    ranks[0].kill()
+    assert (tmp_path / "0.began").exists(), (tmp_path / "0.err").read_text()
+    assert code not in (None, 0) and seconds < LIMIT
+    assert f"mtpkit: error: {said}" in (tmp_path / "0.err").read_text()
+
+
+def test_sizes_that_cannot_be_split(model_dir):
+    with pytest.raises(UserError, match="tensor_parallel_size 3: the model's hidden_size 32 cannot be divided; take a"):
+        LLM(model_dir / "hf", tensor_parallel_size=3)
+    with pytest.raises(UserError, match="tensor_parallel_size 2: enable_expert_parallel is set, but the model has no"):
+        LLM(model_dir / "hf", tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(UserError, match="needs as many processes, there is 1: start them with torchrun --nproc-per"):
+        LLM(model_dir / "hf", tensor_parallel_size=2)
+
+
+def problems(model: ModelConfig, ranks: int, whole_experts: bool = False) -> list[str]:
+    return [text.split()[2] for text in _problems(model, ranks, whole_experts)]
+
+
+def test_every_size_that_ranks_cannot_divide_is_named():
+    mamba2, experts = config("mamba2"), config("recurrent experts")
+    assert problems(mamba2, 2) == [] and problems(experts, 2) == [] and problems(experts, 2, True) == []
+    assert problems(mamba2.replace(vocab_size=61), 2) == ["vocab_size"]
+    assert problems(mamba2.replace(mamba_num_heads=3, mamba_num_groups=1), 2) == ["mamba_num_heads", "mamba_num_groups"]
+    odd = experts.replace(moe_ffn_hidden_size=23, num_moe_experts=5)
+    assert problems(odd, 2) == ["moe_ffn_hidden_size"]
+    assert problems(odd, 2, whole_experts=True) == ["5"]
+
+
+def test_more_processes_than_ranks_are_refused(monkeypatch, model_dir):
+    """Each of them would do all of the work, and print it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        UserError, match="there are 2 processes, but --tensor-parallel-size is 1: set it to 2, or start"
+    ):
+        typer.main.get_command(generate.app)(["--model", str(model_dir / "hf"), "a"], standalone_mode=False)
+
+
+def test_a_model_that_is_split_otherwise_is_refused(monkeypatch):
+    model = build_model(config("mamba2"), device="cpu")
+    with pytest.raises(UserError, match="the model given is split over 1 ranks, experts over 1: leave both sizes out"):
+        LLM(model, tensor_parallel_size=2)
+    monkeypatch.setattr(model, "config", replace(model.config))
+    model.config.pipeline_model_parallel_size = 2
+    with pytest.raises(UserError, match="the model given is split over pipeline stages"):
+        LLM(model)

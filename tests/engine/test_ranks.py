@@ -1,0 +1,223 @@
+"""Two ranks decode what one decodes, token for token, in fp32; each has half of the memory.
+
+Broken on purpose, they do not: see `SABOTAGE`.
+"""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from mtpkit.engine import vocabulary as choices
+from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
+from mtpkit.errors import UserError
+from mtpkit.model import build_model, collectives
+from mtpkit.model.layers import linear, moe
+from tests.engine.rank_cases import MIXED, PROMPTS, VOCAB, Case, cases, config, decode, split_model
+from tests.engine.tiny import held_bytes, make_llm
+from tests.ranks import run_ranks
+from tests.shared import look_at_new_objects, made_once
+
+TESTED = cases()
+
+
+GREEDY, FILTERED, EXPERTS = Case("mamba2", 0), Case("attention", 2, settings=MIXED), Case("latent", 0, True)
+DRAWN = Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True))
+PENALISED = Case("mamba2", 2, penalised=True, settings=dict(state_rollback="snapshot"))
+
+
+def alone(values, group):
+    return values
+
+
+def of_first_part(values, tokens, group):
+    return tuple(part[0] for part in (collectives.all_gather(values, group), collectives.all_gather(tokens, group)))
+
+
+SABOTAGE = {
+    "nothing": (GREEDY, []),
+    "nothing with filters": (FILTERED, []),
+    "nothing with experts": (EXPERTS, []),
+    "nothing with draws": (DRAWN, []),
+    "nothing with penalties": (PENALISED, []),
+    "no sum after linears": (GREEDY, [(linear, "all_reduce", alone)]),
+    "no sum after experts": (EXPERTS, [(moe, "all_reduce", alone)]),
+    "the first rank's best tokens": (GREEDY, [(choices, "best_of_ranks", of_first_part)]),
+    "shares in the wrong order": (
+        GREEDY,
+        [(choices, "all_gather", lambda values, group: collectives.all_gather(values, group).flip(0))],
+    ),
+    "no top-p": (FILTERED, [(SplitVocabulary, "_keep_mass", lambda self, scaled, top_p: scaled)]),
+    "no top-k": (FILTERED, [(SplitVocabulary, "_keep_best", lambda self, scaled, top_k: scaled)]),
+    "penalties of wrong columns": (PENALISED, [(SplitVocabulary, "place", lambda self, ids: ids % self.width)]),
+    "drafts that every rank holds": (DRAWN, [(SplitVocabulary, "place", lambda self, ids: ids % self.width)]),
+}
+"""What is broken, the case in which it must show, and how."""
+
+
+def names(case: Case) -> str:
+    return f"{case.base} K={case.k} {'EP ' if case.whole_experts else ''}{case.settings or ''}{case.penalised or ''}"
+
+
+def one_rank() -> list[list[list[int]]]:
+    """Outputs of each case; those of a seed are the same for every K, unless drafts are drawn."""
+    found: list[list[list[int]]] = []
+    known: dict[tuple, list[list[int]]] = {}
+    for case in TESTED:
+        drawn = case.settings.get("draft_sampling", False)
+        key = (case.base, case.penalised, case.filtered, repr(case) if drawn else "")
+        if key not in known:
+            plain = case if drawn else replace(case, guided=False, settings={})
+            known[key] = decode(build_model(config(case.base), device="cpu", seed=1), plain)[0]
+        found.append(known[key])
+    return found
+
+
+def measured(case: Case, model, truth) -> dict:
+    tokens, llm = decode(model, case, truth)
+    stats, plan = llm.stats(), llm.memory_plan
+    return dict(
+        tokens=tokens,
+        preemptions=stats.preemptions,
+        accepted=sum(stats.acceptance.accepted_per_depth),
+        weights=sum(parameter.nbytes for parameter in llm.model.parameters()),
+        held=held_bytes(llm.engine),
+        planned=plan.slot_bytes * plan.max_num_seqs + plan.kv_bytes,
+    )
+
+
+def two_ranks(rank: int, wanted: list[list[list[int]]], out: Path) -> None:
+    look_at_new_objects()
+    order = sorted(range(len(TESTED)), key=lambda index: (TESTED[index].whole_experts, TESTED[index].base))
+    found: list[dict] = [{}] * len(TESTED)
+    models: dict[tuple[str, bool], Any] = {}
+    for index in order:
+        case = TESTED[index]
+        key = (case.base, case.whole_experts)
+        if key not in models:
+            models[key] = split_model(config(case.base), case.whole_experts)
+        found[index] = measured(case, models[key], wanted[index])
+    survived = {}
+    parallel_state.destroy_model_parallel()
+    for name, (case, patches) in SABOTAGE.items():
+        with pytest.MonkeyPatch.context() as patch:
+            for where, attribute, value in patches:
+                patch.setattr(where, attribute, value)
+            model = split_model(config(case.base), case.whole_experts)
+            survived[name] = decode(model, case)[0] == wanted[TESTED.index(case)]
+    (out / f"{rank}.json").write_text(json.dumps(found))
+    (out / f"sabotage{rank}.json").write_text(json.dumps(survived))
+    check_choices(rank)
+    check_that_rank_0_decides(rank, wanted)
+
+
+def check_choices(rank: int) -> None:
+    """What two ranks choose from parts of logits is what one chooses from all of them, ties and invalid rows, too."""
+    split = SplitVocabulary(VOCAB, parallel_state.get_tensor_model_parallel_group())
+    whole, own = Vocabulary(VOCAB), slice(split.first, split.first + split.width)
+    generator = torch.Generator().manual_seed(11)
+    rows = 400
+    logits = (2 * torch.randn(rows, VOCAB, generator=generator)).round(decimals=0)  # most tokens tie
+    logits[:5, 3], logits[5:9, 60], logits[9:10] = torch.nan, torch.inf, -torch.inf
+    logits[11:40, :32] = -torch.inf
+    uniforms = torch.rand(rows, generator=generator, dtype=torch.float64)
+    temperature = torch.tensor([0.0, 0.6, 1.0, 2.5]).repeat(rows // 4)
+    top_k = torch.randint(1, VOCAB + 1, (rows,), generator=generator)
+    top_p = torch.rand(rows, generator=generator).clamp_min(0.01)
+    top_p[::3] = 1.0
+    min_p = 0.2 * torch.rand(rows, generator=generator)
+    assert torch.equal(split.argmax(logits[:, own]), whole.argmax(logits))
+    for filters in itertools.product([None, top_k], [None, top_p], [None, min_p]):
+        shaping = (temperature, *filters)
+        want, have = whole.probabilities(logits, shaping), split.probabilities(logits[:, own], shaping)
+        torch.testing.assert_close(have, want[:, own], rtol=1e-5, atol=1e-7, equal_nan=True)
+        drawn = split.sample_logits(logits[:, own], shaping, uniforms)
+        assert torch.equal(drawn, whole.sample_logits(logits, shaping, uniforms)), filters
+    probs, other = (torch.randn(60, 4, VOCAB, generator=generator).mul(2).softmax(-1) for _ in range(2))
+    drafts = torch.randint(VOCAB, (60, 3), generator=generator)
+    accept, draw = torch.rand(2, 60, 4, generator=generator, dtype=torch.float64)
+    parts = probs[..., own].contiguous(), other[:, :3, own].contiguous()
+    have = split.accept_rejection(drafts, parts[1], parts[0], accept[:, :3], draw)
+    want = whole.accept_rejection(drafts, other[:, :3], probs, accept[:, :3], draw)
+    assert all(map(torch.equal, have, want)) and 0 < int(want[0].sum()) < 180
+
+
+class Undecided:
+    """Another K in each step; no rank but the first may ask it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.steps = rank, 0
+
+    def choose(self, num_rows: int) -> int:
+        assert self.rank == 0
+        self.steps += 1
+        return self.steps % 4
+
+    def observe(self, accepted, fresh) -> None:
+        pass
+
+
+def check_that_rank_0_decides(rank: int, wanted) -> None:
+    """K, and prompt tokens beside decoding requests, though each rank's clock says something else."""
+    model = split_model(config("mamba2"))
+    case = Case("mamba2", 3, settings=dict(max_inter_token_latency=1e-6 + rank, max_num_seqs=2))
+    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: max_inter_token_latency is 1\.000001, not 1e-06"):
+        decode(model, case)
+    case = replace(case, settings=dict(max_inter_token_latency=1e-6, max_num_seqs=2, max_mixed_tokens=0))
+    llm = make_llm(model, case.k, **case.settings)
+    llm.engine.speculation = Undecided(rank)
+    llm.engine.pacing._most = lambda *args: 3 + 2 * rank
+    outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted[0]
+
+
+FILES = ("wanted.json", "0.json", "1.json", "sabotage0.json", "sabotage1.json")
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    """What one rank decoded, and what each of two did."""
+
+    def make(path: Path) -> None:
+        wanted = one_rank()
+        (path / "wanted.json").write_text(json.dumps(wanted))
+        run_ranks(two_ranks, wanted, path)
+
+    path = made_once(tmp_path_factory, "two_ranks", make)
+    return [json.loads((path / name).read_text()) for name in FILES]
+
+
+@pytest.mark.parametrize("index", range(len(TESTED)), ids=[names(case) for case in TESTED])
+def test_two_ranks_decode_what_one_does(decoded, index):
+    wanted, first, second, *_ = decoded
+    assert first[index]["tokens"] == wanted[index]
+    assert second[index]["tokens"] == wanted[index]
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_what_is_broken_shows(decoded, name):
+    assert [one[name] for one in decoded[3:]] == [name.startswith("nothing")] * 2
+
+
+def test_drafts_are_accepted_and_requests_preempted(decoded):
+    for case, one in zip(TESTED, decoded[1], strict=True):
+        assert (one["preemptions"] > 0) == ("num_blocks" in case.settings), names(case)
+        assert one["accepted"] > 0 or case.k == 0 or not case.guided, names(case)
+
+
+@pytest.mark.parametrize("base", ["mamba2", "delta", "latent", "attention"])
+def test_each_rank_has_half_of_the_memory(decoded, base):
+    case = Case(base, 3)
+    one = decode(build_model(config(base), device="cpu", seed=1), case)[1]
+    whole = sum(parameter.nbytes for parameter in one.model.parameters())
+    for rank in (1, 2):
+        mine = decoded[rank][TESTED.index(case)]
+        assert mine["weights"] < 0.6 * whole
+        share = mine["held"] / held_bytes(one.engine)
+        assert share == (1 if base in ("latent", "attention") else 0.5), "latents, and groups of fewer heads, are whole"
+        assert mine["planned"] >= mine["held"]
