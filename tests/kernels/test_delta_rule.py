@@ -150,15 +150,19 @@ def by_recurrence(lens):
     return function
 
 
-@pytest.mark.parametrize(("lens", "dtype"), [((1, 9, 30), torch.float32), ((70,), torch.bfloat16)], ids=str)
-def test_gradients(twin, lens, dtype):
+@pytest.mark.parametrize(
+    ("lens", "dtype", "wide"),
+    [((1, 9, 30), torch.float32, False), ((70,), torch.bfloat16, False), ((9,), torch.bfloat16, True)],
+    ids=str,
+)
+def test_gradients(twin, lens, dtype, wide):
     inputs, tolerance = make(sum(lens), reads=2, dtype=dtype), TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     weights = torch.randn(sum(lens), 2, HEADS, WIDTH, generator=torch.Generator().manual_seed(2))
     starts, op = bounds(lens).to(twin.device), twin("gated_delta_rule").delta_rule
     moved = {name: t.to(twin.device) for name, t in inputs.items()}
-    out, have = gradients(lambda **leaves: op(**leaves, starts=starts), moved, weights)
+    out, have = gradients(lambda **leaves: op(**leaves, starts=starts, wide=wide), moved, weights)
     wanted, want = gradients(by_recurrence(lens), {n: t.double() for n, t in inputs.items()}, weights)
-    assert relative(out.cpu(), wanted) < tolerance
+    assert relative(out.cpu(), wanted) < tolerance and out.dtype == (torch.float32 if wide else dtype)
     for name, grad in want.items():
         assert have[name].dtype == inputs[name].dtype and relative(have[name].cpu(), grad.double()) < tolerance, name
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from mtpkit.model import SequenceInput, base_forward, embed, mtp_forward, shift_tokens, unroll_depths
+from mtpkit.model import SequenceInput, base_forward, build_model, embed, mtp_forward, shift_tokens, unroll_depths
+from mtpkit.model.layers import delta, mamba
 from tests.kernels.recurrence import relative
-from tests.model.toy import packed, toy_model, toy_tokens
+from tests.model.toy import CONFIG, DELTA, packed, toy_model, toy_tokens
 
 DEPTHS, TOLERANCE = 4, 1e-5
 PATTERNS = ["*", "*-", "*E", "M-", "*M-", "M*", "+-", "G-", "*GG"]
@@ -81,6 +82,25 @@ def test_rotary_positions_of_later_depths_matter():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("mtp_pattern", "layer", "op"), [("M", mamba, "ssd_scan"), ("G", delta, "delta_rule")])
+def test_later_depths_multiply_in_the_precision_of_the_model(mtp_pattern, layer, op, monkeypatch):
+    """What they read of depth 1's states is fp32, as they go on with it; operands that were widened would keep the
+    kernels from the tensor cores."""
+    sizes, tokens, calls = dict(pattern="*", mtp_pattern=mtp_pattern), toy_tokens(6), []
+    model, right = build_model(CONFIG.replace(**sizes, **DELTA), dtype=torch.bfloat16, device="cpu"), getattr(layer, op)
+
+    def spy(*args, **named):
+        out = right(*args, **named)
+        tokens = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 2]
+        calls.append(({arg.dtype for arg in tokens}, out.dtype))
+        return out
+
+    monkeypatch.setattr(layer, op, spy)
+    list(unroll_depths(model, base_forward(model, tokens, SequenceInput()), tokens, 2, attention="serving"))
+    assert calls == [({torch.bfloat16}, torch.bfloat16), ({torch.bfloat16}, torch.float32)]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("repeated", [True, False])
 @pytest.mark.parametrize("mtp_pattern", ["*-", "M-"])
 def test_per_depth_attention_is_one_causal_pass_a_depth(mtp_pattern, repeated):
@@ -131,9 +151,6 @@ def test_shift_tokens(depth, want):
 @pytest.mark.parametrize("mtp_pattern", ["*-", "M-", "G-"])
 def test_gradients_reach_every_head_parameter_through_all_depths(mtp_pattern):
     """The gradient of the last depth alone, by autograd against a central difference along a random direction."""
-    from mtpkit.model import build_model
-    from tests.model.toy import CONFIG, DELTA
-
     model = build_model(CONFIG.replace(mtp_pattern=mtp_pattern, **DELTA), seed=3)
     tokens = toy_tokens(6)
     hidden = base_forward(model, tokens, SequenceInput()).detach()

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import padded, row_of_tile, strided
-from mtpkit.kernels.gated_delta_rule.scan import dot_in, narrow, prepare, value_block, walk
+from mtpkit.kernels.gated_delta_rule.scan import dot_in, narrow, prepare, value_block, walk, walk_block
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -211,13 +211,12 @@ def gradients(
     state, dstate = torch.empty(2, tiles, heads, width, state_dim, dtype=v.dtype, device=v.device)
     u, y, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(3))
     walk(q, k, v, beta, starts, chunks, kept=(state, u))
-    low, block = narrow(q, k, v), value_block(q, v)
+    low, block = narrow(q, k, v), walk_block(q, v, rows)
     sizes: Any = dict(HEADS=heads, WIDTH=width, GROUPS=groups, STATE=state_dim, READS=reads, SIZE=chunks.size)
-    sizes |= dict(BLOCK_P=block, BLOCK_N=padded(state_dim), NARROW=low)
+    sizes |= dict(BLOCK_N=padded(state_dim), NARROW=low)
     common = (strided(q), strided(k))
-    _back_kernel[(heads * triton.cdiv(width, block), rows)](
-        *common, beta, chunks.inverses, chunks.since, tokens, starts, dout, dstate, y, **sizes, num_warps=4
-    )
+    tensors = (*common, beta, chunks.inverses, chunks.since, tokens, starts, dout, dstate, y)
+    _back_kernel[(heads * triton.cdiv(width, block), rows)](*tensors, **sizes, BLOCK_P=block, num_warps=4, num_stages=2)
     dq = torch.empty(tokens, reads, heads, state_dim, device=v.device)
     dk = torch.empty(tokens, heads, state_dim, device=v.device)
     dg, dbeta = torch.empty(2, tokens, heads, device=v.device)
@@ -233,7 +232,9 @@ def gradients(
         (state, dstate, u, y),
         (dq, dk, dv, dg, dbeta),
         **sizes,
+        BLOCK_P=min(32, value_block(q, v)),
         num_warps=8,
+        num_stages=1,
     )
     dq, dk = (t.unflatten(-2, (groups, -1)).sum(-2) for t in (dq, dk))  # of the value heads of a key head
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg.to(g.dtype), dbeta.to(beta.dtype)
@@ -243,18 +244,21 @@ class DeltaRule(torch.autograd.Function):
     """`delta_rule` with its gradients; keeps inputs alone for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, wide: bool
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta, starts)
-        out = torch.empty(*q.shape[:2], *v.shape[1:], dtype=v.dtype, device=v.device)
+        dtype = torch.float32 if wide else v.dtype
+        out = torch.empty(*q.shape[:2], *v.shape[1:], dtype=dtype, device=v.device)
         walk(q, k, v, beta, starts, prepare(k, g, beta, starts), out=out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(*ctx.saved_tensors, *grads), None
+        return *gradients(*ctx.saved_tensors, *grads), None, None
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, wide: bool = False) -> Tensor:
     """See the reference; precision as in `delta_varlen`, with states and corrections kept in the dtype of v."""
     q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
-    return DeltaRule.apply(q, k, v, g, beta, starts)
+    return DeltaRule.apply(q, k, v, g, beta, starts, wide)

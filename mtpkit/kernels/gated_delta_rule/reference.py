@@ -50,18 +50,19 @@ def unit(x: Tensor, scale: float = 1.0) -> Tensor:
     return (wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON) * scale)).to(x.dtype)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, wide: bool = False) -> Tensor:
     """Compute the recurrence over R concatenated rows, each from a zero state. Differentiable in all but `starts`.
 
     Args:
         q: [T, m, j, k], several readouts of each token's state; k: [T, j, k]; v: [T, h, v]; g, beta: [T, h]. See
             `delta_inputs`.
         starts: [R + 1] int64, first token of each row and the end of the last one.
+        wide: whether o is fp32 whatever v is.
 
     Returns:
         o [T, m, h, v] in the dtype of v, computed in fp32.
     """
-    outputs = []
+    outputs, v = [], v.float() if wide else v
     for begin, end in pairwise(starts.tolist()):
         state = _zeros(v, k)
         for first in range(begin, end, CHUNK):

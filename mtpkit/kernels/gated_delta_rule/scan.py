@@ -250,6 +250,14 @@ def value_block(q: Tensor, v: Tensor) -> int:
     return min(64 if narrow(q, v) is not None and q.shape[-1] <= 128 else SMALLEST_DOT, padded(v.shape[-1]))
 
 
+def walk_block(q: Tensor, v: Tensor, rows: int) -> int:
+    """`value_block` for programs that walk over the chunks of `rows` rows: heads are split to fill the GPU."""
+    block, (heads, width) = value_block(q, v), v.shape[1:]
+    while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < MULTIPROCESSORS:
+        block //= 2
+    return block
+
+
 def prepare(k: Tensor, g: Tensor, beta: Tensor, starts: Tensor, context_lens: Tensor | None = None) -> Chunks:
     """Launch the first kernel: k [T, j, k], g and beta [T, h] contiguous, starts [R + 1]."""
     (tokens, groups, state_dim), heads, rows = k.shape, g.shape[1], len(starts) - 1
@@ -297,9 +305,7 @@ def walk(
     corrections [T, h, v]."""
     (tokens, heads, width), (groups, state_dim), rows = v.shape, k.shape[1:], len(starts) - 1
     low, states = narrow(q, k, v), places.states
-    block = value_block(q, v)
-    while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < MULTIPROCESSORS:
-        block //= 2
+    block = walk_block(q, v, rows)
     assert states is None or states[:1].is_contiguous()
     _walk_kernel[(heads * triton.cdiv(width, block), rows)](
         strided(q),

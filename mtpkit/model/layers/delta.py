@@ -86,12 +86,12 @@ class GatedDeltaNet(RecurrentMixer):
         tokens = self._tokens(conv_out, rates)
         return self._read(tokens, tokens.q[:, :, None], inputs)[:, :, 0]
 
-    def _read(self, tokens: Tokens, queries: Tensor, inputs: SequenceInput) -> Tensor:
-        """What queries [b, s, m, j, k] read of each token's state, [b, s, m, h, v]."""
+    def _read(self, tokens: Tokens, queries: Tensor, inputs: SequenceInput, wide: bool = False) -> Tensor:
+        """What queries [b, s, m, j, k] read of each token's state, [b, s, m, h, v]; `wide`: in fp32."""
         shape = queries.shape[:2]
         starts = inputs.starts(shape[0], shape[1], queries.device)
         q, k, v, g, beta = (t.flatten(0, 1) for t in (queries, *tokens[1:]))
-        return delta_rule(q, k, v, g, beta, starts).unflatten(0, shape)
+        return delta_rule(q, k, v, g, beta, starts, wide).unflatten(0, shape)
 
     def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
@@ -133,7 +133,7 @@ class GatedDeltaNet(RecurrentMixer):
             inputs.leave(name, None)
             return self._read(current, current.q[:, :, None], inputs)[:, :, 0]
         reads = torch.stack([current.k, current.q], 2)  # [b, s, 2, j, k]
-        held = self._read(first._replace(v=first.v.float()), reads, inputs)
+        held = self._read(first, reads, inputs, wide=True)
         rep = self.num_value_heads // self.num_key_heads
         log_decay = current.g  # from the depth at hand to depth k
         total = torch.zeros_like(held)
