@@ -115,7 +115,25 @@ def verify(
         for name, (difference, tokens) in compare_logits(first, second).items():
             print(f"logits of {name}: largest relative difference {difference:.3g}, {tokens:.1%} of tokens the same")
             same = same and difference <= tolerance
+        same = _decode_alike(first, second) and same
     raise typer.Exit(0 if same else 1)
+
+
+def _decode_alike(first: Path, second: Path) -> bool:
+    """Decode with both, and say what is the same; true where a model is too large for it."""
+    from mtpkit.engine.compare import compare_decoding, lack_of_memory
+
+    for directory in (first, second):
+        if lack := lack_of_memory(directory):
+            print(f"not decoded: {directory} {lack}")
+            return True
+    found = compare_decoding(first, second)
+    lengths = " and ".join(f"{length:.2f}" for length in found.acceptance_lengths)
+    print(
+        f"decoding with K = {found.num_drafts}: {found.same_tokens:.1%} of tokens and {found.same_drafts:.1%} of "
+        f"drafts the same, acceptance length {lengths}"
+    )
+    return found.identical
 
 
 @app.command(cls=Command)
