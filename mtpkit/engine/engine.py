@@ -153,7 +153,7 @@ class Engine:
             blocks = CachedBlocks(num_blocks)
             ahead = drafter.earlier[0] + 1 if config.num_speculative_tokens else 0
             room = config.num_checkpoints, ahead, config.prefix_cache_interval
-            prefix = PrefixCache(blocks, config.block_size, *room)
+            prefix = PrefixCache(blocks, config.block_size, *room, bool(ahead and layout.head_slot_bytes))
             kept = getattr(torch, config.prefix_cache_dtype)
             fold = cast(CachingRunner, runner).fold
             self.checkpoints = CheckpointStore(layout, self.states, self.state, config.num_checkpoints, kept, fold)
@@ -287,7 +287,8 @@ class Engine:
         if not plans and not self._under_way and self.scheduler.has_unfinished:
             raise MtpkitError("requests are unfinished, but none can run and no step is under way")
         if plans:
-            self._under_way.append([self._launch(plan) for plan in plans])
+            launched = (self._launch(plan) for plan in plans)
+            self._under_way.append([one for one in launched if one is not None])
         changed += self._take_up(1 if ahead and plans else 0)
         if not self.scheduler.has_unfinished:
             self._under_way.clear()
@@ -342,10 +343,12 @@ class Engine:
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
-    def _launch(self, plan: Plan) -> _Launched:
+    def _launch(self, plan: Plan) -> _Launched | None:
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
         if plan.restores and self.checkpoints:
             self.checkpoints.restore(plan.restores)
+            if not plan.rows:
+                return None
             return _Launched(plan, self._resume(self.builder.build(plan)))
         if self.graphs:
             launched = _Launched(plan, self.graphs.run(self._execute, plan))

@@ -91,11 +91,6 @@ class LLM:
         widths = (config.block_size, config.decode_width)
         sizes = StateSizes(*widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype])
         layout = StateLayout(state_specs(self.model), sizes, drafter.earlier[0])
-        if config.enable_prefix_caching and depths and layout.head_slot_bytes:
-            raise UserError(
-                "enable_prefix_caching is set, but the MTP heads keep recurrent state, of which no checkpoints are "
-                "made: set num_speculative_tokens to 0, or leave the cache off"
-            )
         self.memory_plan = plan_memory(
             model_config,
             layout,

@@ -139,7 +139,7 @@ class Scheduler:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].length
         while budget and preemptions == self.num_preemptions and (admitted := self._admit(restores)):
-            if admitted.num_computed:
+            if admitted.num_computed and not (self.prefix and self.prefix.successors):
                 resumed.append(self._resumed(admitted))
             if not admitted.decoding:
                 chunks.append(self._chunk(admitted, budget))
@@ -149,7 +149,7 @@ class Scheduler:
             plans = [self._together(decode, chunks)]
         else:
             plans = [self._together(decode, []), self._together([], chunks)]
-        if resumed:
+        if restores:
             resumed.sort(key=lambda row: not row.samples)
             plans.insert(0, replace(self._together([], resumed), restores=tuple(restores)))
         for plan in plans:
@@ -160,7 +160,7 @@ class Scheduler:
         for row in chunks:  # the length of a chunk is known before it runs
             row.request.num_computed += row.length
             self.num_prefilled += row.length
-        return [self._with_saves(plan) for plan in plans if plan.rows]
+        return [self._with_saves(plan) for plan in plans if plan.rows or plan.restores]
 
     def _with_saves(self, plan: Plan) -> Plan:
         """The plan with checkpoints at the chunks that end where one is wanted."""

@@ -81,7 +81,7 @@ class Plan:
 
     With `restores`, the rows are those of these requests: chunks of one token, the last one before the checkpoint. The
     base is not run for them, since the checkpoint holds its hidden state; the heads are, and rows that sample, those of
-    prompts that the checkpoint covers, get their next token.
+    prompts that the checkpoint covers, get their next token. There are no rows where heads keep recurrent state.
     """
 
     rows: tuple[Row, ...]

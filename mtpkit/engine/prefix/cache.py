@@ -51,6 +51,13 @@ class _Entry:
     length: int
     tails: tuple[Hashable, ...]
     """Keys of the tail's blocks."""
+    owner: Request
+    """The request that left it, whose next token may not be known yet."""
+
+    def precedes(self, tokens: Sequence[int]) -> bool:
+        """Whether the token after it is the same in `tokens` as in its owner."""
+        after = self.owner.token_ids[self.length : self.length + 1]
+        return bool(after) and after == tokens[self.length : self.length + 1]
 
 
 class PrefixCache:
@@ -61,10 +68,21 @@ class PrefixCache:
         num_checkpoints: room of the store; 0: nothing is ever found.
         ahead: tokens after a position that the heads' entries for it depend on; 0 without heads.
         interval: a long prompt leaves a checkpoint at every multiple of so many tokens.
+        successors: whether the heads keep recurrent state. It depends on the token after a checkpoint, so that only
+            requests in which that is the same go on from there, and the heads need not be run before that.
     """
 
-    def __init__(self, blocks: CachedBlocks, block_size: int, num_checkpoints: int, ahead: int, interval: int) -> None:
+    def __init__(
+        self,
+        blocks: CachedBlocks,
+        block_size: int,
+        num_checkpoints: int,
+        ahead: int,
+        interval: int,
+        successors: bool = False,
+    ) -> None:
         self.blocks, self.block_size, self.ahead, self.interval = blocks, block_size, ahead, interval
+        self.successors = successors
         self.slots = IdPool(num_checkpoints)
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         """By checkpoint, the one that was used last at the end."""
@@ -77,10 +95,13 @@ class PrefixCache:
         """The longest checkpoint of the tokens that the request's prefill computes whose keys and values are there."""
         tokens, size = request.token_ids, self.block_size
         present = self._present(request)
+        most = request.prefill_end - self.successors  # without a row of its own, a chunk must draft
         for index in range(min(len(request.chain) - 1, request.prefill_end // size), -1, -1):
             entries = self._by_block.get(request.chain[index], ())
             for entry in sorted(entries, key=lambda one: -one.length):
-                if entry.length > request.prefill_end or entry.rest != tuple(tokens[index * size : entry.length]):
+                if entry.length > most or entry.rest != tuple(tokens[index * size : entry.length]):
+                    continue
+                if self.successors and not entry.precedes(tokens):
                     continue
                 tail = [self.blocks.find(key) for key in entry.tails]
                 full = self._full(entry.length)
@@ -121,7 +142,8 @@ class PrefixCache:
         self._extend(request)
         full, size = length // self.block_size, self.block_size
         rest = tuple(request.token_ids[full * size : length])
-        known = next((e for e in self._by_block.get(request.chain[full], ()) if e.rest == rest), None)
+        same = (e for e in self._by_block.get(request.chain[full], ()) if e.rest == rest)
+        known = next((e for e in same if not self.successors or e.precedes(request.token_ids)), None)
         if known is not None:
             if all(self.blocks.find(key) is not None for key in known.tails):
                 self._entries.move_to_end(known.checkpoint)
@@ -133,7 +155,7 @@ class PrefixCache:
         (checkpoint,) = self.slots.allocate(1)
         self._number += 1
         tail = range(self._full(length), -(-length // size))
-        entry = _Entry(checkpoint, request.chain[full], rest, length, tuple((self._number, i) for i in tail))
+        entry = _Entry(checkpoint, request.chain[full], rest, length, tuple((self._number, i) for i in tail), request)
         self.publish(request, length)
         for key, index in zip(entry.tails, tail, strict=True):
             self.blocks.publish(request.block_table[index], key)

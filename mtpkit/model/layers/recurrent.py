@@ -22,7 +22,7 @@ Places = tuple[Tensor, Tensor, Tensor]
 
 
 def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
-    """Fold the committed entries of all rings of a model's base into the states, as a chunk would have left them.
+    """Fold the committed entries of all rings of base and heads into the states, as a chunk would have left them.
 
     The counts of the rings are 0 from then on, which the caller writes. Does not wait for the device.
 
@@ -31,11 +31,12 @@ def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, 
         context_lens: [R] int64, committed positions.
         committed: of these R rows.
     """
-    for mixer in model.decoder.modules():
-        if isinstance(mixer, RecurrentMixer):
+    for mixer in model.modules():
+        if isinstance(mixer, RecurrentMixer) and mixer.layer_name in states.layers:
             _window, recurrent = states[mixer.layer_name]
             if isinstance(recurrent, Replay):
-                mixer.fold(recurrent, slots, (context_lens, committed.counts[recurrent.ring]))
+                ring = recurrent.ring
+                mixer.fold(recurrent, slots, ((context_lens - ring.behind).clamp_min(0), committed.counts[ring]))
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):

@@ -16,17 +16,19 @@ def device(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "heads, k, pattern, rollback",
+    "heads, k, pattern, mtp_pattern, rollback",
     [
-        ("repeated", 3, "M-*M-", "replay"),
-        ("distinct", 3, "G-*G-", "replay"),
-        ("repeated", 0, "+-M-+-", "replay"),
-        ("repeated", 2, "G-*M-", "snapshot"),
+        ("repeated", 3, "M-*M-", "*-", "replay"),
+        ("distinct", 3, "G-*G-", "*-", "replay"),
+        ("repeated", 0, "+-M-+-", "+-", "replay"),
+        ("repeated", 2, "G-*M-", "*-", "snapshot"),
+        ("repeated", 2, "M-*M-", "M*", "replay"),
+        ("distinct", 2, "M-*M-", "*G", "replay"),
     ],
 )
-def test_conversations_in_graphs(device, heads, k, pattern, rollback):
+def test_conversations_in_graphs(device, heads, k, pattern, mtp_pattern, rollback):
     """Side by side, with rows that end while the next step is under way."""
-    model = tiny_model(heads, pattern, "+-" if "+" in pattern else "*-", device=device)
+    model = tiny_model(heads, pattern, mtp_pattern, device=device)
     settings = dict(max_num_seqs=3, state_rollback=rollback, max_num_batched_tokens=24)
     llms = [make_llm(model, k, enable_prefix_caching=cached, **settings) for cached in (False, True)]
     assert llms[1].engine.graphs and llms[1].engine.config.async_scheduling

@@ -3,7 +3,6 @@
 import pytest
 
 from mtpkit.engine import SamplingParams
-from mtpkit.errors import UserError
 from tests.engine.prefix.compare import Pair, multi_turn
 from tests.engine.tiny import greedy, guide, make_llm, make_prompts, tiny_model
 
@@ -104,6 +103,25 @@ def test_a_preempted_request_goes_on_from_its_last_checkpoint():
     assert on.prefilled_tokens < off.prefilled_tokens - 16
 
 
+@pytest.mark.parametrize("mtp_pattern", ["*-", "M*"])
+def test_a_request_that_is_preempted_at_its_first_token(mtp_pattern):
+    """All that its prefill computes again is in the cache: only heads that keep recurrent state compute some."""
+    pair = Pair(tiny_model(mtp_pattern=mtp_pattern), 2)
+    tokens = []
+    for llm in (pair.off, pair.on):
+        llm.engine.add_request(START, greedy(9))
+        llm.engine.step()
+        (request,) = llm.engine.scheduler.running
+        assert request.num_output == 1
+        llm.engine.scheduler._preempt(request)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        tokens.append(request.output_token_ids)
+    assert tokens[0] == tokens[1]
+    pair.check()
+    assert pair.on.stats().prefilled_tokens == len(START) * (1 if mtp_pattern == "*-" else 2)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_outputs_that_end_by_a_stop_string_or_too_many_tokens(ahead):
     """Of those the device knows nothing: no step may be under way, and all its tokens must stand."""
@@ -153,10 +171,30 @@ def test_a_checkpoint_before_the_generation_prompt():
     assert pair.hits == 18
 
 
-def test_heads_with_recurrent_state_are_refused():
-    with pytest.raises(UserError, match="MTP heads keep recurrent state"):
-        make_llm(tiny_model(mtp_pattern="M*"), 2, enable_prefix_caching=True)
-    make_llm(tiny_model(mtp_pattern="M*"), 0, enable_prefix_caching=True)
+@pytest.mark.parametrize(
+    "heads, mtp_pattern, k, rollback",
+    [
+        ("repeated", "M*", 3, "replay"),
+        ("repeated", "G-", 2, "snapshot"),
+        ("distinct", "M*", 3, "snapshot"),
+        ("distinct", "G-", 3, "replay"),
+    ],
+)
+def test_heads_with_recurrent_state(heads, mtp_pattern, k, rollback):
+    """Only what is followed by the same token is gone on from."""
+    history = START
+    pair = Pair(
+        tiny_model(heads, mtp_pattern=mtp_pattern), k, lambda llm: guide(llm, [history], 60), state_rollback=rollback
+    )
+    multi_turn(pair, history, 4, greedy(9), added=0)
+    pair.check()
+    assert pair.hits == 29 + 38 + 47
+    first = pair.seen[0].logits
+    follower = next(known[21] for known in first if len(known) == 22)
+    pair.run([START, [*START, (follower + 1) % 61], [*START, follower]], greedy(4), together=False)
+    pair.check()
+    # The same prompt is cut after its second block; then another token follows, and the one that did before.
+    assert pair.hits == 29 + 38 + 47 + 16 + 21
 
 
 def test_steps_that_are_timed_end_no_request():
