@@ -72,7 +72,7 @@ def measure_decode(
         MtpkitError: the engine did not do what was asked for.
     """
     model_config, weight = model.mtpkit_config, next(model.parameters())
-    config = replace(config, ks=choose_drafts(model_config, config.ks, USUAL_DRAFTS))
+    config = replace(config, ks=choose_drafts(model_config, config.asked_ks, USUAL_DRAFTS))
     if isinstance(config.draft_vocab, int):
         check_draft_vocab_size(config.draft_vocab, model_config)
     if prompts is None:

@@ -93,6 +93,7 @@ class Contender:
             draft_vocab=self.draft_vocab,
             synthetic_acceptance=config.rates(self.depths) if self.depths else None,
             warm_up=False,  # the first run, which is not timed, captures what the others need
+            **({} if self.depths else dict.fromkeys(config.trees)),
         )
         self.llm = LLM(model, **settings)
 
@@ -151,14 +152,15 @@ class Contender:
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
         """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run; of several
-        ranks at the rates of all, without what they exchange."""
+        ranks at the rates of all, without what they exchange; with
+        trees of the chain inside."""
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
             self.model_config,
             next(self.llm.model.parameters()).dtype,
             DTYPES[self.config.state_dtype],
             self.config.state_rollback,
-            ring_entries=ring_capacity(ring_length(1 + self.depths)),
+            ring_entries=ring_capacity(ring_length(self.llm.engine.config.decode_width)),
             draft_vocab_size=None if self.draft_vocab is None else len(self.draft_vocab),
         )
         costs = [
@@ -238,7 +240,7 @@ class Contender:
     def check(self, window: Window) -> None:
         """Refuse synthetic acceptance that is not what was asked for, by more than chance explains."""
         rates, stats = self.config.rates(self.depths), window.acceptance
-        if not rates or self.k == "auto":
+        if not rates or self.k == "auto" or self.config.spine(self.depths) < self.depths:
             return
         expected = expected_length(rates)
         allowed = max(_TOLERANCE * expected, 4 * length_deviation(rates) / math.sqrt(max(1, stats.steps)))

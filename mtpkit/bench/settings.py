@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from mtpkit.config import LARGEST_COUNT, Balance, LossKind
 from mtpkit.config.checked import checked, field_of, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.engine.options import Drafts, Rollback
+from mtpkit.engine.tree import parse_tree
 
 MOST_RANDOM_TOKENS = 2**28
 """Most tokens of all random prompts together: as Python lists they take some 10 GB."""
@@ -86,6 +87,9 @@ class DecodeConfig:
     depths. None: drafts are verified."""
     draft_vocab: Path | Positive | None = None
     """File of the tokens to draft among, or how many of the first ones. By default all tokens."""
+    speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
+    speculative_eagle_topk: Positive | None = field_of(EngineOptions, "speculative_eagle_topk")
+    speculative_num_draft_tokens: Positive | None = field_of(EngineOptions, "speculative_num_draft_tokens")
     presence_penalty: float = field_of(SamplingParams, "presence_penalty")
     frequency_penalty: float = field_of(SamplingParams, "frequency_penalty")
     repetition_penalty: float = field_of(SamplingParams, "repetition_penalty")
@@ -103,6 +107,32 @@ class DecodeConfig:
     """On a GPU, trace kernels when all is timed; without it there are no host gaps."""
     seed: FromZero = 0
     """Seed of the random prompts."""
+
+    @property
+    def asked_ks(self) -> tuple[int | Literal["auto"], ...] | None:
+        """`ks`, or else 0 and the depth of `speculative_token_tree`; None: neither is given."""
+        if self.ks is None and self.speculative_token_tree is not None:
+            return 0, parse_tree(self.speculative_token_tree).depth
+        return self.ks
+
+    @field_validator("speculative_token_tree")
+    @classmethod
+    def _check_tree(cls, tree: Any) -> Any:
+        if tree is not None:
+            parse_tree(tree)
+        return tree
+
+    def spine(self, k: int) -> int:
+        """Drafts that are sure to be on the path of first children, of which synthetic acceptance accepts some."""
+        if self.speculative_token_tree is not None:
+            return parse_tree(self.speculative_token_tree).spine
+        return k if self.speculative_eagle_topk is None else 1
+
+    @property
+    def trees(self) -> dict[str, Any]:
+        """Settings of the engine that make trees of drafts."""
+        names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def sampling(self) -> SamplingParams:

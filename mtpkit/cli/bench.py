@@ -98,7 +98,7 @@ def decode(
         config = replace(config, draft_vocab=draft_vocab_size)
     if prompts is not None and acceptance is None:
         config = replace(config, acceptance=None)
-    config = replace(config, ks=choose_drafts(get_config(model, pattern, distinct), config.ks, USUAL_DRAFTS))
+    config = replace(config, ks=choose_drafts(get_config(model, pattern, distinct), config.asked_ks, USUAL_DRAFTS))
     token_ids = None if prompts is None else read_token_ids(prompts, model)
 
     def keep(result: "Result[Any]") -> None:

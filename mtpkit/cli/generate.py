@@ -16,6 +16,7 @@ from mtpkit.errors import MtpkitError, UserError
 
 if TYPE_CHECKING:
     from mtpkit.engine import EngineStats, RequestOutput
+    from mtpkit.engine.request import AcceptanceStats
 
 app = new_app()
 
@@ -36,6 +37,9 @@ _ENGINE = (
     "prefix_cache_dtype",
     "prefix_cache_interval",
     "draft_sampling",
+    "speculative_token_tree",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
     "draft_vocab",
     "enforce_eager",
     "tensor_parallel_size",
@@ -68,13 +72,13 @@ def generate(
     processes by: torchrun --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
     """
     from mtpkit.engine import LLM
-    from mtpkit.engine.loading import config_of, resolve_drafts
+    from mtpkit.engine.loading import config_of, resolve_tree
     from mtpkit.engine.ranks import of_first_rank, reports
 
     ranks = engine.tensor_parallel_size
     reports(ranks)
     k = engine.num_speculative_tokens
-    drafts = resolve_drafts(config_of(model), k)  # refused before stdin is read
+    _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
     given = of_first_rank(ranks, lambda: _prompts(prompt, prompts))
     fewest = min(engine.max_num_seqs, len(given))
     # Few prompts need few of the graphs that could be captured.
@@ -172,6 +176,7 @@ def _record(output: "RequestOutput") -> dict[str, Any]:
         "steps": stats.steps,
         "acceptance_length": stats.acceptance_length,
         "conditional_acceptance": stats.conditional_acceptance,
+        **({"ranks_per_depth": stats.ranks_per_depth} if stats.ranks_per_depth else {}),
     }
 
 
@@ -183,4 +188,16 @@ def _summary(k: int | str, stats: "EngineStats") -> str:
         return line
     reached = zip(stats.conditional_acceptance, stats.acceptance.reached_per_depth, strict=True)
     rates = ", ".join(f"{rate:.0%}" if times else "-" for rate, times in reached)
-    return f"{line}, acceptance length {stats.acceptance_length:.2f}, conditional acceptance {rates}"
+    line += f", acceptance length {stats.acceptance_length:.2f}, conditional acceptance {rates}"
+    return line + "".join(f"; {shares}" for shares in _rank_shares(stats.acceptance))
+
+
+def _rank_shares(stats: "AcceptanceStats") -> list[str]:
+    """For each depth of trees, in what share of steps the base chose the heads' best candidate, the second one, .."""
+    depths = zip(stats.ranks_per_depth, stats.reached_per_depth, strict=False)
+    return [
+        f"depth {depth}: the base chose candidate "
+        + ", ".join(f"{rank} in {count / reached:.0%}" for rank, count in enumerate(ranks, 1))
+        for depth, (ranks, reached) in enumerate(depths, 1)
+        if reached
+    ]

@@ -135,6 +135,8 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
     ]
     if Path in members:
         return Path, None
+    if list in members:  # written as in Python, which the class reads
+        return str, "LIST"
     for one in members:
         if typing.get_origin(one) not in (None, Literal):
             inner, metavar = _kind(typing.get_args(one)[0])

@@ -16,7 +16,9 @@ from torch import Tensor
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.processors import Use
 from mtpkit.engine.step import Batch, Plan, Row
-from mtpkit.model.inputs import StepInput
+from mtpkit.engine.tree import TokenTree, Tree
+from mtpkit.kernels.ancestors import ancestor_masks
+from mtpkit.model.inputs import StepInput, TreeInput
 from mtpkit.model.state import States
 from mtpkit.platform import to_device
 
@@ -61,11 +63,31 @@ class _Part(NamedTuple):
     logit_rows: Tensor
 
 
+class _Trees(NamedTuple):
+    """Trees of D decode rows, [D, T] each: see `TreeInput` and `ancestor_masks`."""
+
+    parents: Tensor
+    masks: Tensor
+    depths: Tensor
+
+
 class BatchBuilder:
     """Builds batches from plans; reads `DeviceState` and the states of the layers, and writes neither."""
 
-    def __init__(self, block_size: int, states: States, state: DeviceState, device: torch.device) -> None:
+    def __init__(
+        self, block_size: int, states: States, state: DeviceState, device: torch.device, tree: Tree | None = None
+    ) -> None:
         self.block_size = block_size
+        self.tree = tree
+        self._static: tuple[Tensor, ...] | None = None
+        self._families: tuple[Tensor, ...] = ()
+        if isinstance(tree, TokenTree):
+            parents = to_device([tree.parents], torch.int64, device)
+            self._static = parents, *ancestor_masks(parents, tree.depth)
+            families = [tree.children(token) for token in range(tree.tokens)]
+            padded = [family + [-1] * (tree.most_children - len(family)) for family in families]
+            places = [tree.expanded.index(token) if family else 0 for token, family in enumerate(families)]
+            self._families = to_device(padded, torch.int64, device), to_device(places, torch.int64, device)
         self.states = states
         self.state = state
         self.device = device
@@ -123,9 +145,11 @@ class BatchBuilder:
         decoding, depths, count = shape.decode_rows, plan.num_speculative_tokens, plan.num_sampling_rows
         held = slots[:decoding]
         slots = self.state.live(slots, decoding)
+        width = self.tree.tokens if self.tree else 1 + depths
+        tree = self._trees(held) if decoding else None
         parts = [
-            *([self._decode_rows(held, slots, tables, 1 + depths)] if decoding else []),
-            *([self._chunks(shape, tables, decoding * (1 + depths), count, chunks)] if shape.chunk_rows else []),
+            *([self._decode_rows(held, slots, tables, width, tree and tree.depths)] if decoding else []),
+            *([self._chunks(shape, tables, decoding * width, count, chunks)] if shape.chunk_rows else []),
         ]
         joined = _Part(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
         probs = self.state.draft_probs
@@ -139,8 +163,9 @@ class BatchBuilder:
             state_slots=slots,
             committed=self.state.committed.at(slots).restarted(decoding),
             num_decode_rows=decoding,
-            decode_width=1 + depths,
+            decode_width=width,
             states=self.states,
+            tree=tree and TreeInput(tree.masks, joined.context_lens[:decoding], tree.parents, 0, *self._families),
         )
         return Batch(
             plan=plan,
@@ -150,17 +175,30 @@ class BatchBuilder:
             sampling=self.state.sampling(slots[:count], use),
             logit_indices=joined.logit_indices,
             logit_rows=joined.logit_rows,
-            drafts=joined.token_ids[: decoding * (1 + depths)].view(decoding, 1 + depths)[:, 1:],
-            draft_probs=None if probs is None else probs[slots[:decoding], :depths],
+            drafts=joined.token_ids[: decoding * width].view(decoding, width)[:, 1:],
+            draft_probs=None if probs is None else probs[slots[:decoding], : None if self.tree else depths],
             lookahead=torch.cat([known, chunks[2].view(-1, self._lookahead)]) if shape.chunk_rows else known,
             earlier=self.state.earlier_at(slots, behind=bool(plan.restores)),
         )
 
-    def _decode_rows(self, slots: Tensor, live: Tensor, tables: Tensor, width: int) -> _Part:
+    def _trees(self, slots: Tensor) -> _Trees | None:
+        """The trees of decode rows at `slots` [D]; None: they are chains."""
+        if self.tree is None:
+            return None
+        if self._static is not None:
+            return _Trees(*(part.expand(len(slots), -1).contiguous() for part in self._static))
+        assert self.state.parents is not None
+        parents = self.state.parents[slots]
+        return _Trees(parents, *ancestor_masks(parents, self.tree.depth))
+
+    def _decode_rows(
+        self, slots: Tensor, live: Tensor, tables: Tensor, width: int, depths: Tensor | None = None
+    ) -> _Part:
         """Decode rows at `slots` [D] with `width` tokens each, which only the device knows.
 
         Args:
             live: [R] the slots of all rows, see `DeviceState.live`.
+            depths: [D, width] depths of the tokens of trees, which lie behind one another in the caches all the same.
         """
         tokens = len(slots) * width
         indices, context_lens = torch.arange(tokens, device=self.device), self.state.num_computed[slots]
@@ -170,7 +208,7 @@ class BatchBuilder:
         return _Part(
             token_ids=self.state.tokens[slots, :width].flatten(),
             rows=rows,
-            positions=positions,
+            positions=positions if depths is None else (context_lens[:, None] + depths).flatten(),
             kv_slots=places if self.state.ends is None else torch.where(live[rows] < 0, -1, places),
             ends=torch.arange(width, tokens + 1, width, device=self.device),
             context_lens=context_lens,

@@ -16,6 +16,7 @@ from mtpkit.engine.processors import PROCESSORS, Columns, Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import Sampling
 from mtpkit.engine.step import Batch, Drafts, Earlier, Verdict, embeddable
+from mtpkit.engine.tree import DynamicTree
 from mtpkit.engine.vocabulary import Vocabulary
 from mtpkit.model.state import Committed, Counter
 from mtpkit.platform import to_device
@@ -71,7 +72,7 @@ class DeviceState:
     """
 
     tokens: Tensor
-    """[slots, 1 + K] int64, the inputs of the next step: the newest token and the drafts after it."""
+    """[slots, 1 + K] int64, the inputs of the next step: the newest token and the drafts after it; T of trees."""
     num_computed: Tensor
     """[slots] int64, number of positions that are committed in the states of the layers."""
     committed: Committed
@@ -81,8 +82,10 @@ class DeviceState:
     columns: Columns
     """Columns of all `PROCESSORS`."""
     draft_probs: Tensor | None
-    """[slots, K, v] float32, the distributions that drafts were drawn from, for the v tokens that this rank holds;
-    None: drafts are not drawn."""
+    """[slots, K, v] float32, the distributions that drafts were drawn from, for the v tokens that this rank holds, see
+    `Batch.draft_probs`; None: drafts are not drawn."""
+    parents: Tensor | None
+    """[slots, T] int64, of trees that grow; None: there are none."""
     earlier: Earlier | None
     """[slots, E, ...], the last E committed positions; None: the drafter does not read them. One more with a prefix
     cache, whose checkpoints begin one position earlier for the heads."""
@@ -110,7 +113,7 @@ class DeviceState:
             dtype: dtype of hidden states.
             hidden_size: that of the base, needed with a prefix cache.
         """
-        depths, cached = config.num_speculative_tokens, config.enable_prefix_caching
+        cached = config.enable_prefix_caching
         positions, hidden_size = (earlier[0] + 1, hidden_size) if cached else earlier
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -118,7 +121,7 @@ class DeviceState:
 
         forms = {name: form for one in PROCESSORS for name, form in one.columns(vocabulary.width).items()}
         return cls(
-            tokens=zeros(1 + depths),
+            tokens=zeros(config.decode_width),
             num_computed=zeros(),
             committed=Committed.none(counters, count, device),
             seeds=zeros(),
@@ -126,8 +129,11 @@ class DeviceState:
                 name: torch.full((count, *form.shape), form.fill, dtype=form.dtype, device=device)
                 for name, form in forms.items()
             },
-            draft_probs=zeros(depths, vocabulary.width, dtype=torch.float32)
-            if config.draft_sampling and depths
+            draft_probs=zeros(config.draft_distributions, vocabulary.width, dtype=torch.float32)
+            if config.draft_distributions
+            else None,
+            parents=torch.arange(-1, config.tree.tokens - 1, device=device).repeat(count, 1)
+            if isinstance(config.tree, DynamicTree)
             else None,
             earlier=Earlier(zeros(positions), zeros(positions, hidden_size, dtype=dtype)) if positions else None,
             ends=Ends(zeros(MOST_END_TOKENS).fill_(_NO_END), zeros(), zeros(dtype=torch.bool)) if cached else None,
@@ -214,6 +220,8 @@ class DeviceState:
         self.tokens[slots, : 1 + drafts.token_ids.shape[1]] = embeddable(torch.cat([newest, drafts.token_ids], 1))
         if self.draft_probs is not None and drafts.probs is not None:
             self.draft_probs[slots] = drafts.probs
+        if self.parents is not None and drafts.parents is not None:
+            self.parents[slots] = drafts.parents
         placed = self.vocabulary.place(token_ids)
         for processor in PROCESSORS:
             if processor.name in batch.sampling.use:

@@ -25,7 +25,7 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prefix import CachedBlocks, CheckpointStore, PrefixCache
 from mtpkit.engine.processors import GREEDY, processors_of
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.request import EngineStats, Request, RequestOutput, RequestStats
+from mtpkit.engine.request import AcceptanceStats, EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Batch, Plan, Restore, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.verifier import verify
@@ -100,7 +100,7 @@ class _Launched:
         """Wait for the result and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return StepResult.unpack(self._values.numpy(), self.plan.num_speculative_tokens)
+        return StepResult.unpack(self._values.numpy(), self.plan.num_speculative_tokens, self.plan.trees)
 
 
 class Engine:
@@ -145,7 +145,7 @@ class Engine:
             dtype=layout.sizes.dtype,
             hidden_size=cast(CachingRunner, runner).hidden_size if cached else 0,
         )
-        self.builder = BatchBuilder(config.block_size, self.states, self.state, device)
+        self.builder = BatchBuilder(config.block_size, self.states, self.state, device, config.tree)
         blocks, slots = IdPool(num_blocks), IdPool(config.max_num_seqs)
         prefix = None
         self.checkpoints: CheckpointStore | None = None
@@ -226,14 +226,14 @@ class Engine:
             )
         if params.stop_strings and self.tokenizer is None:
             raise UserError(f"{where}: stop strings need a tokenizer, use stop_token_ids or give one")
-        depths = [0] * self.config.num_speculative_tokens
+        counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
         request = Request(
             request_id=name,
             prompt_token_ids=[int(token) for token in prompt_token_ids],
             params=params,
             seed=(self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed) % (1 << _SEED_BITS),
             arrival=arrival,
-            stats=RequestStats(0, 0, depths, list(depths), state_bytes=self.layout.slot_bytes),
+            stats=RequestStats(**vars(counts), state_bytes=self.layout.slot_bytes),
             processors=processors_of(params, self.vocab_size),
             prompt=prompt,
             detokenizer=self.tokenizer and Detokenizer(self.tokenizer, list(prompt_token_ids), params.stop_strings),
@@ -372,8 +372,9 @@ class Engine:
     def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
         """Verify, draft and store, given the results of the base."""
         verdict = self.verifier(out.logits, batch)
-        drafts = self.drafter.draft(out.hidden, batch, verdict)
-        self.state.step(batch, verdict, drafts, out.hidden)
+        batch, hidden = batch.along(verdict, out.hidden)
+        drafts = self.drafter.draft(hidden, batch, verdict)
+        self.state.step(batch, verdict, drafts, hidden)
         return pack_result(verdict, drafts)
 
     def _take_up(self, keep: int) -> list[Request]:

@@ -45,7 +45,7 @@ class LLM:
         """Load a model and allocate its caches."""
         model_config = loading.config_of(options.model)
         adaptive = options.num_speculative_tokens == "auto"
-        depths = loading.resolve_drafts(model_config, options.num_speculative_tokens)
+        tree, depths = loading.resolve_tree(options, model_config)
         options = replace(options, num_speculative_tokens=depths)  # checked before weights are read
         heads = model_config.mtp
         if heads.repeated and heads.depths_known and depths > heads.num_depths:
@@ -53,6 +53,11 @@ class LLM:
             loading.warn_untrained(str(given), depths, heads.num_depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
+        if tree is not None and self.ranks.size > 1:
+            raise UserError(
+                f"trees of drafts run on one rank, tensor_parallel_size is {self.ranks.size}: leave one out"
+            )
+        loading.check_children(tree, model_config.vocab_size if draft_ids is None else len(draft_ids))
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
             options.model,
             options.dtype,
@@ -66,10 +71,11 @@ class LLM:
         config = EngineConfig(
             max_model_len=options.max_model_len or model_config.max_position_embeddings,
             num_speculative_tokens=depths,
+            tree=tree,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens
-            or max(DEFAULT_BUDGET, options.max_num_seqs * (1 + depths)),
+            or max(DEFAULT_BUDGET, options.max_num_seqs * (tree.tokens if tree else 1 + depths)),
             max_mixed_tokens=0 if adaptive else options.max_mixed_tokens,  # or each K would need its graphs
             max_inter_token_latency=options.max_inter_token_latency,
             state_rollback=options.state_rollback,
@@ -85,7 +91,7 @@ class LLM:
         )
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
-        drafter = make_drafter(self.model, depths, config.block_size, config.draft_sampling, draft_ids)
+        drafter = make_drafter(self.model, depths, config.block_size, config.draft_sampling, draft_ids, tree)
         acceptance = options.synthetic_acceptance
         loading.report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
         widths = (config.block_size, config.decode_width)

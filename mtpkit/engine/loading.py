@@ -10,7 +10,10 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
+from mtpkit.engine.options import EngineOptions
+from mtpkit.engine.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError
+from mtpkit.kernels import MOST_TREE_TOKENS
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
 from mtpkit.platform import default_device, resolve_dtype
 
@@ -121,6 +124,69 @@ def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
         return config.mtp.default_drafts
     check_depths(config, k)
     return config.mtp.most_adaptive_drafts if k == "auto" else k
+
+
+def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | None, int]:
+    """The shape of the drafts, None for a chain, and the largest number of drafts on a path.
+
+    Raises:
+        UserError: settings that exclude each other, or that the heads cannot serve.
+    """
+    given, topk, tokens = (
+        options.speculative_token_tree,
+        options.speculative_eagle_topk,
+        options.speculative_num_draft_tokens,
+    )
+    k = options.num_speculative_tokens
+    if k == "auto" and (given is not None or topk is not None):
+        raise UserError("num_speculative_tokens is 'auto', which chooses among chains: give a number, or no tree")
+    if given is not None:
+        tree = parse_tree(given)
+        if topk is not None or tokens is not None:
+            raise UserError(
+                "speculative_token_tree and speculative_eagle_topk or speculative_num_draft_tokens exclude each other: "
+                "give a fixed tree, or one that grows"
+            )
+        if k not in (None, tree.depth):
+            raise UserError(
+                f"num_speculative_tokens is {k}, but speculative_token_tree has depth {tree.depth}: leave it out"
+            )
+        depth = resolve_drafts(config, tree.depth)
+        return (None if tree.is_chain else tree), depth
+    depth = resolve_drafts(config, k)
+    if topk is None:
+        if tokens is not None:
+            raise UserError("speculative_num_draft_tokens needs speculative_eagle_topk, the children of a draft")
+        return None, depth
+    if topk == 1 or not depth:
+        return None, depth
+    if options.draft_sampling:
+        raise UserError(
+            "draft_sampling draws the drafts, and speculative_eagle_topk keeps the most probable ones: give "
+            "speculative_token_tree, or leave draft_sampling out"
+        )
+    grown = DynamicTree(depth, topk, tokens or min(MOST_TREE_TOKENS, 1 + topk * depth))
+    if grown.tokens > 1 + grown.candidates or grown.entries > MOST_TREE_TOKENS:
+        raise UserError(
+            f"speculative_num_draft_tokens is {grown.tokens} and speculative_eagle_topk {topk}: with K = {depth} there "
+            f"are {1 + grown.candidates} tokens to choose from, and at most {MOST_TREE_TOKENS} drafts may get children"
+        )
+    return grown, depth
+
+
+def check_children(tree: Tree | None, tokens: int) -> None:
+    """Check that a token of a tree can have so many children.
+
+    Args:
+        tokens: how many tokens drafts are chosen from.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if tree is not None and tree.most_children > tokens:
+        raise UserError(
+            f"a token of the tree has {tree.most_children} children, but there are {tokens} tokens to draft"
+        )
 
 
 @functools.cache

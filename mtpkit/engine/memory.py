@@ -180,12 +180,13 @@ def plan_memory(
 
 
 def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]) -> int:
-    """What drafting takes for each row besides activations: a copy of the states that depths 2 .. K of a repeated head
-    change (see `StepInput.continued`), and distributions of drafts: each one, all together, and those under
-    verification."""
+    """What drafting takes for each row besides activations: copies of the states that depths 2 .. K change (see
+    `StepInput.continued`), one for a repeated head, and one for each draft of a tree that gets children; and
+    distributions of drafts: each one, all together, and those under verification."""
     depths = config.num_speculative_tokens
-    forked = layout.head_slot_bytes if depths > 1 and not earlier[0] else 0
-    return forked + (3 * depths * width * torch.float32.itemsize if config.draft_sampling else 0)
+    copies = 1 + config.tree.entries if config.tree else 0 if earlier[0] else 1
+    forked = layout.head_slot_bytes * copies if depths > 1 else 0
+    return forked + 3 * config.draft_distributions * width * torch.float32.itemsize
 
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int, ranks: int) -> int:

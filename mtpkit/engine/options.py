@@ -15,6 +15,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
 from mtpkit.config.checked import checked
 from mtpkit.engine.params import Seed
+from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.kernels import MOST_TREE_TOKENS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Drafts = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
@@ -30,6 +32,8 @@ DEFAULT_MIXED = 512
 def _check_width(budget: int | None, info: ValidationInfo) -> int | None:
     """Refuse a token limit below what one decoding request needs in a step."""
     k = info.data.get("num_speculative_tokens")
+    if isinstance(budget, int) and (tree := info.data.get("tree")) and budget < tree.tokens:
+        raise ValueError(f"must be at least {tree.tokens}, the tokens of one request's tree")
     if isinstance(budget, int) and isinstance(k, int) and budget < 1 + k:
         raise ValueError(f"must be at least {1 + k}, the 1 + num_speculative_tokens of one request")
     return budget
@@ -89,6 +93,15 @@ class EngineOptions:
     """A long prompt leaves a checkpoint at every multiple of so many tokens."""
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
+    speculative_token_tree: str | list | tuple | None = Field(default=None, title="a list, its text, or None")
+    """Draft a tree instead of a chain: how many children every token of each depth gets, "[3, 2, 1]", or the paths of
+    the tree as ranks among siblings, "[[0], [1], [0, 0]]". Its depth is K. By default a chain."""
+    speculative_eagle_topk: Count | None = None
+    """Draft a tree that keeps the most probable paths: the best drafts of each depth, as many as this says, get as many
+    children each. K is its depth. By default a chain; 1: a chain."""
+    speculative_num_draft_tokens: Annotated[int, Field(ge=2, le=MOST_TREE_TOKENS)] | None = None
+    """Tokens of a decoding request in a step with `speculative_eagle_topk`, its newest one included; by default K times
+    that number and 1."""
     draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = Field(
         default=None, title="a list of token ids, a file of mtpkit data draft-vocab, or None"
     )
@@ -137,6 +150,13 @@ class EngineOptions:
             raise ValueError("must be a directory, something with encode and decode, or None")
         return tokenizer
 
+    @field_validator("speculative_token_tree")
+    @classmethod
+    def _check_tree(cls, tree: Any) -> Any:
+        if tree is not None:
+            parse_tree(tree)
+        return tree
+
     _check_budget = field_validator("max_num_batched_tokens")(_check_width)
 
 
@@ -148,6 +168,8 @@ class EngineConfig:
     """Most tokens of a prompt and its output together."""
     num_speculative_tokens: Drafts = 0
     """K, the most drafts per step; 0 decodes plainly."""
+    tree: TokenTree | DynamicTree | None = None
+    """Shape of the drafts, with K as its depth; None: a chain."""
     block_size: Count = EngineOptions.block_size
     max_num_seqs: Count = EngineOptions.max_num_seqs
     max_num_batched_tokens: Count = DEFAULT_BUDGET
@@ -175,14 +197,24 @@ class EngineConfig:
     @property
     def decode_width(self) -> int:
         """Tokens that a decoding request feeds in a step: its newest one and the drafts."""
-        return 1 + self.num_speculative_tokens
+        return self.tree.tokens if self.tree else 1 + self.num_speculative_tokens
+
+    @property
+    def draft_distributions(self) -> int:
+        """Distributions of drafts that a decoding request has under verification."""
+        if not self.draft_sampling:
+            return 0
+        return len(self.tree.expanded) if isinstance(self.tree, TokenTree) else self.num_speculative_tokens
 
     @property
     def lookahead(self) -> int:
         """Cache positions beyond the committed ones that a decode step may write.
 
-        1 + K tokens are verified; when all are accepted, K - 1 draft entries follow the newest one.
+        1 + K tokens are verified; when all are accepted, K - 1 draft entries follow the newest one. Of a tree as many
+        entries follow as there are drafts that get children.
         """
+        if self.tree:
+            return max(self.tree.tokens, 1 + self.num_speculative_tokens + self.tree.entries)
         return max(1, 2 * self.num_speculative_tokens)
 
 

@@ -69,7 +69,9 @@ class Processor:
             accepted, token_ids: [S] and [S, 1 + K] int64, see `Verdict`; -1 for tokens that another rank holds.
         """
 
-    def apply(self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor) -> Tensor:
+    def apply(
+        self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor, ancestors: Tensor | None = None
+    ) -> Tensor:
         """[N, V] changed logits. Called in steps that use the processor; `Shaping` leaves the change to the kernels.
 
         Args:
@@ -77,6 +79,7 @@ class Processor:
             slots: [N] int64; -1 for null rows.
             drafts: [D, K] int64, the drafts of the decode rows: each logit sees those before its position. -1 for
                 tokens that another rank holds.
+            ancestors: [D, 1 + K] int64, which ones it sees where they are trees, see `apply_penalties`.
         """
         return logits
 
@@ -128,7 +131,9 @@ class Penalties(Processor):
         places = (slots % len(output))[:, None] * output.shape[1] + token_ids.clamp_min(0)
         output.view(-1).scatter_add_(0, places.flatten(), new.flatten().to(output.dtype))
 
-    def apply(self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor) -> Tensor:
+    def apply(
+        self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor, ancestors: Tensor | None = None
+    ) -> Tensor:
         return ops.apply_penalties(
             logits,
             columns["in_prompt"],
@@ -138,6 +143,7 @@ class Penalties(Processor):
             columns["presence"],
             slots,
             drafts,
+            ancestors,
         )
 
 

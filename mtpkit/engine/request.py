@@ -1,12 +1,13 @@
 """Requests, their outputs, and the statistics of one request and of the engine."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.params import SamplingParams
+from mtpkit.engine.tree import Tree
 from mtpkit.errors import MtpkitError
 
 FinishReason = Literal["stop", "length", "error"]
@@ -25,14 +26,36 @@ class AcceptanceStats:
     drafted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
     reached_per_depth: list[int] = field(default_factory=list)
+    ranks_per_depth: list[list[int]] = field(default_factory=list)
+    """Of trees, how often the base's choice at a depth was the candidate of each rank, the best first; what is missing
+    to `reached_per_depth` was none of them. There, a depth is reached where the accepted path has candidates for it."""
 
     @classmethod
-    def for_depths(cls, num_speculative_tokens: int) -> "AcceptanceStats":
+    def for_depths(cls, num_speculative_tokens: int, tree: Tree | None = None) -> "AcceptanceStats":
         """Zero counts for K depths."""
-        return cls(0, 0, [0] * num_speculative_tokens, [0] * num_speculative_tokens)
+        depths = range(num_speculative_tokens)
+        ranks = [[0] * tree.most_children for _ in depths] if tree else []
+        return cls(0, 0, [0 for _ in depths], [0 for _ in depths], ranks)
+
+    def record_tree(self, ranks: Sequence[int], emitted: int, drafts: int) -> None:
+        """Count one decode step of a tree.
+
+        Args:
+            ranks: of each depth, see `Verdict.ranks`.
+            emitted: number of emitted tokens.
+            drafts: number of drafts of the tree.
+        """
+        self.steps += 1
+        self.drafted += drafts
+        for depth, rank in enumerate(ranks[:emitted]):
+            if rank >= -1:
+                self.reached_per_depth[depth] += 1
+            if rank >= 0:
+                self.accepted_per_depth[depth] += 1
+                self.ranks_per_depth[depth][rank] += 1
 
     def record(self, accepted: int, emitted: int, depths: int) -> None:
-        """Count one decode step.
+        """Count one decode step of a chain.
 
         Args:
             accepted: number of accepted drafts.

@@ -37,7 +37,9 @@ class Sampling:
         return self.all_seeds[self.slots]
 
 
-def process(logits: Tensor, sampling: Sampling, rows: Tensor, drafts: Tensor) -> Tensor:
+def process(
+    logits: Tensor, sampling: Sampling, rows: Tensor, drafts: Tensor, ancestors: Tensor | None = None
+) -> Tensor:
     """Apply the processors in use to [N, V] logits.
 
     Args:
@@ -45,11 +47,12 @@ def process(logits: Tensor, sampling: Sampling, rows: Tensor, drafts: Tensor) ->
         sampling: parameters of S rows, the decode rows first.
         rows: [N] int64, the row of each logit.
         drafts: [D, K] int64; each logit sees the drafts before its position.
+        ancestors: [D, 1 + K] int64, which ones it sees where they are trees, see `apply_penalties`.
     """
     drafts = sampling.vocabulary.place(drafts)
     for processor in PROCESSORS:
         if processor.name in sampling.use:
-            logits = processor.apply(logits, sampling.columns, sampling.slots[rows], drafts)
+            logits = processor.apply(logits, sampling.columns, sampling.slots[rows], drafts, ancestors)
     return logits
 
 

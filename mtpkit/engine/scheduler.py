@@ -60,7 +60,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_generated = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_prefilled = 0
-        self.acceptance = AcceptanceStats.for_depths(self.config.num_speculative_tokens)
+        self.acceptance = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
 
     @property
     def has_unfinished(self) -> bool:
@@ -174,11 +174,12 @@ class Scheduler:
         rows = (*decode, *chunks)
         # Chunks alone draft for the largest K, whatever decode rows would verify now.
         depths = self.num_speculative_tokens if decode else self.config.num_speculative_tokens
-        return Plan(rows, len(decode), sum(row.samples for row in rows), depths)
+        samples, trees = sum(row.samples for row in rows), self.config.tree is not None
+        return Plan(rows, len(decode), samples, depths, trees)
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
         """Rows of all requests that decode, the oldest first; None if one must wait for results of earlier steps."""
-        width = 1 + self.num_speculative_tokens
+        width = self.config.decode_width if self.config.tree else 1 + self.num_speculative_tokens
         rows: list[Row] = []
         for request in list(self.running):
             if not request.decoding or request.ends_in_flight:
@@ -237,7 +238,7 @@ class Scheduler:
         Returns:
             False if `request` itself was preempted or must wait.
         """
-        under_way = request.in_flight * self.config.decode_width
+        under_way = request.in_flight * (1 + self.config.num_speculative_tokens)
         while not self._reserve(request, request.num_computed + under_way + self.config.lookahead):
             if any(other.in_flight for other in self.running):
                 return False
@@ -303,8 +304,11 @@ class Scheduler:
             if index < plan.num_decode_rows:
                 request.num_computed += accepted + 1
                 if valid:
-                    request.stats.record(accepted, count, row.fresh_drafts)
-                    self.acceptance.record(accepted, count, row.fresh_drafts)
+                    for stats in (request.stats, self.acceptance):
+                        if result.ranks is not None:
+                            stats.record_tree(result.ranks[index].tolist(), count, self.config.decode_width - 1)
+                        else:
+                            stats.record(accepted, count, row.fresh_drafts)
             self.num_generated += count
             if not request.finished:
                 self._fail_if_invalid(request, valid, bad_draft)

@@ -7,10 +7,11 @@ Shape legend: T tokens of the step, R rows, S rows that sample (the first ones),
 chunk that samples), K drafts, V vocabulary, h hidden size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.engine.request import Request
@@ -89,6 +90,8 @@ class Plan:
     num_sampling_rows: int
     num_speculative_tokens: int
     """K: drafts that each decode row verifies, and that each row that samples gets."""
+    trees: bool = False
+    """Whether drafts are trees, of depth K."""
     restores: tuple[Restore, ...] = ()
     saves: tuple[Save, ...] = ()
     """Checkpoints to leave after the step."""
@@ -147,9 +150,10 @@ class Batch:
     logit_rows: Tensor
     """[N] int64, the row of each logit."""
     drafts: Tensor
-    """[D, K] int64, the drafts under verification; D decode rows."""
+    """[D, K] int64, the drafts under verification; D decode rows. Trees have T - 1 of them."""
     draft_probs: Tensor | None
-    """[D, K, V], the distributions that the drafts were drawn from; None: drafts are the heads' best tokens."""
+    """[D, K, V], the distributions that the drafts were drawn from; None: drafts are the heads' best tokens. Trees have
+    one for each token with children, [D, E, V]."""
     lookahead: Tensor
     """[R, max(K, 1)] int64, the known tokens after each row, -1 where unknown; K is the largest of any step."""
     earlier: Earlier | None
@@ -174,6 +178,29 @@ class Batch:
         contexts = self.inputs.context_lens
         newest = contexts + self.last_index(accepted)
         return torch.where(contexts < 0, 0, newest) if self.inputs.num_chunk_rows else newest
+
+    def along(self, verdict: "Verdict", hidden: Tensor) -> tuple["Batch", Tensor]:
+        """Make chains of decode rows that are trees: what the states hold of a row's accepted path is moved together,
+        and behind the path come tokens that nothing reads.
+
+        Returns:
+            The batch and the base's hidden states [T, 1, h] in this order.
+        """
+        inputs, width = self.inputs, self.inputs.decode_width
+        if inputs.tree is None:
+            return self, hidden
+        assert verdict.path is not None
+        rows = inputs.num_decode_rows
+        inputs.keep_path(verdict.path, verdict.accepted[:rows])
+        index = torch.arange(len(self.rows), device=hidden.device)
+        path = F.pad(verdict.path, (0, width - verdict.path.shape[1]))
+        order = (index[: rows * width : width, None] + path).flatten()
+        chain = (inputs.context_lens[:rows, None] + index[:width]).flatten()
+        count = rows * width
+        order = order if count == len(index) else torch.cat([order, index[count:]])
+        positions = chain if count == len(index) else torch.cat([chain, inputs.positions[count:]])
+        chains = replace(inputs, positions=positions, tree=None)
+        return replace(self, token_ids=self.token_ids[order], inputs=chains), hidden[order]
 
     def token_ids_at(self, rows: Tensor, index: Tensor) -> Tensor:
         """[...] tokens of `rows` at `index` within the row, both [...].
@@ -216,6 +243,10 @@ class Verdict:
     """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. The first column of a chunk is the known token
     after it, if there is one, so that column `accepted` is the next token of every row. `NO_TOKEN` in one of the first
     1 + `accepted` columns means that the base's logits there are invalid."""
+    path: Tensor | None = None
+    """[D, 1 + K] int64, of decode rows that are trees the accepted tokens within the row, token 0 first; then zeros."""
+    ranks: Tensor | None = None
+    """[R, K] int64, at each depth the rank of the base's choice among the candidates, see `accept_tree`."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +257,10 @@ class Drafts:
     """[S, K] int64; `NO_TOKEN` where the heads' logits are invalid."""
     probs: Tensor | None = None
     """[S, K, V], the distributions that the drafts were drawn from; None: drafts are the heads' best tokens."""
+    parents: Tensor | None = None
+    """[S, T] int64, of trees that are not the same for all rows."""
+    best: Tensor | None = None
+    """[S, K] int64, of trees one draft of each depth, `NO_TOKEN` where logits are invalid."""
 
 
 def embeddable(token_ids: Tensor) -> Tensor:
@@ -234,9 +269,11 @@ def embeddable(token_ids: Tensor) -> Tensor:
 
 
 def pack_result(verdict: Verdict, drafts: Drafts) -> Tensor:
-    """Pack the results for the host into one tensor, [S, 2 + 2K] int64, which needs one copy."""
+    """Pack the results for the host into one tensor, [S, 2 + 2K] int64 (trees: 2 + 3K), which needs one copy."""
     count = len(drafts.token_ids)
-    return torch.cat([verdict.accepted[:count, None], verdict.token_ids[:count], drafts.token_ids], 1)
+    tokens = drafts.token_ids if drafts.best is None else drafts.best
+    ranks = [] if verdict.ranks is None else [verdict.ranks[:count]]
+    return torch.cat([verdict.accepted[:count, None], verdict.token_ids[:count], tokens, *ranks], 1)
 
 
 @dataclass(frozen=True)
@@ -248,20 +285,25 @@ class StepResult:
 
     path: np.ndarray
     """[S, 1 + K] int64, the indices within the row of the logits that chose its tokens, then -1. A chain that accepted
-    n drafts has the path 0, 1, .., n."""
+    n drafts has the path 0, 1, .., n, as has the accepted path of a tree once it is a chain."""
     token_ids: np.ndarray
     """[S, 1 + K] int64, the token chosen at each entry of the path, or `NO_TOKEN`."""
     drafts: np.ndarray
-    """[S, K] int64, the drafts for the next step; `NO_TOKEN` where the heads' logits are invalid."""
+    """[S, K] int64, the drafts for the next step, of trees one of each depth; `NO_TOKEN` where the heads' logits are
+    invalid."""
+    ranks: np.ndarray | None = None
+    """[S, K] int64, see `Verdict.ranks`."""
     log_probs: np.ndarray | None = None
     """[S, 1 + K] float32, log-probabilities of `token_ids`; None: not computed."""
 
     @classmethod
-    def unpack(cls, packed: np.ndarray, depths: int) -> "StepResult":
-        """Unpack the tensor of `pack_result`, for a step with K = `depths`."""
-        accepted, token_ids, drafts = np.split(packed, [1, 2 + depths], axis=1)
+    def unpack(cls, packed: np.ndarray, depths: int, trees: bool = False) -> "StepResult":
+        """Unpack the tensor of `pack_result`, for a step with K = `depths`, of trees or of chains."""
+        ends = [1, 2 + depths, 2 + 2 * depths if trees else packed.shape[1]]
+        accepted, token_ids, drafts, ranks = np.split(packed, ends, axis=1)
         place = np.arange(1 + depths)
-        return cls(np.where(place <= accepted, place, -1), token_ids, drafts)
+        path = np.where(place <= accepted, place, -1)
+        return cls(path, token_ids, drafts, ranks if ranks.shape[1] else None)
 
     @property
     def accepted(self) -> np.ndarray:

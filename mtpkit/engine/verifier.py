@@ -9,8 +9,9 @@ from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
-from mtpkit.kernels.acceptance import accept_matching
+from mtpkit.kernels.acceptance import accept_drawn_tree, accept_matching, accept_tree
 from mtpkit.kernels.sampling import uniform
+from mtpkit.model.inputs import TreeInput
 
 VerifyDrafts = Callable[[Tensor, Batch], Verdict]
 """Verifies the drafts of decode rows, given their processed logits [D * (1 + K), V]."""
@@ -26,17 +27,26 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
     Args:
         logits: [N, V], see `Batch.logit_indices`.
     """
+    if batch.inputs.tree is not None:
+        return _verdict(logits, batch, _verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree)
     return _verdict(logits, batch, _verify_chosen if batch.draft_probs is None else _verify_drawn)
 
 
 def _verdict(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts) -> Verdict:
-    logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts)
+    tree = batch.inputs.tree
+    ancestors = None if tree is None else tree.ancestors
+    logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts, ancestors)
     count = batch.inputs.num_decode_tokens
     parts = [verify_drafts(logits[:count], batch)] if count else []
     if batch.inputs.num_chunk_rows:
         parts.append(_first_tokens(batch, own_tokens(logits, batch, slice(count, None))))
+    if len(parts) == 1:
+        return parts[0]
     accepted, token_ids = ([getattr(part, name) for part in parts] for name in ("accepted", "token_ids"))
-    return parts[0] if len(parts) == 1 else Verdict(torch.cat(accepted), torch.cat(token_ids))
+    path, ranks = parts[0].path, parts[0].ranks
+    if ranks is not None:
+        ranks = torch.cat([ranks, torch.full_like(parts[1].token_ids[:, 1:], -2)])
+    return Verdict(torch.cat(accepted), torch.cat(token_ids), path, ranks)
 
 
 def own_tokens(logits: Tensor, batch: Batch, part: slice) -> Tensor:
@@ -75,6 +85,38 @@ def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
     return Verdict(*accept(batch.drafts, batch.draft_probs, probs, accept_uniforms[:, :-1], token_uniforms))
 
 
+def _verify_chosen_tree(logits: Tensor, batch: Batch) -> Verdict:
+    """Verify trees of the heads' best tokens: the child that is the base's own choice is followed."""
+    own, tree = _own_tokens_of_drafts(logits, batch), _tree(batch)
+    assert tree.parents is not None
+    tokens = batch.token_ids[: batch.inputs.num_decode_tokens].view_as(own)
+    return Verdict(*accept_tree(tokens, tree.parents, own, batch.plan.num_speculative_tokens))
+
+
+def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
+    """Verify trees whose siblings were drawn without replacement from `draft_probs` [D, E, V]."""
+    rows, drafts = batch.drafts.shape
+    part = slice(rows * (1 + drafts))
+    row_of_logit, positions = batch.logit_rows[part], _positions(batch, part)
+    tree, branches = _tree(batch), torch.arange(1 + drafts, device=logits.device).repeat(rows)
+    assert batch.draft_probs is not None and tree.children is not None and tree.draft_index is not None
+    # A draft is accepted at its own position, which is the one after its parent's.
+    at_draft = batch.inputs.positions[batch.logit_indices[part]]
+    shape = rows, 1 + drafts
+    accept = sampler.uniforms(batch.sampling, row_of_logit, at_draft, sampler.ACCEPT_STREAM, branches).view(shape)
+    token = sampler.uniforms(batch.sampling, row_of_logit, positions, sampler.TOKEN_STREAM).view(shape)
+    probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
+    tokens = batch.token_ids[: rows * (1 + drafts)].view(shape)
+    depth = batch.plan.num_speculative_tokens
+    found = accept_drawn_tree(tokens, tree.children, batch.draft_probs, tree.draft_index, probs, accept, token, depth)
+    return Verdict(*found)
+
+
+def _tree(batch: Batch) -> TreeInput:
+    assert batch.inputs.tree is not None
+    return batch.inputs.tree
+
+
 def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
     """Verdict for C chunks: the known token after each, or else the one in `chosen` [chunks that sample]."""
     known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
@@ -104,7 +146,29 @@ class SyntheticAcceptance:
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
         if not batch.plan.num_speculative_tokens:
             return verify(logits, batch)
-        return _verdict(logits, batch, self._verify_drafts)
+        return _verdict(logits, batch, self._verify_drafts if batch.inputs.tree is None else self._verify_trees)
+
+    def _verify_trees(self, logits: Tensor, batch: Batch) -> Verdict:
+        """Accept the first child of a token at the rate of its depth: a rate is that of any child to be right."""
+        found = (_verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree)(logits, batch)
+        tree, own, depth = _tree(batch), _own_tokens_of_drafts(logits, batch), batch.plan.num_speculative_tokens
+        assert tree.parents is not None
+        rows, width = own.shape
+        position = batch.inputs.context_lens[:rows, None] + torch.arange(1, 1 + depth, device=own.device)
+        seeds = batch.sampling.seeds[:rows, None].expand_as(position)
+        numbers = uniform(seeds.flatten(), position.flatten(), sampler.ACCEPT_STREAM).view_as(position)
+        # Drafts of which each is the first child of its parent take the place of the base's choice, or none does.
+        index = torch.arange(width, device=own.device)
+        below = tree.parents[:, None] == index[:, None]  # [D, parent, child]
+        first = torch.where(below & (index > 0), index, width).amin(2)
+        tokens = batch.token_ids[: rows * width].view_as(own)
+        depths = (position[:, :1] - 1).neg() + batch.inputs.positions[: rows * width].view_as(own)
+        right = (numbers < self.rates[:depth]).gather(1, depths.clamp_max(depth - 1)) & (first < width)
+        drafted = tokens.gather(1, first.clamp_max(width - 1))
+        own = torch.where(right & (own != NO_TOKEN), drafted, torch.where(own != NO_TOKEN, -2 - own, own))
+        accepted, token_ids, path, ranks = accept_tree(tokens, tree.parents, own, depth)
+        del found  # only its time counts
+        return Verdict(accepted, torch.where(token_ids < NO_TOKEN, -2 - token_ids, token_ids), path, ranks)
 
     def _verify_drafts(self, logits: Tensor, batch: Batch) -> Verdict:
         rows, depths = batch.drafts.shape

@@ -10,9 +10,6 @@ Shape legend: R rows, T tokens of a row.
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 63
-"""Most tokens of a tree: a mask is an int64, whose sign bit stays clear."""
-
 
 def ancestor_masks(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Masks and depths of trees.

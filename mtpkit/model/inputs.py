@@ -125,6 +125,10 @@ class TreeInput:
     """[R, T] int64, the token of its row that each one follows, -1: the last committed one. None: rows of one token."""
     earlier: int = 0
     """Entries of the tree before this step."""
+    children: Tensor | None = None
+    """[T, C] int64, of a tree that all rows share the children of each token, in their order, then -1."""
+    draft_index: Tensor | None = None
+    """[T] int64, of such a tree each token's place among those that have children; 0: it has none."""
 
 
 @dataclass(frozen=True)

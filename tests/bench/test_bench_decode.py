@@ -65,6 +65,20 @@ def test_requests_may_have_penalties(model, monkeypatch):
         measure_decode(model, config)
 
 
+@pytest.mark.parametrize("tree", [dict(speculative_token_tree="[2, 2]"), dict(speculative_eagle_topk=2, ks=(0, 2))])
+def test_trees_are_timed(model, tree):
+    """A fixed one accepts along its first children as asked for; K is its depth."""
+    config = DecodeConfig(
+        **{"batch_sizes": (2,), "prompt_len": 20, "max_tokens": 60, "repeats": 1, "acceptance": (0.9, 0.5)} | tree
+    )
+    result = measure_decode(model, config)
+    assert [row.k for row in result.rows] == [0, 2]
+    assert result.to_dict()["settings"]["speculative_token_tree"] == tree.get("speculative_token_tree")
+    assert 1 < result.rows[1].acceptance_length < 3
+    real = measure_decode(model, replace(config, acceptance=None))
+    assert real.rows[1].same_tokens == 1
+
+
 def test_distinct_heads_are_named(device):
     model = open_model("nemotron-h-tiny", torch.device(device), distinct=True)
     config = DecodeConfig(batch_sizes=(2,), ks=(3,), prompt_len=20, max_tokens=40, repeats=1)
@@ -128,7 +142,7 @@ def no_attention(patch):
 
 def blocks_of_others(patch):
     attend = attention.paged_attention
-    patch.setattr(attention, "paged_attention", lambda q, k, v, tables, lens: attend(q, k, v, tables.flip(0), lens))
+    patch.setattr(attention, "paged_attention", lambda q, k, v, tables, *rest: attend(q, k, v, tables.flip(0), *rest))
 
 
 def kept_rejections(patch):
@@ -140,7 +154,9 @@ def kept_rejections(patch):
 
 def kept_window(patch):
     update = recurrent.causal_conv1d_update
-    patch.setattr(recurrent, "causal_conv1d_update", lambda *args: update(*args[:-1], torch.zeros_like(args[-1])))
+    patch.setattr(
+        recurrent, "causal_conv1d_update", lambda *args: update(*args[:5], torch.zeros_like(args[5]), args[6])
+    )
 
 
 @functools.cache

@@ -76,6 +76,27 @@ def test_json_lines(model_dir, answer, call, capsys, tmp_path):
     assert (second["finish_reason"], len(second["conditional_acceptance"])) == ("length", 1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--speculative-token-tree", "[3, 2]"),
+        ("--num-speculative-tokens", 2, "--speculative-eagle-topk", 3, "--speculative-num-draft-tokens", 6),
+    ],
+)
+def test_trees(options, model_dir, answer, call, capsys):
+    """The text is the same, and what was counted of the candidates is printed."""
+    assert call(app, "--model", model_dir, "--max-tokens", 8, *options, PROMPT) == 0
+    printed = capsys.readouterr()
+    assert printed.out == answer(PROMPT).text + "\n"
+    assert "K = 2, acceptance length" in printed.err and "; depth 1: the base chose candidate 1 in " in printed.err
+
+
+def test_ranks_are_shares_of_the_steps_that_reach_a_depth():
+    stats = AcceptanceStats(10, 60, [5, 1], [10, 0], [[4, 1], [0, 0]])
+    totals = EngineStats(stats, 15, 1.0, 0, 0, 0, 0)
+    assert _summary(2, totals).endswith("50%, -; depth 1: the base chose candidate 1 in 40%, 2 in 10%")
+
+
 def test_sampling_follows_the_seed(model_dir, call, capsys):
     texts = []
     for seed in (1, 1, 2):

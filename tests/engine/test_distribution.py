@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ from scipy import stats
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams, sampler
 from mtpkit.engine.drafting import NoDrafter
+from mtpkit.engine.drafting.growth import Shape
+from mtpkit.engine.drafting.trees import RepeatedTreeDrafter
 from mtpkit.engine.step import Drafts, StepOutput
+from mtpkit.engine.tree import parse_tree
 from mtpkit.kernels import acceptance, sampling
+from mtpkit.kernels.acceptance import drawn_tree
 from mtpkit.model.state import StateLayout
 from tests.engine.fakes import CPU, state_sizes
 
@@ -58,7 +63,12 @@ class TableDrafter:
 def decode(k, heads=None, draw=False, seeds=range(SEEDS), **params):
     config = EngineConfig(64, k, max_num_seqs=1000, max_num_batched_tokens=6000, draft_sampling=draw)
     drafter = TableDrafter(HEADS[heads], k, draw) if k else NoDrafter()
-    engine = Engine(config, StateLayout({}, state_sizes(config)), 2000, TableRunner(), drafter, VOCAB_SIZE, CPU)
+    layout = StateLayout({}, state_sizes(config))
+    return decoded(Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU), seeds, params)
+
+
+def decoded(engine, seeds, params):
+    """[N, 3] tokens after `START`, of a request for each seed."""
     for seed in seeds:
         engine.add_request([START], SamplingParams(max_tokens=3, seed=seed, **params), str(seed))
     outputs = {}
@@ -161,3 +171,47 @@ def test_broken_rejection_is_found(monkeypatch, sabotage):
     monkeypatch.setattr(acceptance, "accept_rejection", broken)
     with pytest.raises(AssertionError):
         check(decode(3, "bad", draw=True), SamplingParams())
+
+
+class TableTreeDrafter(RepeatedTreeDrafter):
+    """Draws trees from a table."""
+
+    earlier = (0, 0)
+
+    def __init__(self, table, tree) -> None:
+        self.table, self.shape, self.sample, self.draft_token_ids = table, Shape(tree, CPU), True, None
+        self.model = SimpleNamespace(mtpkit_config=SimpleNamespace(mtp=SimpleNamespace(hands_on_normed=lambda _: True)))
+
+    def logits(self, state):
+        return self.table[state[:, 0].long()]
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        count = batch.plan.num_sampling_rows
+        growth, probs, (_, newest) = self.shape.start(), [], batch.newest(verdict.accepted)
+        tokens = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count]
+        for _ in range(self.shape.tree.depth):
+            self.grow(growth, tokens.flatten()[:, None, None].float(), batch, newest, probs)
+            tokens = growth.levels[-1].tokens.clamp_min(0) if growth.levels else tokens
+        return self.finished(growth, probs, batch)
+
+
+@pytest.mark.parametrize(
+    ("heads", "params", "tree"),
+    [("good", SETTINGS[4], [2, 2]), ("adversarial", SETTINGS[1], [[0], [1], [2], [0, 0], [0, 0, 0], [1, 0]])],
+)
+def test_drawn_trees_leave_the_law_alone(heads, params, tree):
+    check(decode_trees(heads, parse_tree(tree), **params), SamplingParams(**params))
+
+
+def test_trees_that_take_siblings_for_independent_draws_would_be_seen(monkeypatch):
+    """A sibling that is judged as if the one before it had not been rejected."""
+    monkeypatch.setattr(drawn_tree, "_normalised", lambda weights, otherwise: otherwise)
+    params = SETTINGS[0]
+    with pytest.raises(AssertionError):
+        check(decode_trees("adversarial", parse_tree([3, 1]), range(4000), **params), SamplingParams(**params))
+
+
+def decode_trees(heads, tree, seeds=range(SEEDS), **params):
+    config = EngineConfig(64, tree.depth, tree, max_num_seqs=1000, max_num_batched_tokens=9000, draft_sampling=True)
+    drafter, layout = TableTreeDrafter(HEADS[heads], tree), StateLayout({}, state_sizes(config))
+    return decoded(Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU), seeds, params)

@@ -107,6 +107,22 @@ def test_graphs_change_no_token(device, heads, mtp_pattern, k, rollback, ahead):
         assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
 
 
+@pytest.mark.parametrize("tree", [dict(speculative_token_tree=[8, 3]), dict(speculative_eagle_topk=4)])
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("repeated", "*M")])
+def test_trees(device, heads, mtp_pattern, rollback, tree):
+    """Of attention, Mamba2 and gated delta nets; sampled with a seed, too."""
+    model, prompts = tiny_model(heads, "MG*-", mtp_pattern, device), make_prompts()
+    settings = dict(max_num_seqs=5, num_blocks=400, async_scheduling=True, state_rollback=rollback)
+    llm = make_llm(model, 2 if "speculative_eagle_topk" in tree else None, **settings, **tree)
+    assert llm.engine.graphs is not None
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
+    assert llm.engine.graphs._graphs and llm.stats().acceptance.accepted > 0
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
+    plain = make_llm(model, 0, **settings)
+    assert generate(llm, prompts, sampled) == generate(plain, prompts, sampled)
+
+
 @pytest.mark.parametrize(
     "pattern, mtp_pattern", [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E"), ("G*G-", "G-")]
 )

@@ -86,6 +86,18 @@ def test_a_decode_step_asks_nothing_of_the_device(heads, mtp_pattern, k, rollbac
         )
 
 
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize(("heads", "pattern"), [("repeated", "M*"), ("distinct", "*-")])
+def test_nor_does_one_of_trees(heads, pattern, rollback):
+    model, params = (
+        tiny_model(heads, "ME*G", pattern),
+        [greedy(9), penalised(9, temperature=0.7, seed=2)] + [greedy(9)] * 3,
+    )
+    fixed, grown = dict(speculative_token_tree=[2, 2, 1]), dict(speculative_eagle_topk=2)
+    for k, tree in ((None, fixed), (3, grown), (None, fixed | dict(draft_sampling=True))):
+        assert not watched_decode_steps(model, k, params, state_rollback=rollback, **tree)
+
+
 @pytest.mark.parametrize(("heads", "k"), [("repeated", 0), ("distinct", 3)])
 def test_nor_does_one_with_a_prefix_cache(heads, k):
     assert not watched_decode_steps(tiny_model(heads), k, [greedy(12)] * 5, enable_prefix_caching=True)

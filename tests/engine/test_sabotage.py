@@ -9,7 +9,7 @@ from mtpkit.engine import engine as engine_module
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import repeated
-from mtpkit.engine.drafting.distinct import _Rows, _Window
+from mtpkit.engine.drafting.distinct import Window, _Rows
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.processors import Penalties
 from mtpkit.engine.step import Earlier, Verdict
@@ -135,22 +135,22 @@ def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])
 def test_head_input_shifted_by_one(monkeypatch, heads):
     monkeypatch.setattr(repeated, "shifted_token_ids", lambda batch, verdict: batch.token_ids)
-    token_ids = _Window.token_ids
-    monkeypatch.setattr(_Window, "token_ids", lambda self, depth: token_ids(self, depth - 1))
+    token_ids = Window.token_ids
+    monkeypatch.setattr(Window, "token_ids", lambda self, depth: token_ids(self, depth - 1))
     assert not drafts_survive(heads)
     assert tokens_survive(heads)  # bad drafts cost speed, never tokens
 
 
 def test_entries_made_from_drafts_left_in_distinct_caches(monkeypatch):
     """Without the window before the step, deeper caches keep what was made from rejected drafts."""
-    init = _Window.__init__
+    init = Window.__init__
 
     def no_window(self, batch, *args):
         init(self, batch, *args)
         before = self.positions < batch.inputs.context_lens[self.owner]
         self.inputs.kv_slots[before] = -1
 
-    monkeypatch.setattr(_Window, "__init__", no_window)
+    monkeypatch.setattr(Window, "__init__", no_window)
     assert not drafts_survive("distinct")
 
 

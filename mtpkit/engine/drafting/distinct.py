@@ -41,7 +41,7 @@ class DistinctDrafter(MtpDrafter):
         self.earlier = (num_speculative_tokens - 1, model.mtpkit_config.hidden_size)
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        window = _Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
+        window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
         count, state = batch.plan.num_sampling_rows, window.hidden
         newest, flat = window.newest[:count], window.flat_newest[:count]
         chosen: list[tuple[Tensor, Tensor | None]] = []
@@ -56,7 +56,7 @@ class DistinctDrafter(MtpDrafter):
         return self.drafts(chosen, batch)
 
 
-class _Window:
+class Window:
     """Flat layout of a step's positions and up to K - 1 positions before each row, W tokens in all.
 
     Every row of the step is a decode row of K - 1 + `decode_width` tokens here, so that shapes do not depend on values

@@ -8,11 +8,18 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting.distinct import DistinctDrafter
 from mtpkit.engine.drafting.protocol import Drafter, NoDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
+from mtpkit.engine.drafting.trees import DistinctTreeDrafter, RepeatedTreeDrafter
+from mtpkit.engine.tree import Tree
 from mtpkit.errors import UserError
 
 
 def make_drafter(
-    model: Any, num_speculative_tokens: int, block_size: int, sample: bool, draft_token_ids: Tensor | None = None
+    model: Any,
+    num_speculative_tokens: int,
+    block_size: int,
+    sample: bool,
+    draft_token_ids: Tensor | None = None,
+    tree: Tree | None = None,
 ) -> Drafter:
     """Make the drafter that fits the heads of `model`.
 
@@ -20,12 +27,15 @@ def make_drafter(
         num_speculative_tokens: the largest K, already checked by `check_depths`.
         sample: draw drafts from the heads' distribution.
         draft_token_ids: [D] int64, the tokens that drafts are chosen from; None: all tokens.
+        tree: shape of the drafts; None: chains.
     """
     config, depths = model.mtpkit_config, num_speculative_tokens
     if depths == 0:
         return NoDrafter()
-    kind = RepeatedDrafter if config.mtp.repeated or depths == 1 else DistinctDrafter
-    return kind(model, depths, block_size, sample, draft_token_ids)
+    repeated, settings = config.mtp.repeated or depths == 1, (model, depths, block_size, sample, draft_token_ids)
+    if tree is not None:
+        return (RepeatedTreeDrafter if repeated else DistinctTreeDrafter)(*settings, tree)
+    return (RepeatedDrafter if repeated else DistinctDrafter)(*settings)
 
 
 def check_depths(config: ModelConfig, depths: int | Literal["auto"]) -> None:

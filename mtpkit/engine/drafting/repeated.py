@@ -7,6 +7,7 @@ newest accepted position: h_p is known and t_{p+1} was just chosen.
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.engine.batch import kv_slots
@@ -57,7 +58,10 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     """
     inputs, known = batch.inputs, embeddable(verdict.token_ids)
     decoding, count = inputs.num_decode_rows, inputs.num_decode_tokens
-    decoded = known[:decoding].flatten()
+    decoded = known[:decoding]
+    if decoding and decoded.shape[1] < inputs.decode_width:  # trees have more tokens than a path
+        decoded = F.pad(decoded, (0, inputs.decode_width - decoded.shape[1]))
+    decoded = decoded.flatten()
     if not inputs.num_chunk_rows:
         return decoded
     rows = batch.rows[count:]

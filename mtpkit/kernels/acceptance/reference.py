@@ -71,3 +71,41 @@ def cut(token_ids: Tensor, accepted: Tensor) -> Tensor:
     """Zero everything after the next token, which is at index `accepted`."""
     keep = torch.arange(token_ids.shape[1], device=token_ids.device) <= accepted[:, None]
     return token_ids * keep
+
+
+def accept_tree(
+    token_ids: Tensor, parents: Tensor, sampled_token_ids: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Follow the child that equals the target's own choice, from token 0 on; exact for any tree, see `accept_matching`.
+
+    Args:
+        token_ids, parents: [R, T] int64, trees of drafts, see `kernels.ancestors`; token 0 is no draft.
+        sampled_token_ids: [R, T] int64, the choice after each token.
+        depth: K, the largest depth of a token.
+
+    Returns:
+        accepted [R] int64; token ids [R, 1 + K]: the accepted drafts, the next token, then zeros; path [R, 1 + K]:
+        token 0, the tokens of these drafts, then zeros; ranks [R, K]: at each depth that of the accepted child among
+        its siblings, -1 where the path ends at a token with children, -2 where it has ended before or at one without.
+    """
+    index = torch.arange(token_ids.shape[1], device=token_ids.device)
+    current = parents.new_zeros(len(parents))
+    alive = torch.ones_like(current, dtype=torch.bool)
+    path, chosen, ranks = [current], [], []
+    for _ in range(depth):
+        choice = sampled_token_ids.gather(1, current[:, None])
+        chosen.append(torch.where(alive, choice[:, 0], 0))
+        below = (parents == current[:, None]) & (index > 0)
+        matches = below & (token_ids == choice)
+        child = matches.long().argmax(1)
+        found = alive & matches.any(1)
+        rank = (below & (index < child[:, None])).sum(1)
+        none = torch.where(alive & below.any(1), -1, -2)
+        ranks.append(torch.where(found, rank, none))
+        current, alive = torch.where(found, child, current), found
+        path.append(torch.where(found, child, 0))
+    chosen.append(torch.where(alive, sampled_token_ids.gather(1, current[:, None])[:, 0], 0))
+    along = torch.stack(path, 1)
+    columns = (torch.stack(part, 1) if part else along[:, :0] for part in (chosen, ranks))
+    kept, ranked = columns
+    return (along > 0).sum(1), kept, along, ranked

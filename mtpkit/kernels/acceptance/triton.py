@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.acceptance.tree import accept_tree
 from mtpkit.kernels.device import NO_TOKEN, strided, with_rows
 from mtpkit.kernels.sampling.weights import chunk_size, first_above, pick_chunk
+
+__all__ = ["accept_matching", "accept_rejection", "accept_tree"]
 
 MATCHING_ROWS = 32
 """Rows per program of `accept_matching`."""

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.kernels.ancestors import MOST_TOKENS, seen_tokens
+from mtpkit.kernels import MOST_TREE_TOKENS
+from mtpkit.kernels.ancestors import seen_tokens
 
 
 def sequence_attention(
@@ -146,7 +147,7 @@ def attend_paged(
 
 def _sees_in_tree(ancestors: Tensor, entries: Tensor) -> Tensor:
     """[R, T, span] whether each query sees the entries [R, span] of the tree, of which negative ones are context."""
-    count = 1 + MOST_TOKENS
+    count = 1 + MOST_TREE_TOKENS
     own = seen_tokens(ancestors, count).gather(
         2, entries.clamp(0, count - 1)[:, None].expand(-1, ancestors.shape[1], -1)
     )

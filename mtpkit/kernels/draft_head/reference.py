@@ -52,6 +52,19 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
     return to_token_ids(argmax(F.linear(hidden, weight)), token_ids)
 
 
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` tokens with the largest of logits [M, V], the best first, among equals the first.
+
+    Returns:
+        [M, count] int64 and [M, count] float32 log-probabilities; `NO_TOKEN` and NaN in an invalid row, see `argmax`,
+        and at logits of -inf.
+    """
+    values, tokens = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+    values, tokens, total = values[:, :count], tokens[:, :count], logits.float().logsumexp(-1, keepdim=True)
+    valid = (argmax(logits) != NO_TOKEN)[:, None] & (values > -torch.inf)
+    return torch.where(valid, tokens, NO_TOKEN), torch.where(valid, values - total, torch.nan)
+
+
 def to_token_ids(best: Tensor, token_ids: Tensor | None) -> Tensor:
     """The tokens of `best` [M], which holds rows of a weight or `NO_TOKEN`."""
     return best if token_ids is None else torch.where(best < 0, best, token_ids[best])

@@ -12,6 +12,9 @@ from torch import Tensor
 from mtpkit.kernels import NO_TOKEN as NONE
 from mtpkit.kernels.device import MULTIPROCESSORS, NO_TOKEN, WIDE_TILE, Tile, padded, with_rows
 from mtpkit.kernels.draft_head.reference import to_token_ids
+from mtpkit.kernels.draft_head.top import top_tokens
+
+__all__ = ["argmax", "linear_argmax", "stream", "top_tokens"]
 
 BLOCK = 4096
 """Logits that a program of `argmax` reads at a time."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.kernels import NO_TOKEN
+from mtpkit.kernels.ancestors import seen_tokens
 from mtpkit.kernels.draft_head.reference import argmax
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -69,6 +70,7 @@ def apply_penalties(
     presence: Tensor,
     slots: Tensor,
     drafts: Tensor,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """Penalise tokens that occurred: repetition counts prompt and output, frequency and presence the output only.
 
@@ -80,6 +82,8 @@ def apply_penalties(
         slots: [N] int64, the slot of each logit; a negative one counts from the last.
         drafts: [D, K] int64; of a row's 1 + K logits the one at index j counts drafts 0 .. j - 1 as output. -1: a
             token that is not among these V.
+        ancestors: [D, 1 + K] int64 masks of rows whose drafts are trees, see `kernels.ancestors`, whose token 1 + j is
+            draft j: a logit counts the drafts of its mask. None: chains.
 
     Returns:
         [N, V] float32. Finite logits stay finite whatever the penalties; others are unchanged, so that an invalid row
@@ -89,7 +93,8 @@ def apply_penalties(
     rows, depths = drafts.shape
     seen = counts.new_zeros(rows, 1 + depths, counts.shape[-1])
     seen[:, 1:].scatter_(-1, drafts[..., None].clamp_min(0), (drafts >= 0)[..., None].float())
-    counts[: rows * (1 + depths)] += seen.cumsum(1).flatten(0, 1)
+    earlier = seen.cumsum(1) if ancestors is None else seen_tokens(ancestors, 1 + depths).float() @ seen
+    counts[: rows * (1 + depths)] += earlier.flatten(0, 1)
     repetition, frequency, presence = (values[slots, None] for values in (repetition, frequency, presence))
     factor = torch.where(prompt_mask[slots] | (counts > 0), repetition.clamp(SMALLEST, LARGEST), 1.0)
     penalised = torch.where(logits > 0, logits / factor, logits * factor)

@@ -64,6 +64,7 @@ def _penalties_kernel(
     presence,
     slots,
     drafts,
+    ancestors,
     out,
     strides,
     num_drafted,
@@ -89,7 +90,10 @@ def _penalties_kernel(
         seen = tl.where(row < num_drafted, row % (1 + DEPTHS), 0)
         for depth in tl.static_range(DEPTHS):
             place = drafts + row // (1 + DEPTHS) * draft_row + depth * draft_depth
-            count += (tl.load(place, mask=depth < seen, other=-1) == index).to(tl.float32)
+            before = depth < seen
+            if ancestors is not None:
+                before = (tl.load(ancestors + row, mask=row < num_drafted, other=0) >> (depth + 1)) & 1 != 0
+            count += (tl.load(place, mask=before, other=-1) == index).to(tl.float32)
         factors = tl.where(prompt | (count > 0), tl.minimum(tl.maximum(factor, _SMALLEST), _LARGEST), 1.0)
         y = tl.where(x > 0, tl.div_rn(x, factors), x * factors)
         y = y - a_count * count - tl.where(count > 0, a_token, 0.0)
@@ -127,6 +131,7 @@ def apply_penalties(
     presence: Tensor,
     slots: Tensor,
     drafts: Tensor,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """See the reference. For a row without penalties only the logits are read."""
     logits, prompt_mask, output_counts = map(with_rows, (logits, prompt_mask, output_counts))
@@ -144,6 +149,7 @@ def apply_penalties(
             presence,
             slots,
             drafts,
+            None if ancestors is None else ancestors.contiguous(),
             out,
             (logits.stride(0), prompt_mask.stride(0), output_counts.stride(0), *drafts.stride()),
             rows * (1 + depths),

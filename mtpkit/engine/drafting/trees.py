@@ -1,0 +1,194 @@
+"""Drafts in trees, from repeated and from distinct heads.
+
+A depth runs on each draft that gets children as on a row of its own: recurrent layers go on from a copy of what they
+hold of its parent, and keys and values lie behind one another in the request's blocks, seen by masks.
+
+Shape legend: T tokens of the step, R rows, S rows that sample, f drafts of a level that get children, b children of
+each, V vocabulary, h hidden size. p is a row's newest accepted position: h_p is known and t_{p+1} was just chosen.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpkit.engine import sampler
+from mtpkit.engine.batch import kv_slots
+from mtpkit.engine.drafting.distinct import DistinctDrafter, Window
+from mtpkit.engine.drafting.growth import Growth, Level, Shape
+from mtpkit.engine.drafting.protocol import MtpDrafter
+from mtpkit.engine.drafting.repeated import RepeatedDrafter, shifted_token_ids
+from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
+from mtpkit.engine.tree import Tree
+from mtpkit.kernels import sampling as ops
+from mtpkit.kernels.draft_head import top_tokens
+from mtpkit.kernels.linear import linear
+from mtpkit.model import compute_logits, mtp_forward, normed_states
+from mtpkit.model.inputs import StepInput, TreeInput
+
+
+class _Trees(MtpDrafter):
+    """What both kinds of heads share."""
+
+    def __init__(
+        self,
+        model: Any,
+        num_speculative_tokens: int,
+        block_size: int,
+        sample: bool,
+        draft_token_ids: Tensor | None,
+        tree: Tree,
+    ) -> None:
+        super().__init__(model, num_speculative_tokens, block_size, sample, draft_token_ids)
+        self.shape = Shape(tree, next(model.parameters()).device)
+
+    def grow(self, growth: Growth, state: Tensor, batch: Batch, newest: Tensor, probs: list[Tensor]) -> None:
+        """Add the children of each draft of the newest level, or of the newest tokens, by what their depth hands on.
+
+        Args:
+            state: [S f, 1, h].
+            newest: [S] positions p.
+            probs: gets the [S, f, V] distributions that drafts are drawn from, if they are.
+        """
+        count, depth = len(newest), growth.depth
+        logits = self.logits(normed_states(self.model, state[:, 0], depth))
+        width = self.shape.widths[depth - 1]
+        if self.sample:
+            rows = torch.arange(len(state), device=newest.device) // (len(state) // count)
+            weights = sampler.probabilities(self.widened(logits), batch.sampling, rows)
+            probs.append(weights.unflatten(0, (count, -1)))
+            nodes = self.shape.nodes[depth - 1].repeat(count, 1)  # [S f, b]
+            tokens = self._draw(weights, batch, rows, newest[rows] + 1 + depth, nodes)
+            log_probs = torch.zeros_like(tokens, dtype=torch.float32)
+        else:
+            tokens, log_probs = top_tokens(logits, width)
+            if self.draft_token_ids is not None:
+                tokens = torch.where(tokens < 0, tokens, self.draft_token_ids[tokens])
+        growth.add(*(part.unflatten(0, (count, -1)) for part in (tokens, log_probs)))
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Logits of `draft_token_ids` [M, D], or of all tokens [M, V], from normed states [M, h]."""
+        if self._draft_weight is None:
+            return compute_logits(self.model, state)
+        return linear(state, self._draft_weight)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits [M, V] of those that `logits` gives; -inf for other tokens."""
+        if self.draft_token_ids is None:
+            return logits
+        wide = logits.new_full((len(logits), self.model.mtpkit_config.vocab_size), -torch.inf)
+        wide[:, self.draft_token_ids] = logits
+        return wide
+
+    @staticmethod
+    def _draw(weights: Tensor, batch: Batch, rows: Tensor, positions: Tensor, nodes: Tensor) -> Tensor:
+        """[n, b] children of n tokens, drawn from weights [n, V] without replacement; a random number belongs to the
+        token of the tree that it draws."""
+        drawn = []
+        for place in range(nodes.shape[1]):
+            numbers = sampler.uniforms(batch.sampling, rows, positions, sampler.DRAFT_STREAM, nodes[:, place])
+            token = ops.sample(weights, numbers)
+            # Where nothing is left to draw from, token 0 stands for none: its weight is 0, so that it is not accepted.
+            drawn.append(token if place == 0 else embeddable(token))
+            weights = weights.scatter(1, embeddable(token)[:, None], 0.0)
+        return torch.stack(drawn, 1)
+
+    def feed(
+        self, depth: int, hidden: Tensor, level: Level, before: StepInput, starts: Tensor
+    ) -> tuple[Tensor, StepInput]:
+        """Run a depth on the drafts of a level.
+
+        Args:
+            hidden: [S f', 1, h] what the depth before hands on at the level before, of which `before` are the inputs.
+            starts: [S] position of the drafts of level 1 in the depth's cache. Drafts at negative positions, before the
+                request begins, are left out.
+
+        Returns:
+            What the depth hands on [S f, 1, h], and these rows after it.
+        """
+        count, width = level.tokens.shape
+        rows = torch.arange(count, device=starts.device)[:, None] * (len(hidden) // count) + level.above
+        inputs, each = before.branched(rows.flatten()), torch.arange(count * width, device=starts.device)
+        owner = each // width
+        first, positions = starts[owner].clamp_min(0), starts[owner] + level.depth - 1
+        entries = first + level.offset + each % width
+        slots = kv_slots(inputs.block_tables, each, entries, self.block_size)
+        exists = positions >= 0
+        positions = positions.clamp_min(0)
+        fed = replace(
+            inputs,
+            positions=positions,
+            context_lens=positions,
+            kv_slots=torch.where(exists, slots, -1),
+            state_slots=torch.where(exists, inputs.state_slots, -1),
+            tree=TreeInput(level.masks_from(starts).flatten()[:, None], first, None, level.offset + width - 1),
+        )
+        out = mtp_forward(self.model, depth, hidden[rows.flatten()], embeddable(level.tokens).flatten()[None], fed)
+        return out, replace(inputs, context_lens=positions, committed=inputs.committed.fed(1, exists.long()))
+
+    def finished(self, growth: Growth, probs: list[Tensor], batch: Batch) -> Drafts:
+        """The drafts of a tree that has grown; none in a step in which no row samples."""
+        if not batch.plan.num_sampling_rows:
+            none = batch.token_ids.new_zeros(0, self.shape.tree.tokens)
+            return Drafts(none[:, 1:], None, none, none[:, : self.num_speculative_tokens])
+        token_ids, parents = growth.drafts()
+        return Drafts(token_ids, torch.cat(probs, 1) if probs else None, parents, growth.best())
+
+
+class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
+    """`RepeatedDrafter` in trees: entries of drafts lie from position p + 1 on."""
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        flat, newest = batch.newest(verdict.accepted)
+        growth, probs = self.shape.start(), list[Tensor]()
+        state = mtp_forward(self.model, 1, hidden, shifted_token_ids(batch, verdict)[None], batch.inputs, keep=flat)
+        if len(flat):
+            self.grow(growth, state, batch, newest, probs)
+            inputs = batch.inputs.continued(verdict.accepted[: len(flat)])
+            for depth in range(2, self.num_speculative_tokens + 1):
+                state, inputs = self.feed(depth, state, growth.levels[-1], inputs, newest + 1)
+                self.grow(growth, state, batch, newest, probs)
+        return self.finished(growth, probs, batch)
+
+
+class DistinctTreeDrafter(_Trees, DistinctDrafter):
+    """`DistinctDrafter` in trees.
+
+    Depth k runs over the window as for a chain, where its entries up to p - k + 1 are made from known tokens. Those
+    after them depend on drafts: the entry of a draft at depth m is that at position p - k + 1 + m, made from what depth
+    k - 1 hands on for its parent; so depth k runs on the levels 1 .. k - 1, too.
+    """
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
+        count, state = batch.plan.num_sampling_rows, window.hidden
+        newest, flat = window.newest[:count], window.flat_newest[:count]
+        growth, probs = self.shape.start(), list[Tensor]()
+        handed_on: list[Tensor] = []
+        for depth in range(1, self.num_speculative_tokens + 1):
+            known = state
+            last = depth == self.num_speculative_tokens
+            keep = flat[:0] if last and depth > 1 else None
+            state = mtp_forward(self.model, depth, state, window.token_ids(depth)[None], window.inputs, keep=keep)
+            if depth == 1 and count:
+                self.grow(growth, state[flat], batch, newest, probs)
+            if depth == 1 or not count:
+                continue
+            starts = newest - depth + 2
+            inputs = self._known(window, count, starts)
+            sources = [known[(flat - depth + 2).clamp_min(0)], *handed_on]
+            handed_on = []
+            for source, level in zip(sources, growth.levels, strict=True):
+                out, inputs = self.feed(depth, source, level, inputs, starts)
+                handed_on.append(out)
+            self.grow(growth, handed_on[-1], batch, newest, probs)
+        return self.finished(growth, probs, batch)
+
+    def _known(self, window: Window, count: int, starts: Tensor) -> StepInput:
+        """The window's first rows, whose states hold what lies before the positions `starts` [S]."""
+        inputs = window.inputs
+        rows = torch.arange(count, device=starts.device)
+        new = (starts - inputs.context_lens[:count]).clamp_min(0)
+        committed = inputs.committed.at(slice(count)).fed(inputs.decode_width, new)
+        return inputs.branched(rows, committed)

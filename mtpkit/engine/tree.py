@@ -1,0 +1,153 @@
+"""Shapes of trees of drafts: one that is given, or one that grows by the heads' probabilities.
+
+Token 0 of a tree is the newest token of a request; the others are drafts, in order of depth. Siblings stand in the
+order of the heads' probabilities, or in which they were drawn.
+"""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mtpkit.kernels import MOST_TREE_TOKENS
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A static tree, the same at every step."""
+
+    parents: tuple[int, ...]
+    """Of each token, -1 for token 0; tokens are in order of depth, siblings together."""
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Depth of each token."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a decode row, token 0 among them."""
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """K, the drafts on the longest path."""
+        return self.depths[-1]
+
+    def children(self, token: int) -> list[int]:
+        """The drafts that follow a token."""
+        return [child for child, parent in enumerate(self.parents) if parent == token]
+
+    @cached_property
+    def expanded(self) -> list[int]:
+        """The tokens that have children."""
+        return sorted({parent for parent in self.parents if parent >= 0})
+
+    @property
+    def most_children(self) -> int:
+        """Children of the token that has most."""
+        return max(len(self.children(token)) for token in self.expanded)
+
+    @property
+    def entries(self) -> int:
+        """Drafts that the heads are run on."""
+        return len(self.expanded) - 1
+
+    @property
+    def spine(self) -> int:
+        """Drafts on the path of first children."""
+        token, length = 0, 0
+        while families := self.children(token):
+            token, length = families[0], length + 1
+        return length
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every token has one child but the last."""
+        return self.parents == tuple(range(-1, self.tokens - 1))
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that keeps the drafts with the highest probabilities of their whole paths, as EAGLE-2 does (Li et al.
+    2024, arXiv:2406.16858): at each depth the `topk` best drafts get `topk` children each."""
+
+    depth: int
+    """K, the most drafts on a path."""
+    topk: int
+    tokens: int
+    """Tokens of a decode row, token 0 among them."""
+
+    @property
+    def most_children(self) -> int:
+        """Children of a token."""
+        return self.topk
+
+    @property
+    def candidates(self) -> int:
+        """Drafts that are made."""
+        return self.topk + (self.depth - 1) * self.topk**2
+
+    @property
+    def entries(self) -> int:
+        """Drafts that the heads are run on."""
+        return (self.depth - 1) * self.topk
+
+
+Tree = TokenTree | DynamicTree
+
+
+def parse_tree(given: object) -> TokenTree:
+    """Make the tree that a user describes.
+
+    Args:
+        given: numbers, how many children every token of each depth gets, [3, 2, 1]; or paths, each a list of ranks
+            among siblings, [[0], [1], [0, 0]]; or the text of either.
+
+    Raises:
+        ValueError: it is no such description, a path lacks the one before it, or there are too many tokens.
+    """
+    if isinstance(given, str):
+        try:
+            given = ast.literal_eval(given)
+        except (ValueError, SyntaxError):
+            raise ValueError("must be a list of numbers of children, or of paths") from None
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError("must be a list of numbers of children, or of paths, with at least one entry")
+    paths = _paths_of(given) if all(_is_whole(one, 1) for one in given) else _checked_paths(given)
+    if len(paths) > MOST_TREE_TOKENS - 1:
+        raise ValueError(f"has more than {MOST_TREE_TOKENS - 1} drafts")
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    places = {(): 0} | {path: place for place, path in enumerate(ordered, 1)}
+    return TokenTree((-1, *(places[path[:-1]] for path in ordered)))
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _paths_of(children: Sequence[int]) -> set[tuple[int, ...]]:
+    paths: set[tuple[int, ...]] = set()
+    level: list[tuple[int, ...]] = [()]
+    for count in children:
+        if len(level) * count > MOST_TREE_TOKENS:
+            raise ValueError(f"has more than {MOST_TREE_TOKENS - 1} drafts")
+        level = [(*path, rank) for path in level for rank in range(count)]
+        paths.update(level)
+    return paths
+
+
+def _checked_paths(given: Sequence[object]) -> set[tuple[int, ...]]:
+    paths: set[tuple[int, ...]] = set()
+    for one in given:
+        if not isinstance(one, list | tuple) or not one or not all(_is_whole(rank, 0) for rank in one):
+            raise ValueError("must hold numbers of children from 1 on, or paths of ranks from 0 on, and not both")
+        paths.add(tuple(one))
+    for path in sorted(paths):
+        needed = [path[:-1]] if path[-1] == 0 else [path[:-1], (*path[:-1], path[-1] - 1)]
+        if missing := [one for one in needed if one and one not in paths]:
+            raise ValueError(f"has the path {list(path)} but not {list(missing[0])}")
+    return paths

@@ -1,0 +1,258 @@
+"""Trees of drafts: no token changes, drafts are those of whole sequences along every path, and more are accepted."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from tests.engine.fakes import KnownTokens
+from tests.engine.tiny import decode, generate, greedy, make_llm, make_prompts, penalised, tiny_model
+
+PROMPTS = make_prompts()
+FIXED = dict(speculative_token_tree=[2, 2, 1])
+GROWN = dict(num_speculative_tokens=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
+ODD = dict(speculative_token_tree="[[0], [1], [2], [0, 0], [0, 0, 0], [1, 0], [1, 0, 0], [1, 0, 1]]")
+TREES = {"fixed": FIXED, "grown": GROWN, "odd": ODD}
+BASES = {
+    "mamba": ("M-*M-", "*-"),
+    "delta": ("G-*G-", "*-"),
+    "latent": ("+-M+", "+-"),
+    "attention": ("*-*-", "*-"),
+    "recurrent heads": ("M*M-", "M*"),
+    "delta heads": ("G*G-", "G*"),
+}
+
+
+class Trees:
+    """A drafter around another: keeps the trees that it makes after each sequence of known tokens; with `truth`, some
+    path of each tree is made right, so that paths of all lengths and ranks are accepted."""
+
+    def __init__(self, inner, tree, truth=()) -> None:
+        self.inner, self.tree, self.truth = inner, tree, truth
+        self.known, self.made = KnownTokens(), {}
+
+    def draft(self, hidden, batch, verdict):
+        drafts = self.inner.draft(hidden, batch, verdict)
+        token_ids = drafts.token_ids.clone()
+        for row, known in enumerate(self.known.after(batch, verdict)):
+            parents = list(self.tree.parents) if drafts.parents is None else drafts.parents[row].tolist()
+            self.made[tuple(known)] = parents, [-1, *drafts.token_ids[row].tolist()]
+            following = [one[len(known) :] for one in self.truth if one[: len(known)] == known]
+            at = 0
+            for depth, token in enumerate(following[0] if following else []):
+                children = [child for child, parent in enumerate(parents) if parent == at]
+                choice = (13 * len(known) + sum(known) * (depth + 1) + depth) % (1 + len(children))
+                if choice >= len(children):
+                    break
+                for child in children:  # what chance made right must not come first
+                    if token_ids[row, child - 1] == token:
+                        token_ids[row, child - 1] = (token + 1) % 61
+                at = children[choice]
+                token_ids[row, at - 1] = token
+        return dataclasses.replace(drafts, token_ids=token_ids)
+
+
+def tree_llm(model, tree: dict, **settings):
+    settings = {**tree, **settings}
+    return make_llm(model, settings.pop("num_speculative_tokens", None), **settings)
+
+
+def watched(llm, truth=()) -> Trees:
+    """The drafter that watches the one of an LLM from now on."""
+    trees = llm.engine.drafter = Trees(llm.engine.drafter, llm.engine.config.tree, truth)
+    return trees
+
+
+def guided(llm, prompts=PROMPTS):
+    watched(llm, [prompt + decode(llm.model, prompt, 26) for prompt in prompts])
+    return llm
+
+
+def check_lossless(llm, prompts=PROMPTS, max_tokens: int = 20) -> None:
+    """Tokens are those without drafts; paths of several lengths and ranks were accepted, most trees being shallow."""
+    assert generate(llm, prompts, greedy(max_tokens)) == [decode(llm.model, prompt, max_tokens) for prompt in prompts]
+    stats = llm.stats().acceptance
+    assert all(0 < rate < 1 for rate in stats.conditional_acceptance[:2])
+    assert [sum(ranks) for ranks in stats.ranks_per_depth] == stats.accepted_per_depth
+    assert stats.ranks_per_depth[0][1] > 0 and stats.drafted == stats.steps * (llm.engine.config.decode_width - 1)
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("base", BASES)
+def test_no_token_changes(base, tree, rollback):
+    """Chunks beside decode rows, and results that are a step late."""
+    model = tiny_model("repeated", *BASES[base])
+    settings = dict(state_rollback=rollback, async_scheduling=rollback == "replay", max_num_batched_tokens=19)
+    check_lossless(guided(tree_llm(model, TREES[tree], **settings)))
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("tree", [FIXED, GROWN], ids=["fixed", "grown"])
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+def test_a_prefix_cache(heads, tree, rollback):
+    """Checkpoints lie behind paths that were kept; what follows them is the same with the cache and without."""
+    model = tiny_model(heads, "M*G-", "*-")
+    llm = tree_llm(model, tree, state_rollback=rollback, enable_prefix_caching=True, async_scheduling=True)
+    history = PROMPTS[3]
+    for _ in range(3):
+        guided(llm, [history])
+        (output,) = generate(llm, [history], greedy(9), poison=False)
+        assert output == decode(model, history, 9)
+        history = [*history, *output, 5]
+    stats = llm.stats()
+    assert stats.cached_tokens > 0.5 * stats.prompt_tokens
+
+
+@pytest.mark.parametrize("settings", [{}, dict(block_size=2, num_blocks=40, async_scheduling=True)])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("pattern", ["*-", "M*"])
+def test_distinct_heads_and_preemption(pattern, tree, settings):
+    """Prompts shorter than the tree is deep among them."""
+    prompts = make_prompts((1, 2, 3, 9, 21))
+    llm = guided(tree_llm(tiny_model("distinct", "M*M-", pattern), TREES[tree], **settings), prompts)
+    check_lossless(llm, prompts)
+    assert (llm.stats().preemptions > 0) == bool(settings)
+
+
+@functools.cache
+@torch.inference_mode()
+def best_after(model, known: tuple[int, ...], path: tuple[int, ...], count: int) -> list[int]:
+    """The best tokens of the depth after a path of drafts, from whole sequences without caches."""
+    attention = "serving" if model.mtpkit_config.mtp.repeated else "per_depth"
+    ids = torch.tensor([[*known, *path]])
+    *_, state = unroll_depths(model, base_forward(model, ids, SequenceInput()), ids, 1 + len(path), attention)
+    return compute_logits(model, state[len(known) - 2, 0]).topk(count).indices.tolist()
+
+
+@pytest.mark.parametrize("tree", [FIXED, GROWN], ids=["fixed", "grown"])
+@pytest.mark.parametrize(
+    ("heads", "pattern"), [("repeated", "*-"), ("repeated", "*M"), ("distinct", "*-"), ("distinct", "M*")]
+)
+def test_drafts_are_those_of_whole_sequences(heads, pattern, tree):
+    model, prompts = tiny_model(heads, "M*M-", pattern), make_prompts((1, 2, 9))
+    llm = tree_llm(model, tree, max_num_batched_tokens=12)
+    trees = watched(llm, [prompt + decode(model, prompt, 26) for prompt in prompts])
+    generate(llm, prompts, greedy(8))
+    assert len(trees.made) > 10
+    for known, (parents, tokens) in trees.made.items():
+        paths = [()]
+        for node in range(1, len(parents)):
+            paths.append((*paths[parents[node]], tokens[node]))
+        for node in {parent for parent in parents if parent >= 0}:
+            children = [tokens[child] for child, parent in enumerate(parents) if parent == node]
+            assert children == best_after(model, known, paths[node], len(children)), (len(known), node)
+    if tree is GROWN:
+        assert len({tuple(parents) for parents, _ in trees.made.values()}) > 1, "trees of several shapes grow"
+
+
+def test_a_grown_tree_keeps_the_most_probable_paths():
+    """The worked example of two depths with two children each, whose second child of token 0 has none."""
+    from mtpkit.engine.drafting.growth import DynamicGrowth
+
+    growth = DynamicGrowth(DynamicTree(2, 2, 4))
+    growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.6, 0.2]]]).log())
+    growth.add(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[[0.5, 0.4], [0.9, 0.1]]]).log())
+    tokens, parents = growth.drafts()
+    assert tokens.tolist() == [[7, 1, 2]] and parents.tolist() == [[-1, 0, 1, 1]]
+    certain = DynamicGrowth(DynamicTree(3, 2, 4))
+    for width in (1, 2, 2):
+        certain.add(torch.ones(1, width, 2, dtype=torch.int64), torch.tensor([0.0, -torch.inf]).expand(1, width, 2))
+    assert certain.drafts()[1].tolist() == [[-1, 0, 1, 2]], "where scores are equal, parents come first"
+
+
+def test_a_chain_that_is_given_as_a_tree_is_the_chain():
+    model = tiny_model()
+    llm, chain = make_llm(model, None, speculative_token_tree=[1, 1, 1]), make_llm(model, 3)
+    assert llm.engine.config == chain.engine.config and llm.engine.config.tree is None
+    # Run as a tree all the same: the very bits of drafts and tokens.
+    forced = make_llm(model, 3)
+    assert generate(chain, PROMPTS) == generate(forced, PROMPTS)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_penalties_and_seeds(tree):
+    """Sampled with a seed, the tokens are those of decoding without drafts; penalties see the drafts of a path."""
+    model = tiny_model()
+    for params in (
+        penalised(),
+        SamplingParams(temperature=1.3, seed=5, max_tokens=20, ignore_eos=True),
+        penalised(temperature=0.8, seed=3),
+    ):
+        want = generate(make_llm(model, 0), PROMPTS, params)
+        llm = tree_llm(model, TREES[tree])
+        watched(llm, [prompt + tokens for prompt, tokens in zip(PROMPTS, want, strict=True)])
+        assert generate(llm, PROMPTS, params) == want
+        assert llm.stats().acceptance.ranks_per_depth[0][1] > 0
+
+
+def test_more_is_accepted_than_of_the_chain_inside():
+    model, lengths = tiny_model("repeated", "M*"), {}
+    for name, settings in {
+        "chain": dict(num_speculative_tokens=2),
+        "tree": dict(speculative_token_tree=[12, 3]),
+    }.items():
+        llm = tree_llm(model, settings)
+        generate(llm, PROMPTS, greedy(40))
+        lengths[name] = llm.stats().acceptance_length
+    assert lengths["tree"] > lengths["chain"]
+
+
+@pytest.mark.parametrize(
+    ("given", "parents"),
+    [
+        ([2, 1], (-1, 0, 0, 1, 2)),
+        ("[3]", (-1, 0, 0, 0)),
+        ([[0], [1], [0, 0], [0, 1], [0, 0, 0]], (-1, 0, 0, 1, 1, 3)),
+        ("[(1,), (0,), (1, 0)]", (-1, 0, 0, 2)),
+    ],
+)
+def test_trees_are_read(given, parents):
+    tree = parse_tree(given)
+    assert tree == TokenTree(parents) and tree.depth == max(tree.depths)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([], "at least one entry"),
+        ("two", "must be a list"),
+        ([2, 0], "from 1 on"),
+        ([True], "from 1 on"),
+        ([2, [0]], "and not both"),
+        ([[0, 0]], r"has the path \[0, 0\] but not \[0\]"),
+        ([[1]], r"has the path \[1\] but not \[0\]"),
+        ([8, 8], "more than 62 drafts"),
+        ([[rank] for rank in range(63)], "more than 62 drafts"),
+    ],
+)
+def test_what_is_no_tree_is_refused(given, why):
+    with pytest.raises(ValueError, match=why):
+        parse_tree(given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (dict(speculative_token_tree="[2"), "speculative_token_tree is '\\[2', must be a list"),
+        (dict(speculative_token_tree=[2], speculative_eagle_topk=2), "exclude each other"),
+        (dict(speculative_token_tree=[2, 2], num_speculative_tokens=3), "has depth 2: leave it out"),
+        (dict(speculative_token_tree=[2], num_speculative_tokens="auto"), "chooses among chains"),
+        (dict(speculative_num_draft_tokens=4), "needs speculative_eagle_topk"),
+        (dict(num_speculative_tokens=2, speculative_eagle_topk=2, draft_sampling=True), "leave draft_sampling out"),
+        (
+            dict(num_speculative_tokens=2, speculative_eagle_topk=2, speculative_num_draft_tokens=9),
+            "7 tokens to choose",
+        ),
+        (dict(speculative_token_tree=[5], draft_vocab=[1, 2, 3]), "5 children, but there are 3 tokens"),
+        (dict(speculative_token_tree=[2, 2], max_num_batched_tokens=6), "at least 7"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, why):
+    with pytest.raises(UserError, match=why):
+        tree_llm(tiny_model(), settings)
