@@ -71,6 +71,8 @@ def cases() -> list[Case]:
     every += [
         Case("mamba2", 2, penalised=True, settings=dict(state_rollback="snapshot")),
         Case("mamba2", 3, settings=dict(async_scheduling=True, **MIXED)),
+        Case("mamba2", 3, settings=dict(async_scheduling=True, enable_prefix_caching=True)),
+        Case("delta", 0, settings=dict(enable_prefix_caching=True)),
         Case("attention", 2, settings=dict(async_scheduling=True, **PREEMPTED)),
         Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)),
         Case("delta", 2, guided=False, settings=dict(draft_vocab=[1, 5, 31, 32, 60])),
@@ -80,7 +82,7 @@ def cases() -> list[Case]:
 
 
 def decode(model, case: Case, truth: list[list[int]] | None = None) -> tuple[list[list[int]], Any]:
-    """Output tokens of each prompt, and the engine.
+    """Output tokens of each prompt, and the engine. With a prefix cache, those of the second time.
 
     Args:
         truth: what follows each prompt, of which the drafts have some; None: drafts are the heads' own.
@@ -89,11 +91,13 @@ def decode(model, case: Case, truth: list[list[int]] | None = None) -> tuple[lis
     if case.guided and case.k and truth:
         guide(llm, PROMPTS, truth=[prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)])
     engine = llm.engine
-    ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, case.params, strict=True)]
-    finished = {}
-    while engine.has_unfinished:
-        finished |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.scheduler.check_integrity()
+    for _ in range(2 if engine.checkpoints else 1):
+        ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, case.params, strict=True)]
+        finished = {}
+        while engine.has_unfinished:
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+            engine.scheduler.check_integrity()
+    assert not engine.checkpoints or llm.stats().cached_tokens == sum(map(len, PROMPTS))
     return [finished[name].outputs[0].token_ids for name in ids], llm
 
 
