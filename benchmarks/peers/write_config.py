@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mtpkit.bench.shapes import SHAPES
+from mtpkit.bench.sizes import SHAPES
 from mtpkit.checkpoint.families import find_family
 
 

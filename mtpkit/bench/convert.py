@@ -19,7 +19,7 @@ from torch import Tensor
 from mtpkit.bench.machine import measure_machine
 from mtpkit.bench.report import Column, Result
 from mtpkit.bench.settings import ConvertBenchConfig
-from mtpkit.bench.shapes import NEMOTRON_3_NANO, NEMOTRON_3_TINY
+from mtpkit.bench.sizes import NEMOTRON_3_NANO, NEMOTRON_3_TINY
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families import Family, find_family
 from mtpkit.checkpoint.layouts.huggingface import MAX_SHARD_BYTES, HFReader, write_hf

@@ -20,6 +20,7 @@ from mtpkit.bench.settings import (
     TrainBenchConfig,
     TurnsConfig,
 )
+from mtpkit.bench.sizes import LARGE_SHAPES, SHAPES
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 app = new_app(no_args_is_help=True, help=__doc__)
 
+_TINY = [name for name in SHAPES if name not in LARGE_SHAPES]
 Model = Annotated[
     str,
     typer.Option(
-        help="A shape with random weights (nemotron-h-8b, nemotron-3-nano, deepseek-v3 for the roofline and "
-        "deepseek-v3-slice, its sizes in few layers; or nemotron-h-tiny, nemotron-3-tiny and deepseek-v3-tiny, which a "
-        "CPU runs), or a model directory."
+        help=f"A model directory, or published sizes with random weights: {', '.join(LARGE_SHAPES)} on a GPU; "
+        f"{', '.join(_TINY)}, small ones of their kinds, on a CPU."
     ),
 ]
 Pattern = Annotated[str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")]
@@ -190,9 +191,7 @@ def load(
 @app.command(cls=Command)
 @options.takes_options
 def train(
-    model: Annotated[
-        str, typer.Option(help="A shape (nemotron-h-8b, nemotron-h-tiny), or a model directory whose shape is taken.")
-    ] = NVIDIA_8B,
+    model: Model = NVIDIA_8B,
     *,
     config: Annotated[TrainBenchConfig, options.Fields()],
     output: Output = None,

@@ -13,7 +13,8 @@ from mtpkit.bench.decode import DecodeConfig, DecodeRow, kernel_shares, measure_
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.report import Result
 from mtpkit.bench.roofline import Roofline
-from mtpkit.bench.shapes import NEMOTRON_H_TINY, open_model
+from mtpkit.bench.shapes import open_model
+from mtpkit.bench.sizes import NEMOTRON_H_TINY
 from mtpkit.bench.timing import Kernel, Trace
 from mtpkit.engine import verifier
 from mtpkit.engine.request import AcceptanceStats

@@ -16,14 +16,8 @@ from mtpkit.bench.kernel_cases.mixers import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine
-from mtpkit.bench.shapes import (
-    DEEPSEEK_V3_TINY,
-    NEMOTRON_3_TINY,
-    NEMOTRON_H_8B,
-    NEMOTRON_H_TINY,
-    QWEN3_NEXT_TINY,
-    open_model,
-)
+from mtpkit.bench.shapes import open_model
+from mtpkit.bench.sizes import DEEPSEEK_V3_TINY, NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, QWEN3_NEXT_TINY
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.dispatch import CHOICE

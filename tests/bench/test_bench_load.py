@@ -15,7 +15,8 @@ from mtpkit.bench.load_requests import draw_prompts, draw_requests, limit_second
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.serving import WallClock
 from mtpkit.bench.settings import LoadConfig, RooflineConfig
-from mtpkit.bench.shapes import NEMOTRON_H_8B, open_model
+from mtpkit.bench.shapes import open_model
+from mtpkit.bench.sizes import NEMOTRON_H_8B
 from mtpkit.bench.timing import Kernel, Trace
 from mtpkit.engine import verifier
 from mtpkit.errors import MtpkitError, UserError

@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY, get_config, open_model, random_prompts, read_token_ids
+from mtpkit.bench.shapes import get_config, open_model, random_prompts, read_token_ids
+from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.errors import UserError
 from mtpkit.model import build_model

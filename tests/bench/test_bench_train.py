@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpkit.bench import train
-from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
+from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.bench.timing import Stopwatch
 from mtpkit.bench.train import TrainBenchConfig, measure_training
 from mtpkit.errors import MtpkitError, UserError

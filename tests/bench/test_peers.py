@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import mtpkit
 from mtpkit.bench.load_requests import draw_prompts, draw_requests, save_requests
 from mtpkit.bench.settings import LoadConfig
-from mtpkit.bench.shapes import NEMOTRON_H_8B, NEMOTRON_H_TINY
+from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.checkpoint import load_config
 from mtpkit.model.backends import get_backend
 from mtpkit.model.hybrid import stack_spec

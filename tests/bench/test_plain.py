@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtpkit.bench.plain import check_greedy
-from mtpkit.bench.shapes import NEMOTRON_3_TINY
+from mtpkit.bench.sizes import NEMOTRON_3_TINY
 from mtpkit.errors import MtpkitError
 from mtpkit.model import build_model
 from tests.engine.tiny import VOCAB_SIZE, decode, tiny_model

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from mtpkit.bench import shapes
-from mtpkit.bench.shapes import LARGE_SHAPES
+from mtpkit.bench import shapes, sizes
+from mtpkit.bench.sizes import LARGE_SHAPES
 from mtpkit.cli.bench import app
 
 
@@ -172,7 +172,7 @@ def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monk
     assert call(app, "load", "--save-requests", tmp_path / "requests.json") == 0
     assert "512 requests, 305,049 prompt and 124,407 output tokens" in capsys.readouterr().out
     saved = json.loads((tmp_path / "requests.json").read_text())
-    assert len(saved["requests"]) == 512 and saved["vocab_size"] == shapes.NEMOTRON_H_8B.vocab_size
+    assert len(saved["requests"]) == 512 and saved["vocab_size"] == sizes.NEMOTRON_H_8B.vocab_size
     assert call(app, "load", "--stall", "--save-requests", tmp_path / "requests.json") == 2
     assert "has no requests to save" in capsys.readouterr().err
 
@@ -249,7 +249,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, ca
 
 
 def test_large_shapes_are_those_of_billions_of_weights():
-    wide = {name for name, config in shapes.SHAPES.items() if config.hidden_size > 1000}
+    wide = {name for name, config in sizes.SHAPES.items() if config.hidden_size > 1000}
     assert wide == set(LARGE_SHAPES)
 
 

@@ -10,6 +10,7 @@ import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
+from mtpkit.bench.sizes import SHAPES
 from mtpkit.cli.command import OLD_NAMES, Command, new_app
 from mtpkit.cli.main import COMMANDS, OLD_COMMANDS
 from mtpkit.cli.main import app as mtpkit
@@ -87,6 +88,13 @@ def words() -> list[list[str]]:
     groups = {name: typer.main.get_command(import_module(f"mtpkit.cli.{name}").app) for name in COMMANDS}
     inner = [[name, part] for name, group in groups.items() for part in getattr(group, "commands", ())]
     return [[], *([name] for name in COMMANDS), *inner]
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill", "load", "train", "kernels", "roofline"])
+def test_help_of_benchmarks_names_every_shape(command: str) -> None:
+    """Some are cut at a hyphen."""
+    shown = CliRunner().invoke(mtpkit, ["bench", command, "--help"], terminal_width=80).output
+    assert [name for name in SHAPES if name not in "".join(shown.split())] == []
 
 
 @pytest.mark.parametrize("command", words(), ids=" ".join)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtpkit.bench.shapes import NEMOTRON_H_8B
+from mtpkit.bench.sizes import NEMOTRON_H_8B
 from mtpkit.model.flops import step_flops
 from mtpkit.model.kinds import KINDS
 from tests.training.toy import CONFIG, toy_model

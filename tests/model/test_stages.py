@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mtpkit.bench.shapes import NEMOTRON_H_8B
+from mtpkit.bench.sizes import NEMOTRON_H_8B
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from mtpkit.model.stages import stage_patterns
