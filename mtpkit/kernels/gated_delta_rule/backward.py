@@ -216,7 +216,9 @@ def gradients(
     sizes |= dict(BLOCK_N=padded(state_dim), NARROW=low)
     common = (strided(q), strided(k))
     tensors = (*common, beta, chunks.inverses, chunks.since, tokens, starts, dout, dstate, y)
-    _back_kernel[(heads * triton.cdiv(width, block), rows)](*tensors, **sizes, BLOCK_P=block, num_warps=4, num_stages=2)
+    _back_kernel[(heads * triton.cdiv(width, block), rows)](
+        *tensors, **sizes, BLOCK_P=block, num_warps=4, num_stages=2 if state_dim <= 128 else 1
+    )
     dq = torch.empty(tokens, reads, heads, state_dim, device=v.device)
     dk = torch.empty(tokens, heads, state_dim, device=v.device)
     dg, dbeta = torch.empty(2, tokens, heads, device=v.device)
