@@ -160,7 +160,7 @@ class Contender:
             next(self.llm.model.parameters()).dtype,
             DTYPES[self.config.state_dtype],
             self.config.state_rollback,
-            ring_entries=ring_capacity(ring_length(self.llm.engine.config.decode_width)),
+            ring_entries=ring_capacity(ring_length(1 + self.depths)),
             draft_vocab_size=None if self.draft_vocab is None else len(self.draft_vocab),
         )
         costs = [

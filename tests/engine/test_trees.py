@@ -166,13 +166,28 @@ def test_a_grown_tree_keeps_the_most_probable_paths():
     assert certain.drafts()[1].tolist() == [[-1, 0, 1, 2]], "where scores are equal, parents come first"
 
 
-def test_a_chain_that_is_given_as_a_tree_is_the_chain():
-    model = tiny_model()
-    llm, chain = make_llm(model, None, speculative_token_tree=[1, 1, 1]), make_llm(model, 3)
-    assert llm.engine.config == chain.engine.config and llm.engine.config.tree is None
-    # Run as a tree all the same: the very bits of drafts and tokens.
-    forced = make_llm(model, 3)
-    assert generate(chain, PROMPTS) == generate(forced, PROMPTS)
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("base", BASES)
+def test_a_chain_that_is_given_as_a_tree_is_the_chain(base, rollback, monkeypatch):
+    """It runs as the chain; run as a tree all the same, it leaves the very bits of tokens, drafts and states of
+    the base."""
+    model, settings = tiny_model("repeated", *BASES[base]), dict(state_rollback=rollback, max_num_seqs=len(PROMPTS))
+    chain = make_llm(model, 3, **settings)
+    assert make_llm(model, None, speculative_token_tree=[1, 1, 1], **settings).engine.config == chain.engine.config
+    monkeypatch.setattr(TokenTree, "is_chain", False)
+    tree = make_llm(model, None, speculative_token_tree=[1, 1, 1], **settings)
+    assert tree.engine.config.tree is not None
+    for llm in (chain, tree):
+        for state in llm.engine.states.all():
+            for tensor in state.tensors.values():
+                tensor.zero_()
+    assert generate(chain, PROMPTS, poison=False) == generate(tree, PROMPTS, poison=False)
+    assert chain.engine.state.tokens.equal(tree.engine.state.tokens)
+    for name, states in tree.engine.states.layers.items():
+        for have, want in zip(states, chain.engine.states.layers[name], strict=True):
+            # Behind what is committed, heads leave other entries that nothing reads.
+            same = (tensor.equal(want.tensors[part]) for part, tensor in have.tensors.items())
+            assert name.startswith("mtp.") or all(same), name
 
 
 @pytest.mark.parametrize("tree", TREES)
