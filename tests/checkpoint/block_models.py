@@ -20,6 +20,16 @@ def random_weights(model: torch.nn.Module, seed: int) -> None:
                 tensor.add_(scale * torch.randn(tensor.shape, generator=generator))
 
 
+def save_with_experts(model: torch.nn.Module, directory: Path, seed: int, dtype: torch.dtype) -> None:
+    """Save with random weights in `dtype`, but the biases of routers in fp32, as published."""
+    random_weights(model, seed)
+    model.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
+    model.save_pretrained(directory)
+
+
 def write_glm(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     """A `Glm4MoeForCausalLM` without heads; experts one by one, as published."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
@@ -44,12 +54,7 @@ def write_glm(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32
     )
     torch.manual_seed(seed)
     model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes | changes))
-    random_weights(model, seed)
-    model.to(dtype)
-    for module in model.modules():
-        if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = module.e_score_correction_bias.float()
-    model.save_pretrained(directory)
+    save_with_experts(model, directory, seed, dtype)
 
 
 def write_deepseek(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
@@ -80,12 +85,7 @@ def write_deepseek(directory: Path, seed: int = 0, dtype: torch.dtype = torch.fl
     )
     torch.manual_seed(seed)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | changes))
-    random_weights(model, seed)
-    model.to(dtype)
-    for module in model.modules():
-        if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = module.e_score_correction_bias.float()
-    model.save_pretrained(directory)
+    save_with_experts(model, directory, seed, dtype)
     edit_config(directory, scoring_func="sigmoid", topk_method="noaux_tc")
 
 
