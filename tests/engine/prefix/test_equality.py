@@ -4,7 +4,7 @@ import pytest
 
 from mtpkit.engine import SamplingParams
 from tests.engine.prefix.compare import Pair, multi_turn
-from tests.engine.tiny import greedy, guide, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import generate, greedy, guide, make_llm, make_prompts, tiny_model
 
 (START,) = make_prompts((21,))
 KINDS = [("M-*M-", "*-"), ("G-*G-", "*-"), ("*-*-", "*-"), ("+-M-+-", "+-")]
@@ -43,6 +43,24 @@ def test_ten_turns_with_drafts_that_are_right_and_wrong(heads, k, rollback, ahea
     assert rows[0] == rows[1] and rows[0].accepted > 10
     shareable = sum(21 + 7 * turn for turn in range(9)) + 6 * 9
     assert pair.hits >= 0.95 * shareable
+
+
+@pytest.mark.parametrize("heads, rollback", [("repeated", "replay"), ("distinct", "snapshot")])
+def test_trees_of_drafts(heads, rollback):
+    """Wide enough that some are right: an output's last tokens are those of an accepted path."""
+    settings = dict(speculative_token_tree="[8, 6]", max_num_batched_tokens=800, state_rollback=rollback)
+    llms = [
+        make_llm(tiny_model(heads), 2, enable_prefix_caching=cached, async_scheduling=True, **settings)
+        for cached in (False, True)
+    ]
+    histories = make_prompts((21, 9, 4))
+    for turn in range(3):
+        off, on = (generate(llm, histories, greedy(9)) for llm in llms)
+        assert on == off
+        histories = [history + output + [turn] for history, output in zip(histories, off, strict=True)]
+    stats = [llm.stats() for llm in llms]
+    assert stats[0].acceptance == stats[1].acceptance and stats[1].acceptance.accepted > 5
+    assert stats[1].cached_tokens == sum(21 + 9 + 4 + 10 * 3 * turn - 3 * 2 for turn in (1, 2))
 
 
 @pytest.mark.parametrize("k", [0, 3])
