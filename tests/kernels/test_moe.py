@@ -79,6 +79,19 @@ def test_sigmoid_without_normalisation_and_bias(twin: Twin, case):
     assert torch.allclose(ones, plain / plain.sum(1, keepdim=True))
 
 
+@pytest.mark.parametrize("shared", ["whole", "gated"])
+@pytest.mark.parametrize("groups", [{}, dict(num_groups=4, top_groups=2)], ids=str)
+def test_all_tokens_choose_a_shared_expert(twin: Twin, groups, shared):
+    logits, bias = draw_logits(5, 16, twin.device)
+    alone = twin("moe").route(logits, bias, 4, scale=2.0, **groups)
+    gate = torch.randn(5, 1, device=twin.device)
+    given = torch.cat([logits, gate], 1) if shared == "gated" else logits
+    ids, weights = twin("moe").route(given, bias, 4, scale=2.0, **groups, shared=shared)
+    assert torch.equal(ids[:, :4], alone[0]) and (ids[:, 4] == 16).all()
+    assert torch.allclose(weights[:, :4], alone[1])
+    assert torch.allclose(weights[:, 4:], gate.sigmoid() if shared == "gated" else torch.ones_like(gate))
+
+
 def test_the_score_of_a_group_is_of_as_many_as_asked(twin: Twin):
     # One good expert in group 0, two fair ones in group 1.
     logits = torch.tensor([[3.0, -9.0, 1.0, 1.0]]).to(twin.device)
@@ -267,6 +280,7 @@ def test_pairs_are_sorted_into_blocks(twin: Twin, experts, tokens, top_k, size):
         pytest.skip("sorts nothing")
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
     ids[:, 0] = torch.where(ids[:, 0] == 0, ids[:, 0], ids[0, 0])  # one expert has more than a block
+    ids[::3, -1] = experts  # of another rank
     blocks = importlib.import_module("mtpkit.kernels.moe.triton")._sort(ids.to(twin.device), experts, size)
     want_order, want_experts = [], []
     for expert in range(experts):

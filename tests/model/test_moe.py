@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe import triton as triton_moe
 from mtpkit.model import build_model, stack_experts
 from mtpkit.model.layers import moe
@@ -14,8 +15,14 @@ from tests.model.toy import CONFIG
 from tests.ranks import run_ranks
 
 SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
+AS_WIDE = dict(moe_shared_expert_intermediate_size=CONFIG.moe.ffn_hidden_size)
 CASES = {
     "plain": {},
+    "shared expert as wide as the others": AS_WIDE,
+    "gated shared expert as wide": dict(SOFTMAX, **AS_WIDE, moe_shared_expert_gate=True, activation="swiglu"),
+    "wide, and groups": dict(
+        AS_WIDE, num_moe_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4
+    ),
     "gated": dict(activation="swiglu"),
     "latent": dict(moe_latent_size=20),
     "no shared expert": dict(moe_shared_expert_intermediate_size=0),
@@ -76,6 +83,21 @@ def test_kernels_in_the_layer_are_megatrons(case, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", ["shared expert as wide as the others", "gated shared expert as wide"])
+def test_many_tokens_have_their_shared_expert_apart(case, monkeypatch):
+    """One of the routed experts up to a number of tokens; that number, and one more."""
+    model = fresh(**CASES[case])
+    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
+    want, routed = layer.mlp(x)[0].double(), []
+    stack_experts(model)
+    monkeypatch.setattr(moe, "route", lambda *args: routed.append(args[-1]) or reference.route(*args))
+    for most in (4, 3):
+        monkeypatch.setattr(moe, "_JOINED_TOKENS", most)
+        assert relative(layer.mlp(x)[0], want) < 1e-5
+    assert routed == ["gated" if "gated" in case else "whole", "apart"]
+
+
+@torch.no_grad()
 def test_weights_that_are_loaded_later_count():
     model, other = fresh(), fresh(init_std=0.5)
     layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
@@ -103,7 +125,7 @@ def test_weights_in_anothers_buffer_stay_there():
     model = fresh()
     layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
     want = layer.mlp(x)[0]
-    weights = [weight for pair in layer.mlp._expert_weights for weight in pair]
+    weights = [weight for pair in layer.mlp._together for weight in pair]
     flat = torch.cat([weight.flatten() for weight in reversed(weights)])
     for weight, part in zip(weights, reversed(flat.split([w.numel() for w in reversed(weights)])), strict=True):
         weight.data = part.view_as(weight)

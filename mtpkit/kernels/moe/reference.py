@@ -13,6 +13,8 @@ from mtpkit.config.sections import ScoreFunction
 from mtpkit.kernels.activation.reference import relu2, swiglu
 
 Activation = Literal["relu2", "swiglu"]
+Shared = Literal["apart", "whole", "gated"]
+"""What `route` says of the shared expert: nothing, or that all choose it, with weight 1 or with that of its gate."""
 
 
 def route(
@@ -25,21 +27,26 @@ def route(
     group_best: int = 2,
     score: ScoreFunction = "sigmoid",
     normalize: bool = True,
+    shared: Shared = "apart",
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token (DeepSeek-V3, arXiv:2412.19437).
 
     Args:
-        logits: [T, E] float32.
+        logits: [T, E] float32; [T, E + 1] with a `gated` shared expert, whose weight is the sigmoid of the last one.
         bias: [E] float32, added to the scores for the choice of experts, not for their weights.
         scale: factor of the weights.
         num_groups, top_groups: experts come only from the best `top_groups` of `num_groups` groups of neighbours.
         group_best: the score of a group is the sum of its best so many experts.
         score: `sigmoid` of each logit, or `softmax` over all experts.
         normalize: divide the scores of the chosen experts by their sum.
+        shared: if not `apart`, all tokens choose expert E, too: the last of k + 1.
 
     Returns:
         Distinct experts [T, k] int64, in any order, and their weights [T, k] float32.
     """
+    gate = None
+    if shared == "gated":
+        logits, gate = logits[:, :-1], logits[:, -1:]
     scores = logits.float().sigmoid() if score == "sigmoid" else logits.float().softmax(-1)
     ranked = scores if bias is None else scores + bias
     if num_groups > 1:
@@ -51,7 +58,12 @@ def route(
     weights = scores.gather(1, expert_ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return expert_ids, weights * scale
+    weights = weights * scale
+    if shared == "apart":
+        return expert_ids, weights
+    of_all = torch.ones_like(weights[:, :1]) if gate is None else gate.float().sigmoid()
+    expert_ids = torch.cat([expert_ids, torch.full_like(expert_ids[:, :1], logits.shape[1])], 1)
+    return expert_ids, torch.cat([weights, of_all], 1)
 
 
 def expert_mlp(

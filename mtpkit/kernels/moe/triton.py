@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpkit.config.sections import ScoreFunction
 from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, load, padded, with_rows
 from mtpkit.kernels.moe import reference
-from mtpkit.kernels.moe.reference import Activation
+from mtpkit.kernels.moe.reference import Activation, Shared
 
 _SORT_CHUNK = 2048
 """Pairs that a program of the sort reads at a time."""
@@ -66,11 +66,11 @@ def _sort_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sort_few_kernel(ids_ptr, blocks, pairs, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+def _sort_few_kernel(ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
     """Store what `_sort_kernel` stores, of at most PAIRS pairs, in one program."""
     pair = tl.arange(0, PAIRS)
-    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    live = pair < pairs
+    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
+    live = ids < EXPERTS
     same = (ids[:, None] == ids[None, :]) & live[:, None] & live[None, :]
     rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)  # among the pairs of its expert
     earlier = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)  # the same, along the other dimension
@@ -198,7 +198,8 @@ def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
     sorted_ = _Blocks(ints(blocks, size), ints(blocks), ints(1))
     if pairs <= _FEW_PAIRS:
         few = padded(pairs)
-        _sort_few_kernel[(1,)](expert_ids, sorted_, pairs, PAIRS=few, BLOCK=size, num_warps=min(8, max(1, few // 16)))
+        sizes = dict(EXPERTS=experts, PAIRS=few, BLOCK=size, num_warps=min(8, few // 16))
+        _sort_few_kernel[(1,)](expert_ids, sorted_, pairs, **sizes)
         return sorted_
     _sort_kernel[(experts,)](
         expert_ids,
@@ -311,6 +312,7 @@ def _route_kernel(
     GROUP_BEST: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SHARED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -353,12 +355,20 @@ def _route_kernel(
         left = tl.where(left == best, LEAST, left)
         ids = tl.where(place == k, (best & LAST).to(tl.int32) ^ LAST, ids)
     used = place < TOP_K
-    tl.store(ids_ptr + token * TOP_K + place, ids.to(tl.int64), mask=used)
+    ids_ptr += token * (TOP_K + (SHARED != "apart"))
+    weights_ptr += token * (TOP_K + (SHARED != "apart"))
+    tl.store(ids_ptr + place, ids.to(tl.int64), mask=used)
     chosen = tl.load(logits_ptr + token * stride + ids, mask=used, other=0.0)
     chosen = tl.exp(chosen - highest) / sum_of_powers if SOFTMAX else 1.0 / (1.0 + tl.exp(-chosen))
     if NORMALIZE:
         chosen = chosen / (tl.sum(tl.where(used, chosen, 0.0), 0) + 1e-20)
-    tl.store(weights_ptr + token * TOP_K + place, chosen * scale, mask=used)
+    tl.store(weights_ptr + place, chosen * scale, mask=used)
+    if SHARED != "apart":
+        tl.store(ids_ptr + TOP_K, tl.full([], NUM_GROUPS * GROUP, tl.int64))
+        weight = 1.0
+        if SHARED == "gated":
+            weight = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + token * stride + NUM_GROUPS * GROUP)))
+        tl.store(weights_ptr + TOP_K, weight)
 
 
 def route(
@@ -371,19 +381,21 @@ def route(
     group_best: int = 2,
     score: ScoreFunction = "sigmoid",
     normalize: bool = True,
+    shared: Shared = "apart",
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Padding tokens may be NaN and go to some experts too.
 
     Group sizes that are no power of two run the reference, which does not wait for the device either.
     """
-    tokens, experts = logits.shape
+    tokens, experts = len(logits), logits.shape[1] - (shared == "gated")
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert bias is None or bias.dtype == torch.float32
     group = experts // num_groups
     if num_groups > 1 and group != triton.next_power_of_2(group):
-        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize)
-    expert_ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared)
+    of_each = top_k + (shared != "apart")
+    expert_ids = torch.empty(tokens, of_each, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, of_each, dtype=torch.float32, device=logits.device)
     if tokens:
         _route_kernel[(tokens,)](
             logits,
@@ -398,6 +410,7 @@ def route(
             GROUP_BEST=group_best,
             SOFTMAX=score == "softmax",
             NORMALIZE=normalize,
+            SHARED=shared,
             GROUP=group,
             ROWS=triton.next_power_of_2(num_groups),
             COLUMNS=triton.next_power_of_2(group),

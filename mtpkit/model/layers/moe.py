@@ -9,12 +9,18 @@ from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.moe import expert_mlp, route
+from mtpkit.kernels.moe.reference import Shared
 from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.norm import ACTIVATIONS
+
+_JOINED_TOKENS = 256
+"""Up to so many tokens a shared expert that can be is one of the routed ones, which saves the launches of its own; of
+more its products are faster by themselves."""
 
 
 class DuplicatedLinear(NoExtraState, nn.Linear):
@@ -39,13 +45,19 @@ class Router(TopKRouter):
         """input [..., hidden] to fp32 logits [..., experts]."""
         return router_gating_linear(input, self.weight, self.bias, torch.float32)
 
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] to its experts [T, k] and their weights, without waiting for the host."""
-        if x.is_cuda and x.dtype == self.weight.dtype == torch.bfloat16:
-            logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+    def choose(self, x: Tensor, rows: Tensor | None = None, shared: Shared = "apart") -> tuple[Tensor, Tensor]:
+        """x [T, hidden] to its experts [T, k] and their weights, without waiting for the host.
+
+        Args:
+            rows: the weight in place of the router's own: [E + 1, hidden] with a `gated` shared expert.
+            shared: see `mtpkit.kernels.moe.route`.
+        """
+        weight = self.weight if rows is None else rows
+        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
         else:
-            logits = x.float() @ self.weight.float().t()
-        return self._route(logits)
+            logits = x.float() @ weight.float().t()
+        return self._route(logits, shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
@@ -55,9 +67,10 @@ class Router(TopKRouter):
         nowhere = torch.zeros_like(flat, dtype=torch.bool)
         return torch.zeros_like(flat).scatter(1, chosen, weights), nowhere.scatter(1, chosen, True)
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, logits: Tensor, shared: Shared = "apart") -> tuple[Tensor, Tensor]:
         bias = None if self.expert_bias is None else self.expert_bias.float()
-        return route(logits, bias, *self.config.mtpkit.moe.routing)
+        settings: Routing = self.config.mtpkit.moe.routing
+        return route(logits, bias, *settings, shared)
 
 
 class MoELayer(MegatronMoELayer):
@@ -86,8 +99,9 @@ class MoELayer(MegatronMoELayer):
         self.fc1_latent_proj = DuplicatedLinear(config.hidden_size, latent, config)
         self.fc2_latent_proj = DuplicatedLinear(latent, config.hidden_size, config)
 
-    _stacks: tuple[Tensor, Tensor] | None = None
-    """fc1 and fc2 of all experts, of which the parameters are views."""
+    _stacks: list[Tensor] | None = None
+    """fc1 and fc2 of all experts, behind them those of a shared expert of the same size; then, if that has a gate, the
+    weights of the router and of the gate. The parameters are views of them."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, hidden] to (the same shape, bias or None)."""
@@ -109,14 +123,14 @@ class MoELayer(MegatronMoELayer):
         Returns:
             Whether they lie side by side now.
         """
-        weights = self._expert_weights
-        if self._stacks is not None and all(map(_are_rows_of, self._stacks, weights)):
+        together = self._together
+        if self._stacks is not None and all(map(_are_parts_of, self._stacks, together)):
             return True
         self._stacks = None
         apart = self.config.sequence_parallel or not self._same_tokens
-        if apart or not all(_can_move(weight) for weight in (*weights[0], *weights[1])):
+        if apart or not all(_can_move(weight) for weights in together for weight in weights):
             return False
-        self._stacks = _stack(weights[0]), _stack(weights[1])
+        self._stacks = [_stack(weights) for weights in together]
         return True
 
     @property
@@ -128,16 +142,32 @@ class MoELayer(MegatronMoELayer):
     @property
     def is_stacked(self) -> bool:
         """Whether the experts lie side by side; of a model that was moved since, or copied, they do not."""
-        first = self.experts.local_experts[0]
         return self._stacks is not None and all(
-            linear_.weight.data_ptr() == stack.data_ptr()
-            for linear_, stack in zip((first.linear_fc1, first.linear_fc2), self._stacks, strict=True)
+            weights[0].data_ptr() == stack.data_ptr()
+            for weights, stack in zip(self._together, self._stacks, strict=True)
         )
 
     @property
-    def _expert_weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        experts = self.experts.local_experts
-        return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
+    def _joins(self) -> Shared:
+        """Whether the shared expert can be one of the routed ones: if it is as wide, and what it reads, too, and no
+        other rank has some of them."""
+        sizes = self.config.mtpkit.moe
+        if not self.use_shared_expert or self.config.moe_latent_size or self.attn_tp_group.size() > 1:
+            return "apart"
+        shared, gate = self.shared_experts, self.shared_experts.gate_weight
+        alike = shared.linear_fc1.weight.dtype == self.experts.local_experts[0].linear_fc1.weight.dtype
+        if not alike or sizes.shared_expert_intermediate_size != sizes.ffn_hidden_size:
+            return "apart"
+        return "whole" if gate is None else "gated" if gate.dtype == self.router.weight.dtype else "apart"
+
+    @property
+    def _together(self) -> list[list[Tensor]]:
+        """The weights that lie side by side, see `_stacks`."""
+        experts, joins = list(self.experts.local_experts), self._joins
+        if joins != "apart":
+            experts.append(self.shared_experts)
+        pairs = [[expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]]
+        return [*pairs, [self.router.weight, self.shared_experts.gate_weight]] if joins == "gated" else pairs
 
     def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor:
         """residual [..., hidden], which may be overwritten, plus the stacked experts of x [..., hidden].
@@ -145,9 +175,16 @@ class MoELayer(MegatronMoELayer):
         Each rank adds up what its experts, or its parts of them, give; one sum over ranks completes it.
         """
         assert self._stacks is not None, "stack_experts comes first"
-        flat, activation = x.flatten(0, -2), self.config.mtpkit.mlp.activation
+        flat, activation, joins = x.flatten(0, -2), self.config.mtpkit.mlp.activation, self._joins
         first = self.attn_tp_group.rank() == 0  # the first rank adds the residual, once
         total = residual.contiguous().flatten(0, -2) if residual is not None and first else None
+        some = self.experts.local_experts[0]
+        fc1 = self._stacks[0].unflatten(0, (-1, len(some.linear_fc1.weight)))
+        fc2 = self._stacks[1].unflatten(0, (-1, len(some.linear_fc2.weight)))
+        if joins != "apart" and len(flat) <= _JOINED_TOKENS:
+            chosen, weights = self.router.choose(flat, self._stacks[2] if joins == "gated" else None, joins)
+            return expert_mlp(flat, fc1, fc2, chosen, weights, activation, total).view(x.shape)
+        fc1, fc2 = fc1[: self.num_local_experts], fc2[: self.num_local_experts]
         chosen, weights = self.router.choose(flat)
         spread = self.ep_group.size() > 1
         if spread:
@@ -165,10 +202,10 @@ class MoELayer(MegatronMoELayer):
             total = linear(inner, shared.linear_fc2.weight, residual=total)
         if self.config.moe_latent_size:
             small = linear(flat, self.fc1_latent_proj.weight)
-            mixed = expert_mlp(small, *self._stacks, chosen, weights, activation, some_elsewhere=spread)
+            mixed = expert_mlp(small, fc1, fc2, chosen, weights, activation, some_elsewhere=spread)
             total = linear(mixed, self.fc2_latent_proj.weight, residual=total)
         else:
-            total = expert_mlp(flat, *self._stacks, chosen, weights, activation, total, spread)
+            total = expert_mlp(flat, fc1, fc2, chosen, weights, activation, total, spread)
         return all_reduce(total, self.attn_tp_group).view(x.shape)
 
 
@@ -178,15 +215,20 @@ def _can_move(weight: Tensor) -> bool:
     return alone and not weight.is_inference()
 
 
-def _are_rows_of(stack: Tensor, weights: list[Tensor]) -> bool:
-    return all(weight.data_ptr() == row.data_ptr() for weight, row in zip(weights, stack, strict=True))
+def _parts(stack: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    return stack.split([len(weight) for weight in weights])
+
+
+def _are_parts_of(stack: Tensor, weights: list[Tensor]) -> bool:
+    places = [part.data_ptr() for part in _parts(stack, weights)]
+    return places == [weight.data_ptr() for weight in weights]
 
 
 def _stack(weights: list[Tensor]) -> Tensor:
-    """[experts, ..] the weights in one tensor, which they become views of."""
-    stack = torch.stack([weight.detach() for weight in weights])
-    for weight, row in zip(weights, stack, strict=True):
-        weight.data = row
+    """The rows of all weights in one tensor, which they become views of."""
+    stack = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, _parts(stack, weights), strict=True):
+        weight.data = part
     return stack
 
 
