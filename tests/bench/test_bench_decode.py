@@ -358,6 +358,7 @@ def fake(monkeypatch):
         def make(model, num_speculative_tokens, max_num_seqs, **_):
             engines.append(FakeEngine(num_speculative_tokens, accepts, cut))
             return SimpleNamespace(
+                ranks=SimpleNamespace(size=1),
                 engine=engines[-1],
                 model=model,
                 stats=lambda: SimpleNamespace(
