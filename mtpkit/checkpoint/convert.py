@@ -25,7 +25,7 @@ from mtpkit.checkpoint.families.table import MappedTensors, Stored
 from mtpkit.checkpoint.layouts.huggingface import INDEX, MAX_SHARD_BYTES, HFReader, copy_companions, write_hf
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import ModelTensors
-from mtpkit.checkpoint.original import carried_names, keep_original, open_carried, read_stored
+from mtpkit.checkpoint.original import ORIGINAL, carried_names, keep_original, open_carried, read_stored
 from mtpkit.checkpoint.tensors import CheckedTensors, SeveralSources, TensorSource, bits_equal
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
@@ -96,7 +96,7 @@ def export_checkpoint(
     source, destination = check_paths(source, destination, "megatron", force)
     weights, config = open_weights(source), load_config(source)
     chosen, places = find_family(config, family, source), list(beside(source))
-    stored = read_stored(places, chosen.table(config))
+    stored = read_stored(places)
     hf_config, mapped = _hf_view(weights, config, chosen, load_hf_config(source), source, stored)
     carried = open_carried(places)
     with staged_directory(destination) as staging:
@@ -137,7 +137,10 @@ def _hf_view(
     if original and original["model_type"] != family.model_type:
         original = None
     hf_config = family.config_to_hf(config, original)
-    weights = family.table(config).to_hf(source, where, stored)
+    table = family.table(config)
+    if stored is not None:
+        table.check(stored, f"{ORIGINAL} of {where}")
+    weights = table.to_hf(source, where, stored)
     dtype_key = "dtype" if original and "dtype" in original else "torch_dtype"
     hf_config[dtype_key] = str(next(iter(weights.tensors.values())).dtype).removeprefix("torch.")
     return hf_config, weights

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import beside, detect_layout, load_config
 from mtpkit.checkpoint.families import Family, get_family
-from mtpkit.checkpoint.families.table import Stored, Table
+from mtpkit.checkpoint.families.table import Stored
 from mtpkit.checkpoint.layouts.huggingface import CarriedTensors, HFReader, write_shard
 from mtpkit.checkpoint.tensors import FLOATS
 from mtpkit.config import ModelConfig
@@ -65,14 +65,14 @@ def _as_json(tensor: Tensor) -> dict[str, object]:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "values": tensor.double().tolist()}
 
 
-def read_stored(places: Iterable[Path], table: Table) -> Stored:
-    """How the original stored the tensors of a table; as a family does by default where nothing says it.
+def read_stored(places: Iterable[Path]) -> Stored:
+    """How the original stored its tensors; as a family does by default where nothing says it. See `Table.check`.
 
     Args:
         places: directories to look in, nearest first.
 
     Raises:
-        UserError: the record is damaged, or says what the table cannot follow.
+        UserError: the record is damaged.
     """
     path = next((place / ORIGINAL for place in places if is_there(place / ORIGINAL)), None)
     if path is None:
@@ -82,9 +82,7 @@ def read_stored(places: Iterable[Path], table: Table) -> Stored:
     texts = isinstance(ways, dict) and isinstance(lacking, list) and isinstance(rounded, dict)
     if not texts or not all(isinstance(text, str) for text in (*ways.values(), *lacking)):
         raise UserError(f"{path} holds {shown(values)}; import the checkpoint again")
-    stored = Stored(ways, tuple(lacking), {name: _from_json(value, path) for name, value in rounded.items()})
-    table.check(stored, path)
-    return stored
+    return Stored(ways, tuple(lacking), {name: _from_json(value, path) for name, value in rounded.items()})
 
 
 def _from_json(found: object, where: Path) -> Tensor:

@@ -105,7 +105,7 @@ def test_an_unknown_way_is_refused(tmp_path):
     with pytest.raises(UserError) as caught:
         export_checkpoint(tmp_path / "megatron", tmp_path / "back")
     said = f"{key} is stored 'stacked', not 'one by one', 'packed'; import the checkpoint again"
-    assert str(caught.value) == f"{tmp_path / 'megatron' / ORIGINAL}: {said}"
+    assert str(caught.value) == f"{ORIGINAL} of {tmp_path / 'megatron'}: {said}"
     assert not (tmp_path / "back").exists()
     record["ways"][key] = "packed"
     (tmp_path / "megatron" / ORIGINAL).write_text(json.dumps(record))
