@@ -223,6 +223,21 @@ def test_experts_of_other_ranks_add_nothing(twin: Twin, activation, tokens):
     assert not parts[1][0].any()
 
 
+@pytest.mark.parametrize("tokens", [5, 400])
+def test_pairs_of_experts_elsewhere_are_in_no_block(twin: Twin, tokens):
+    """Their expert has no weights here: a block of it would read past the last one's."""
+    if twin.name == "reference":
+        pytest.skip("it has no blocks")
+    ids = torch.stack([torch.randperm(4) for _ in range(tokens)])[:, :2].contiguous().to(twin.device)  # 3: elsewhere
+    blocks = twin("moe")._sort(ids, 3, 16)
+    used, pairs = int(blocks.used), ids.numel()
+    counts = [int((ids == expert).sum()) for expert in range(3)]
+    assert used == sum(-(-count // 16) for count in counts) <= len(blocks.experts)
+    assert blocks.experts[:used].max() < 3
+    order = blocks.order[:used].flatten()
+    assert sorted(order[order < pairs].tolist()) == (ids.flatten() < 3).nonzero()[:, 0].tolist()
+
+
 def test_rows_do_not_mix_and_calls_repeat(twin: Twin):
     """A row of NaN does not spread to rows in the same experts' blocks, and the same call gives the same bits."""
     arguments = draw(6, 2, 2, 64, 32, "relu2", twin.device)
