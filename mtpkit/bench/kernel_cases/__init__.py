@@ -25,13 +25,13 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     has = shapes.config.has
     if has(Mamba2Config):
         yield from (mixers.ssm_replay(shapes), mixers.ssm_snapshot(shapes), mixers.conv_update(shapes))
-        yield linears.gated_norm(shapes)
+        yield from (linears.gated_norm(shapes), mixers.ssm_fold(shapes))
     if has(GatedDeltaNetConfig):
-        yield from (delta.replay(shapes), delta.snapshot(shapes), delta.gated_norm(shapes))
+        yield from (delta.replay(shapes), delta.snapshot(shapes), delta.gated_norm(shapes), delta.fold(shapes))
         if not has(Mamba2Config):  # which has the same op
             yield mixers.conv_update(shapes)
     if has(AttentionConfig):
-        yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes))
+        yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes), mixers.move_entries(shapes))
         if shapes.config.attention.attention_output_gate:
             yield linears.sigmoid_gate(shapes)
         if shapes.config.attention.position_embedding_type != "none":
@@ -44,10 +44,10 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     if has(MoeConfig):
         yield from (linears.route(shapes, shapes.count), linears.expert_mlp(shapes, shapes.count))
     if shapes.config.mtp.num_depths:
-        yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes))
+        yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes), tokens.linear_best(shapes))
     yield from tokens.sampling_cases(shapes)
     if shapes.k:
-        yield from (tokens.accept_matching(shapes), tokens.accept_rejection(shapes))
+        yield from (tokens.accept_matching(shapes), tokens.accept_tree(shapes), tokens.accept_rejection(shapes))
     yield from (linears.linear_case(shapes, call) for call in linears.calls(shapes))
 
 

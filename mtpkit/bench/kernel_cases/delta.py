@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.mixers import ring_lens, starts_of
+from mtpkit.bench.kernel_cases.mixers import fold_case, ring_lens, starts_of
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.kernels import gated_delta_rule, norm, ring
 
@@ -32,6 +32,24 @@ def _state(shapes: Shapes, *lead: int) -> Tensor:
     return shapes.normal(*lead, *widths, std=0.1, dtype=shapes.state_dtype)
 
 
+def _rings(shapes: Shapes, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, corrections and log decays of each row's last `length` tokens."""
+    sizes, lead = shapes.config.gated_delta_net, (shapes.rows, length)
+    keys = shapes.normal(*lead, sizes.num_key_heads, sizes.key_head_dim, std=1 / math.sqrt(sizes.key_head_dim))
+    corrections = shapes.normal(*lead, sizes.num_value_heads, sizes.value_head_dim).float()
+    return keys, corrections, -0.1 * shapes.uniform(*lead, sizes.num_value_heads).float()
+
+
+def fold(shapes: Shapes) -> Case:
+    """Folding the rings into the states, see `mixers.fold_case`."""
+
+    def contents(length: int) -> tuple[Tensor, ...]:
+        keys, corrections, decays = _rings(shapes, length)
+        return _state(shapes, shapes.rows), corrections, keys, decays
+
+    return fold_case(shapes, contents)
+
+
 def replay(shapes: Shapes) -> Case:
     """The state update that replays the entries of a ring."""
     rows, tokens, sizes = shapes.rows, shapes.tokens, shapes.config.gated_delta_net
@@ -39,12 +57,8 @@ def replay(shapes: Shapes) -> Case:
 
     def make() -> Args:
         raw = _raw(shapes, rows, tokens)
-        keys, values = (sizes.num_key_heads, sizes.key_head_dim), (sizes.num_value_heads, sizes.value_head_dim)
-        ring_k = shapes.normal(rows, length, *keys, std=1 / math.sqrt(sizes.key_head_dim))
-        ring_u = shapes.normal(rows, length, *values).float()
-        ring_g = -0.1 * shapes.uniform(rows, length, sizes.num_value_heads).float()
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
-        return _state(shapes, rows), ring_k, ring_u, ring_g, *places, *raw
+        return _state(shapes, rows), *_rings(shapes, length), *places, *raw
 
     def count(args: Args) -> float:
         state, ring_k, ring_u, ring_g, _, _, lens, q, k, v, a, b, *_ = args

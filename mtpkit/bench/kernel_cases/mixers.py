@@ -4,6 +4,7 @@ Shape legend: R rows (requests), T = 1 + K tokens per row, B blocks per row.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.bench.settings import depth_rates
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import Mamba2Config
-from mtpkit.kernels import attention, causal_conv1d, kv_store, ring, ssd, ssm_update
+from mtpkit.kernels import attention, causal_conv1d, kv_store, ring, ring_fold, ssd, ssm_update
+from mtpkit.kernels import move_entries as moves
 
 _BLOCK = 16
 
@@ -85,6 +87,21 @@ def store_kv(shapes: Shapes) -> Case:
     return Case(kv_store.store_kv, shapes.step, make, lambda args: 2 * _cached_bytes(shapes, count))
 
 
+def move_entries(shapes: Shapes) -> Case:
+    """Moving a step's keys and values to where those of an accepted path belong; here all of them."""
+    sizes, rows, tokens = shapes.config.attention, shapes.rows, shapes.tokens
+
+    def make() -> Args:
+        key, value, _ = _cache(shapes, rows, tokens)
+        places = shapes.permutation(len(key) * _BLOCK)[: shapes.count].view(rows, tokens)
+        return places.roll(1, 1), places, key.flatten(0, 1), value.flatten(0, 1)
+
+    note = f"[{sizes.num_query_groups}, {sizes.kv_channels}] each"
+    return Case(
+        moves.move_entries, f"{shapes.step}, {note}", make, lambda args: 2 * _cached_bytes(shapes, shapes.count)
+    )
+
+
 _ACCEPTANCE = (0.85,)
 """Conditional rates from which the fill of the replay rings follows."""
 
@@ -120,6 +137,37 @@ def _state_shape(config: ModelConfig) -> tuple[int, int, int]:
 
 def _state(shapes: Shapes, *lead: int) -> Tensor:
     return shapes.normal(*lead, *_state_shape(shapes.config), dtype=shapes.state_dtype)
+
+
+def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> Case:
+    """Folding the entries of all rows' rings into their states, as a checkpoint of the prefix cache has them.
+
+    Args:
+        contents: given L, state [R, h, p, n], values [R, L, h, p], keys [R, L, g, n], rates [R, L, h], perhaps A_log.
+    """
+    rows, length = shapes.rows, ring.ring_length(shapes.tokens)
+
+    def make() -> Args:
+        state, values, keys, rates, *A_log = contents(length)
+        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
+        return state, values, keys, rates, *places, *A_log
+
+    def count(args: Args) -> float:
+        state, values, keys, rates, _, _, lens, *_ = args
+        return 2 * size(state) + int(lens.sum()) * size(values[0, 0], keys[0, 0], rates[0, 0])
+
+    return Case(ring_fold.fold_ring, f"R = {rows}, {length} places", make, count)
+
+
+def ssm_fold(shapes: Shapes) -> Case:
+    """Of a Mamba2 layer, whose ring has step sizes."""
+
+    def contents(length: int) -> tuple[Tensor, ...]:
+        x, _, A_log, B, *_ = scan_inputs(shapes, shapes.rows, length)
+        dt = 0.1 * shapes.uniform(shapes.rows, length, shapes.config.mamba2.num_heads, dtype=torch.float32)
+        return _state(shapes, shapes.rows), x.contiguous(), B.contiguous(), dt, A_log
+
+    return fold_case(shapes, contents)
 
 
 def ssm_replay(shapes: Shapes) -> Case:

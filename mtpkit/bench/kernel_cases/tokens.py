@@ -4,6 +4,7 @@ Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, h h
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,6 +53,12 @@ def linear_argmax(shapes: Shapes) -> Case:
     )
 
 
+def linear_best(shapes: Shapes) -> Case:
+    """What a rank of several tells of its part of the vocabulary, here of all."""
+    case = linear_argmax(shapes)
+    return replace(case, call=draft_head.linear_best, judge=lambda _, found: found[0])
+
+
 def sampling_cases(shapes: Shapes) -> Iterator[Case]:
     """From the logits of a step to tokens: greedy choices, distributions and draws, with penalties or without."""
     rows, count, vocab_size, device = shapes.rows, shapes.count, shapes.config.vocab_size, shapes.device
@@ -84,6 +91,15 @@ def sampling_cases(shapes: Shapes) -> Iterator[Case]:
         lambda args: size(args[0]),
         judge=lambda args, tokens: args[0].gather(-1, tokens[:, None]),
     )
+    yield Case(draft_head.best, shape, lambda: (logits(),), lambda args: size(args[0]), judge=lambda _, found: found[0])
+    yield Case(
+        draft_head.top_tokens,
+        f"{shape}, 4 best",
+        lambda: (logits(), min(4, vocab_size)),
+        lambda args: size(args[0]),
+        judge=lambda _, found: found[1],
+        tolerance=1e-3,
+    )
     filters = f"{shape}, top-k, top-p"
     yield Case(sampling.probabilities, filters, filtered, lambda args: size(args[0]) + 4 * args[0].numel())
     # A number that falls on the edge between two tokens may fall on either side: so the tolerance of draws.
@@ -112,6 +128,17 @@ def accept_matching(shapes: Shapes) -> Case:
         return shapes.ints(3, shapes.rows, shapes.k), chosen
 
     return Case(acceptance.accept_matching, shapes.step, make, lambda args: size(*args, args[1], args[1][:, 0]))
+
+
+def accept_tree(shapes: Shapes) -> Case:
+    """The same of drafts that form a tree: here two first tokens, and one chain behind each."""
+
+    def make() -> Args:
+        parents = (torch.arange(shapes.tokens, device=shapes.device) - 2).clamp_min(0).expand(shapes.rows, -1)
+        tokens, chosen = (shapes.ints(3, shapes.rows, shapes.tokens) for _ in range(2))
+        return tokens, parents.contiguous(), chosen, shapes.k
+
+    return Case(acceptance.accept_tree, shapes.step, make, lambda args: size(*args[:3], args[0], args[1]))
 
 
 def accept_rejection(shapes: Shapes) -> Case:
