@@ -304,3 +304,12 @@ def test_real_sizes(sizes, dtype, lens):
     tolerance = TOLERANCE if dtype == torch.float32 else 1e-2
     for have, want in zip(*found, strict=True):
         assert relative(have, want.double()) < tolerance
+
+
+def test_products_are_narrow_where_operands_can_be_copied_ahead():
+    """On an H200, others came out wrong."""
+    is_narrow = importlib.import_module("mtpkit.kernels.ssd.scan").is_narrow
+    x = torch.zeros(5, 4, 32, dtype=torch.bfloat16)
+    assert is_narrow(x, x[1:, :, 16:]) and not is_narrow(x, x.float())
+    assert is_narrow(x[:, :1, :20]) and not is_narrow(x[:, :, 1:])
+    assert not is_narrow(torch.zeros(5, 4, 17, dtype=torch.bfloat16))

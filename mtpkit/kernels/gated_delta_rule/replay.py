@@ -193,22 +193,24 @@ def delta_replay_update(
     dt_bias: Tensor,
     ancestors: Tensor | None = None,
     *,
-    block_p: int = 32,
-    block_h: int | None = None,
+    block_p: int | None = None,
+    block_h: int = 1,
     num_warps: int = 2,
     num_stages: int = 2,
     maxnreg: int | None = None,
 ) -> Tensor:
     """See the reference. A program computes `block_p` channels of `block_h` value heads of a key head, `num_stages` of
-    them in flight; None: all heads of a key head, unless that leaves the GPU idle."""
+    them in flight. block_p: None: it, `num_warps` and `maxnreg` are those that are fastest on an H200: of many states,
+    more resident programs are worth more than registers."""
     (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
     capacity = ring_capacity(length := ring_k.shape[1])
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
     assert all(buffer.is_contiguous() for buffer in (state, ring_k, ring_u, ring_g))
-    block_n, block_p, per_group = padded(state_dim), min(block_p, padded(width)), heads // groups
-    if block_h is None:
-        block_h = per_group if rows * groups * triton.cdiv(width, block_p) >= 2 * PROGRAMS else 1
-    assert per_group % block_h == 0
+    if block_p is None:
+        many = rows * heads * triton.cdiv(width, 64) >= 4 * PROGRAMS
+        block_p, num_warps, maxnreg = (64, 4, 128) if many else (32, 2, None)
+    block_n, block_p = padded(state_dim), min(block_p, padded(width))
+    assert heads // groups % block_h == 0
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _replay_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
         state,

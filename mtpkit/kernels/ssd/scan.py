@@ -25,6 +25,9 @@ from mtpkit.kernels.ssm_update.replay import step_size
 FORGOTTEN = -144.0
 """Logarithm to base 2 of a decay after which nothing is left in fp32."""
 
+_KNOWN_MULTIPLE = 16
+"""Strides in elements and addresses in bytes that are multiples of it are known to be so to Triton."""
+
 
 @dataclass(frozen=True)
 class ScanTiles:
@@ -249,8 +252,14 @@ def _scan_kernel(
 
 
 def is_narrow(*tensors: Tensor) -> bool:
-    """Whether the operands of products are rounded to bf16: where all inputs are in bf16."""
-    return all(t.dtype == torch.bfloat16 for t in tensors)
+    """Whether the operands of products are rounded to bf16: where all inputs are in bf16, and lie so that they can be
+    copied ahead of their use. On an H200, products of operands that were not came out wrong in loops (Triton 3.6)."""
+
+    def aligned(t: Tensor) -> bool:
+        strides = [stride for stride, size in zip(t.stride()[:-1], t.shape, strict=False) if size > 1]
+        return all(place % _KNOWN_MULTIPLE == 0 for place in (t.data_ptr(), *strides))
+
+    return all(t.dtype == torch.bfloat16 and aligned(t) for t in tensors)
 
 
 def alike(B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
