@@ -22,6 +22,9 @@ _JOINED_TOKENS = 256
 """Up to so many tokens a shared expert that can be is one of the routed ones, which saves the launches of its own; of
 more its products are faster by themselves."""
 
+_ALIGNED_ROWS = 8
+"""A multiple of rows that suits cuBLAS: of 64 tokens on an H200 513 rows took 9 us, 512 rows 6."""
+
 
 class DuplicatedLinear(NoExtraState, nn.Linear):
     """A linear held whole by every tensor-parallel rank; returns (output, bias) as megatron-core's linears do."""
@@ -49,7 +52,7 @@ class Router(TopKRouter):
         """x [T, hidden] to its experts [T, k] and their weights, without waiting for the host.
 
         Args:
-            rows: the weight in place of the router's own: [E + 1, hidden] with a `gated` shared expert.
+            rows: the weight in place of the router's own: [E + 1 or more, hidden] with a `gated` shared expert.
             shared: see `mtpkit.kernels.moe.route`.
         """
         weight = self.weight if rows is None else rows
@@ -57,7 +60,7 @@ class Router(TopKRouter):
             logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
         else:
             logits = x.float() @ weight.float().t()
-        return self._route(logits, shared)
+        return self._route(logits[:, : self.num_experts + (shared == "gated")], shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
@@ -101,7 +104,7 @@ class MoELayer(MegatronMoELayer):
 
     _stacks: list[Tensor] | None = None
     """fc1 and fc2 of all experts, behind them those of a shared expert of the same size; then, if that has a gate, the
-    weights of the router and of the gate. The parameters are views of them."""
+    weights of the router and of the gate, and zeros. The parameters are views of them."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, hidden] to (the same shape, bias or None)."""
@@ -130,7 +133,8 @@ class MoELayer(MegatronMoELayer):
         apart = self.config.sequence_parallel or not self._same_tokens
         if apart or not all(_can_move(weight) for weights in together for weight in weights):
             return False
-        self._stacks = [_stack(weights) for weights in together]
+        multiples = 1, 1, _ALIGNED_ROWS
+        self._stacks = [_stack(weights, rows) for weights, rows in zip(together, multiples, strict=False)]
         return True
 
     @property
@@ -216,7 +220,8 @@ def _can_move(weight: Tensor) -> bool:
 
 
 def _parts(stack: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    return stack.split([len(weight) for weight in weights])
+    lens = [len(weight) for weight in weights]
+    return stack[: sum(lens)].split(lens)
 
 
 def _are_parts_of(stack: Tensor, weights: list[Tensor]) -> bool:
@@ -224,9 +229,10 @@ def _are_parts_of(stack: Tensor, weights: list[Tensor]) -> bool:
     return places == [weight.data_ptr() for weight in weights]
 
 
-def _stack(weights: list[Tensor]) -> Tensor:
-    """The rows of all weights in one tensor, which they become views of."""
-    stack = torch.cat([weight.detach() for weight in weights])
+def _stack(weights: list[Tensor], multiple: int) -> Tensor:
+    """The rows of all weights in one tensor, which they become views of; then zeros, up to a multiple of rows."""
+    padding = weights[0].new_zeros(-sum(map(len, weights)) % multiple, *weights[0].shape[1:])
+    stack = torch.cat([*(weight.detach() for weight in weights), padding])
     for weight, part in zip(weights, _parts(stack, weights), strict=True):
         weight.data = part
     return stack
