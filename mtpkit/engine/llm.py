@@ -53,10 +53,6 @@ class LLM:
             loading.warn_untrained(str(given), depths, heads.num_depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
-        if tree is not None and self.ranks.size > 1:
-            raise UserError(
-                f"trees of drafts run on one rank, tensor_parallel_size is {self.ranks.size}: leave one out"
-            )
         loading.check_children(tree, model_config.vocab_size if draft_ids is None else len(draft_ids))
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
             options.model,

@@ -9,7 +9,7 @@ from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
-from mtpkit.kernels.acceptance import accept_drawn_tree, accept_matching, accept_tree
+from mtpkit.kernels.acceptance import accept_matching, accept_tree
 from mtpkit.kernels.sampling import uniform
 from mtpkit.model.inputs import TreeInput
 
@@ -94,12 +94,12 @@ def _verify_chosen_tree(logits: Tensor, batch: Batch) -> Verdict:
 
 
 def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
-    """Verify trees whose siblings were drawn without replacement from `draft_probs` [D, E, V]."""
+    """Verify trees whose siblings were drawn without replacement from `draft_probs` [D, E, v]."""
     rows, drafts = batch.drafts.shape
     part = slice(rows * (1 + drafts))
     row_of_logit, positions = batch.logit_rows[part], _positions(batch, part)
     tree, branches = _tree(batch), torch.arange(1 + drafts, device=logits.device).repeat(rows)
-    assert batch.draft_probs is not None and tree.children is not None and tree.draft_index is not None
+    assert batch.draft_probs is not None
     # A draft is accepted at its own position, which is the one after its parent's.
     at_draft = batch.inputs.positions[batch.logit_indices[part]]
     shape = rows, 1 + drafts
@@ -108,7 +108,7 @@ def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
     tokens = batch.token_ids[: rows * (1 + drafts)].view(shape)
     depth = batch.plan.num_speculative_tokens
-    found = accept_drawn_tree(tokens, tree.children, batch.draft_probs, tree.draft_index, probs, accept, token, depth)
+    found = batch.sampling.vocabulary.accept_drawn_tree(tokens, tree, batch.draft_probs, probs, accept, token, depth)
     return Verdict(*found)
 
 

@@ -9,12 +9,15 @@ Shape legend: N rows, V vocabulary, v the part of it that this rank holds, R dec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.kernels import NO_TOKEN, acceptance, draft_head
 from mtpkit.kernels import sampling as ops
 from mtpkit.kernels.acceptance.reference import cut
-from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks
+from mtpkit.kernels.draft_head.reference import to_token_ids
+from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks, top_of_ranks
+from mtpkit.model.inputs import TreeInput
 
 _DIGIT_BITS = 8
 """Bits of a logit's distance from the best that one exchange decides on; a row sends 2^bits sums of 8 bytes."""
@@ -24,7 +27,7 @@ Shaping = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """[N] temperature, top-k, top-p and min-p; None for a filter that no row uses."""
 
 
-class Vocabulary:
+class Vocabulary(acceptance.Whole):
     """A vocabulary that this rank holds whole."""
 
     def __init__(self, size: int) -> None:
@@ -32,10 +35,6 @@ class Vocabulary:
         """V."""
         self.first, self.width = 0, size
         """The first token that this rank holds, and v, how many it holds."""
-
-    def place(self, token_ids: Tensor) -> Tensor:
-        """The column of each token in this rank's part; -1 where another rank holds it."""
-        return token_ids
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[N] int64, the first best token of logits [N, v], or `NO_TOKEN`: see `kernels.draft_head.argmax`."""
@@ -45,9 +44,19 @@ class Vocabulary:
         """[N, v] float32, see `kernels.sampling.probabilities`."""
         return ops.probabilities(logits, *shaping)
 
-    def sample(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """[N] int64 tokens drawn from weights [N, v], see `kernels.sampling.sample`."""
-        return ops.sample(weights, uniforms)
+    def top_tokens(self, logits: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[N, count] int64 and float32, see `kernels.draft_head.top_tokens`.
+
+        Args:
+            logits: [N, v], or those of some tokens, of which this rank holds any number.
+            token_ids: [..] int64, these tokens, ascending.
+        """
+        tokens, log_probs = draft_head.top_tokens(logits, count)
+        return to_token_ids(tokens, token_ids), log_probs
+
+    def without(self, weights: Tensor, token_ids: Tensor) -> Tensor:
+        """weights [N, v] with 0 at one token [N] of each row."""
+        return acceptance.without(weights, self.place(token_ids)[:, None])
 
     def sample_logits(self, logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
         """[N] int64 tokens drawn from logits [N, v], see `kernels.sampling.sample_logits`."""
@@ -59,12 +68,28 @@ class Vocabulary:
         """See `kernels.acceptance.accept_rejection`; draft_probs [R, K, v], probs [R, 1 + K, v]."""
         return acceptance.accept_rejection(drafts, draft_probs, probs, accept_uniforms, uniforms)
 
+    def accept_drawn_tree(
+        self,
+        tokens: Tensor,
+        tree: TreeInput,
+        draft_probs: Tensor,
+        probs: Tensor,
+        accept_uniforms: Tensor,
+        uniforms: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `kernels.acceptance.accept_drawn_tree`; draft_probs [R, E, v], probs [R, T, v]."""
+        assert tree.children is not None and tree.draft_index is not None
+        shape, numbers = (tree.children, draft_probs, tree.draft_index, probs), (accept_uniforms, uniforms)
+        return acceptance.accept_drawn_tree(tokens, *shape, *numbers, depth, self)
+
 
 class SplitVocabulary(Vocabulary):
     """A vocabulary that the ranks of a group hold in parts of one size, in the order of the ranks.
 
     Bytes that each rank sends per row: for the best token 16; for a draw 16 more; with top-k 8,192, and with top-p
-    8,208, more, whatever k and p are; for the acceptance of a drawn draft 24. The logits would be 4 V / ranks.
+    8,208, more, whatever k and p are; for the acceptance of a drawn draft 24, in a tree 32; for the n best tokens
+    16 n + 8. The logits would be 4 V / ranks.
 
     Args:
         size: V, which the ranks divide.
@@ -89,10 +114,21 @@ class SplitVocabulary(Vocabulary):
         values, tokens = draft_head.best(logits)
         return best_of_ranks(values, torch.where(tokens < 0, tokens, tokens + self.first), self.group)
 
+    def top_tokens(self, logits: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `Vocabulary.top_tokens`: ranks exchange their best tokens and the mass of their parts."""
+        short = count - logits.shape[1]
+        padded = F.pad(logits, (0, short), value=-torch.inf) if short > 0 else logits
+        columns, log_probs = draft_head.top_tokens(padded, count)
+        top, _ = draft_head.best(padded)
+        values = torch.where(columns < 0, -torch.inf, padded.gather(1, columns.clamp_min(0)).float())
+        log_sums = torch.where(columns[:, 0] < 0, top, values[:, 0] - log_probs[:, 0])
+        tokens = columns + self.first if token_ids is None else F.pad(token_ids, (0, 1))[columns]
+        return top_of_ranks(values, tokens, log_sums, self.group)
+
     def probabilities(self, logits: Tensor, shaping: Shaping) -> Tensor:
         """See `Vocabulary.probabilities`."""
         weights = self._weights(logits, shaping)
-        return (weights / self._sum(weights.sum(-1, dtype=torch.float64))[:, None]).float()
+        return (weights / self.sum(weights.sum(-1, dtype=torch.float64))[:, None]).float()
 
     def sample_logits(self, logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
         """See `Vocabulary.sample_logits`."""
@@ -109,7 +145,7 @@ class SplitVocabulary(Vocabulary):
         rest = threshold - (up_to[self.rank - 1] if self.rank else 0.0)
         rest = torch.minimum(rest, own * _BELOW_ONE)  # rounding must not lead past the last weight
         column = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0].clamp_max(self.width - 1)
-        token = self._sum(torch.where(holder == self.rank, self.first + column, 0))
+        token = self.sum(torch.where(holder == self.rank, self.first + column, 0))
         return torch.where(up_to[-1] > 0, token, NO_TOKEN)
 
     def accept_rejection(
@@ -122,7 +158,7 @@ class SplitVocabulary(Vocabulary):
         chosen = torch.cat([part.gather(-1, place.clamp_min(0)) for part in (probs[:, :-1], draft_probs)], -1)
         residual = (probs[:, :-1] - draft_probs).clamp_min(0)
         own = torch.cat([torch.where(place < 0, 0.0, chosen).double(), residual.sum(-1, True, dtype=torch.float64)], -1)
-        p, q, mass = self._sum(own).unbind(-1)
+        p, q, mass = self.sum(own).unbind(-1)
         accepted = (accept_uniforms * q < p).long().cumprod(-1).sum(-1)
         residual = torch.where(mass[..., None] > 0, residual, probs[:, :-1])
         weights = torch.cat([residual, probs[:, -1:]], 1)
@@ -131,7 +167,8 @@ class SplitVocabulary(Vocabulary):
         token_ids = torch.cat([drafts, drafts.new_zeros(rows, 1)], 1)
         return accepted, cut(token_ids.scatter(1, accepted[:, None], token[:, None]), accepted)
 
-    def _sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Part.sum`."""
         return all_reduce(values, self.group)
 
     def _weights(
@@ -163,7 +200,7 @@ class SplitVocabulary(Vocabulary):
     def _keep_mass(self, scaled: Tensor, top_p: Tensor) -> Tensor:
         """Mask what has a mass of `top_p` or more before it; of equal logits the first tokens stay."""
         distance, mass = _distance(scaled), scaled.exp().double()
-        wanted = top_p * self._sum(mass.sum(-1))
+        wanted = top_p * self.sum(mass.sum(-1))
         last, before = self._reach(distance, mass, wanted)
         tied = distance == last[:, None]
         counts = all_gather(tied.sum(-1), self.group)
@@ -186,7 +223,7 @@ class SplitVocabulary(Vocabulary):
             inside = distance >> (shift + _DIGIT_BITS) == prefix[:, None]
             digit = (distance >> shift) & ((1 << _DIGIT_BITS) - 1)
             sums = amounts.new_zeros(len(amounts), 1 << _DIGIT_BITS)
-            sums = self._sum(sums.scatter_add_(1, digit, torch.where(inside, amounts, 0.0)))
+            sums = self.sum(sums.scatter_add_(1, digit, torch.where(inside, amounts, 0.0)))
             up_to = before[:, None] + sums.cumsum(1)
             chosen = (up_to < wanted[:, None]).sum(1, keepdim=True).clamp_max(sums.shape[1] - 1)
             before = torch.where(chosen[:, 0] > 0, up_to.gather(1, (chosen - 1).clamp_min(0))[:, 0], before)

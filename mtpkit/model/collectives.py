@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtpkit.kernels import NO_TOKEN
+
 
 class AllReduce(Protocol):
     """Sums a tensor over the ranks of a group."""
@@ -66,3 +68,25 @@ def best_of_ranks(values: Tensor, tokens: Tensor, group: Any) -> tuple[Tensor, T
     top = pairs[..., 0].amax(0)
     none = torch.iinfo(torch.int64).max
     return top.float(), torch.where(pairs[..., 0] == top, pairs[..., 1].long(), none).amin(0)
+
+
+def top_of_ranks(values: Tensor, tokens: Tensor, log_sums: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """The best tokens over the parts of a vocabulary that ranks hold, each as many as this rank gives.
+
+    Args:
+        values: [M, n] float32, the largest logits of this rank's part, descending; -inf where there are fewer.
+        tokens: [M, n] int64, their tokens, counted over all ranks; among equals the first rank holds the smaller ones.
+        log_sums: [M] float32, log of the sum of exp(logit) over the part; +inf in a row with NaN or +inf.
+
+    Returns:
+        [M, n] int64 and [M, n] float32 log-probabilities, see `kernels.draft_head.top_tokens`.
+    """
+    count = values.shape[1]
+    parts = all_gather(torch.cat([part.double() for part in (values, tokens, log_sums[:, None])], 1), group)
+    values, tokens, log_sums = parts.split([count, count, 1], 2)
+    total = log_sums[..., 0].logsumexp(0)[:, None]
+    values, tokens = (part.transpose(0, 1).flatten(1) for part in (values, tokens))
+    values, order = torch.sort(values, dim=1, descending=True, stable=True)
+    values, tokens = values[:, :count], tokens.gather(1, order[:, :count]).long()
+    valid = total.isfinite() & (values > -torch.inf)
+    return torch.where(valid, tokens, NO_TOKEN), torch.where(valid, (values - total).float(), torch.nan)

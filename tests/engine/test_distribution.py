@@ -205,7 +205,7 @@ def test_drawn_trees_leave_the_law_alone(heads, params, tree):
 
 def test_trees_that_take_siblings_for_independent_draws_would_be_seen(monkeypatch):
     """A sibling that is judged as if the one before it had not been rejected."""
-    monkeypatch.setattr(drawn_tree, "_normalised", lambda weights, otherwise: otherwise)
+    monkeypatch.setattr(drawn_tree, "_normalised", lambda weights, otherwise, total: otherwise)
     params = SETTINGS[0]
     with pytest.raises(AssertionError):
         check(decode_trees("adversarial", parse_tree([3, 1]), range(4000), **params), SamplingParams(**params))

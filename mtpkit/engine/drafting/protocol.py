@@ -63,16 +63,22 @@ class MtpDrafter:
         state = normed_states(self.model, state, depth)
         if not self.sample:
             return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
-        vocabulary = batch.sampling.vocabulary
-        if self._draft_weight is None or self.draft_token_ids is None:
-            logits = local_logits(self.model, state)
-        else:
-            logits = state.new_full((len(state), vocabulary.width), -torch.inf)
-            logits[:, self.draft_token_ids - vocabulary.first] = linear(state, self._draft_weight)
         rows = torch.arange(len(state), device=state.device)
-        probs = sampler.probabilities(logits, batch.sampling, rows)
+        probs = self.distributions(state, batch, rows)
         numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
-        return vocabulary.sample(probs, numbers), probs
+        return batch.sampling.vocabulary.sample(probs, numbers), probs
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[M, d] from normed states [M, h], of `draft_token_ids` or of all tokens, as far as this rank holds them."""
+        return local_logits(self.model, state) if self._draft_weight is None else linear(state, self._draft_weight)
+
+    def distributions(self, state: Tensor, batch: Batch, rows: Tensor) -> Tensor:
+        """[M, v] float32, from which drafts are drawn, given normed states [M, h] of `rows` [M]."""
+        vocabulary, logits = batch.sampling.vocabulary, self.logits(state)
+        if self.draft_token_ids is not None:
+            drafted, logits = logits, logits.new_full((len(state), vocabulary.width), -torch.inf)
+            logits[:, self.draft_token_ids - vocabulary.first] = drafted
+        return sampler.probabilities(logits, batch.sampling, rows)
 
     def drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
         """Stack the results of `choose` for each depth; without any, the result is an empty [S, K]."""

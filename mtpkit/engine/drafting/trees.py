@@ -4,7 +4,8 @@ A depth runs on each draft that gets children as on a row of its own: recurrent 
 hold of its parent, and keys and values lie behind one another in the request's blocks, seen by masks.
 
 Shape legend: T tokens of the step, R rows, S rows that sample, f drafts of a level that get children, b children of
-each, V vocabulary, h hidden size. p is a row's newest accepted position: h_p is known and t_{p+1} was just chosen.
+each, v tokens of the vocabulary that this rank holds, h hidden size. p is a row's newest accepted position: h_p is
+known and t_{p+1} was just chosen.
 """
 
 from dataclasses import replace
@@ -21,10 +22,7 @@ from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter, shifted_token_ids
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.engine.tree import Tree
-from mtpkit.kernels import sampling as ops
-from mtpkit.kernels.draft_head import top_tokens
-from mtpkit.kernels.linear import linear
-from mtpkit.model import compute_logits, mtp_forward, normed_states
+from mtpkit.model import mtp_forward, normed_states
 from mtpkit.model.inputs import StepInput, TreeInput
 
 
@@ -49,49 +47,33 @@ class _Trees(MtpDrafter):
         Args:
             state: [S f, 1, h].
             newest: [S] positions p.
-            probs: gets the [S, f, V] distributions that drafts are drawn from, if they are.
+            probs: gets the [S, f, v] distributions that drafts are drawn from, if they are.
         """
         count, depth = len(newest), growth.depth
-        logits = self.logits(normed_states(self.model, state[:, 0], depth))
-        width = self.shape.widths[depth - 1]
+        normed, width = normed_states(self.model, state[:, 0], depth), self.shape.widths[depth - 1]
         if self.sample:
             rows = torch.arange(len(state), device=newest.device) // (len(state) // count)
-            weights = sampler.probabilities(self.widened(logits), batch.sampling, rows)
+            weights = self.distributions(normed, batch, rows)
             probs.append(weights.unflatten(0, (count, -1)))
             nodes = self.shape.nodes[depth - 1].repeat(count, 1)  # [S f, b]
             tokens = self._draw(weights, batch, rows, newest[rows] + 1 + depth, nodes)
             log_probs = torch.zeros_like(tokens, dtype=torch.float32)
         else:
-            tokens, log_probs = top_tokens(logits, width)
-            if self.draft_token_ids is not None:
-                tokens = torch.where(tokens < 0, tokens, self.draft_token_ids[tokens])
+            top_tokens = batch.sampling.vocabulary.top_tokens
+            tokens, log_probs = top_tokens(self.logits(normed), width, self.draft_token_ids)
         growth.add(*(part.unflatten(0, (count, -1)) for part in (tokens, log_probs)))
-
-    def logits(self, state: Tensor) -> Tensor:
-        """Logits of `draft_token_ids` [M, D], or of all tokens [M, V], from normed states [M, h]."""
-        if self._draft_weight is None:
-            return compute_logits(self.model, state)
-        return linear(state, self._draft_weight)
-
-    def widened(self, logits: Tensor) -> Tensor:
-        """Logits [M, V] of those that `logits` gives; -inf for other tokens."""
-        if self.draft_token_ids is None:
-            return logits
-        wide = logits.new_full((len(logits), self.model.mtpkit_config.vocab_size), -torch.inf)
-        wide[:, self.draft_token_ids] = logits
-        return wide
 
     @staticmethod
     def _draw(weights: Tensor, batch: Batch, rows: Tensor, positions: Tensor, nodes: Tensor) -> Tensor:
-        """[n, b] children of n tokens, drawn from weights [n, V] without replacement; a random number belongs to the
+        """[n, b] children of n tokens, drawn from weights [n, v] without replacement; a random number belongs to the
         token of the tree that it draws."""
-        drawn = []
+        vocabulary, drawn = batch.sampling.vocabulary, list[Tensor]()
         for place in range(nodes.shape[1]):
             numbers = sampler.uniforms(batch.sampling, rows, positions, sampler.DRAFT_STREAM, nodes[:, place])
-            token = ops.sample(weights, numbers)
+            token = vocabulary.sample(weights, numbers)
             # Where nothing is left to draw from, token 0 stands for none: its weight is 0, so that it is not accepted.
             drawn.append(token if place == 0 else embeddable(token))
-            weights = weights.scatter(1, embeddable(token)[:, None], 0.0)
+            weights = vocabulary.without(weights, embeddable(token))
         return torch.stack(drawn, 1)
 
     def feed(

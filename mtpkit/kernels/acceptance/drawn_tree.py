@@ -1,13 +1,48 @@
 """Recursive rejection sampling of siblings that were drawn without replacement, in plain PyTorch on every device.
 
 SpecInfer (Miao et al. 2023, arXiv:2305.09781, section 4.3); without replacement as in Yang et al. 2024,
-arXiv:2402.14160. Shape legend: R rows, T tokens of a tree, E tokens with children, V vocabulary.
+arXiv:2402.14160. Shape legend: R rows, T tokens of a tree, E tokens with children, V vocabulary, v the part of it that
+this rank holds.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mtpkit.kernels.sampling import sample
+
+
+class Part(Protocol):
+    """The part of a vocabulary that a rank holds, and what ranks exchange of it."""
+
+    def place(self, token_ids: Tensor) -> Tensor:
+        """The column of each token in this rank's part; -1 where another rank holds it."""
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of float64 `values` over all ranks."""
+        ...
+
+    def sample(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """See `kernels.sampling.sample`; weights [N, v]."""
+        ...
+
+
+class Whole:
+    """A vocabulary that this rank holds whole."""
+
+    def place(self, token_ids: Tensor) -> Tensor:
+        """See `Part.place`."""
+        return token_ids
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Part.sum`."""
+        return values
+
+    def sample(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """See `Part.sample`."""
+        return sample(weights, uniforms)
 
 
 def accept_drawn_tree(
@@ -19,6 +54,7 @@ def accept_drawn_tree(
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
     depth: int,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Accept at most one child of each token on the path, and draw one more token where the path ends.
 
@@ -30,15 +66,18 @@ def accept_drawn_tree(
     Args:
         token_ids: [R, T] int64.
         children: [T, C] int64, the children of each token in the order of their draws, then -1; the same for all rows.
-        draft_probs: [R, E, V], q at each token that has children.
+        draft_probs: [R, E, v], q at each token that has children.
         draft_index: [T] int64, where in E each token's q is; any number for tokens without children.
-        target_probs: [R, T, V], p after each token. A row that stops where p is NaN gets `NO_TOKEN` there.
+        target_probs: [R, T, v], p after each token. A row that stops where p is NaN gets `NO_TOKEN` there.
         accept_uniforms, sample_uniforms: [R, T] float64, the u of each draft, and that of a draw after each token.
         depth: K, the largest depth of a token.
+        part: what this rank holds of the vocabulary; None: all. For each child that is tried, ranks exchange p and q of
+            the child and the masses of (p - q)+ and of what is left of q.
 
     Returns:
         The same as `accept_tree`.
     """
+    part = Whole() if part is None else part
     rows = torch.arange(len(token_ids), device=token_ids.device)
     current = torch.zeros_like(rows)
     alive = torch.ones_like(rows, dtype=torch.bool)
@@ -52,15 +91,18 @@ def accept_drawn_tree(
             tried = alive & (found < 0) & (child >= 0)
             child = child.clamp_min(0)
             token = token_ids[rows, child]
-            mass = q[rows, token].double()
-            tried = tried & (mass > 0)
-            accepted = tried & (accept_uniforms[rows, child] * mass < p[rows, token].double())
+            column = part.place(token)[:, None]
+            residual, left = (p - q).clamp_min(0), without(q, column)
+            p_child, q_child, mass, left_mass = part.sum(
+                torch.cat([*(_at(one, column) for one in (p, q)), *(_total(one) for one in (residual, left))], 1)
+            ).unbind(1)
+            tried = tried & (q_child > 0)
+            accepted = tried & (accept_uniforms[rows, child] * q_child < p_child)
             found, rank = torch.where(accepted, child, found), torch.where(accepted, place, rank)
             rejected = tried & ~accepted
             rank = torch.where(rejected, -1, rank)
-            p = torch.where(rejected[:, None], _normalised((p - q).clamp_min(0), p), p)
-            left = q.scatter(1, token[:, None], 0.0)
-            q = torch.where(rejected[:, None], _normalised(left, left), q)
+            p = torch.where(rejected[:, None], _normalised(residual, p, mass), p)
+            q = torch.where(rejected[:, None], _normalised(left, left, left_mass), q)
         alive = found >= 0
         current = torch.where(alive, found, current)
         p = torch.where(alive[:, None], target_probs[rows, current], p)
@@ -68,14 +110,30 @@ def accept_drawn_tree(
         ranks.append(rank)
     along = torch.stack(path, 1)
     accepted = (along > 0).sum(1)
-    last = sample(p, sample_uniforms[rows, current])
+    last = part.sample(p, sample_uniforms[rows, current])
     drafts = torch.cat([token_ids.gather(1, along[:, 1:]), along[:, :1]], 1)
     drafts = torch.where(torch.arange(depth + 1, device=rows.device) < accepted[:, None], drafts, 0)
     chosen = drafts.scatter(1, accepted[:, None], last[:, None])
     return accepted, chosen, along, torch.stack(ranks, 1)
 
 
-def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """weights [R, V] over their sums; `otherwise` where a sum is not positive: rounding can leave nothing of p - q."""
-    total = weights.sum(-1, keepdim=True)
+def without(weights: Tensor, column: Tensor) -> Tensor:
+    """weights [N, v] with 0 at `column` [N, 1]; -1: this rank does not hold the token."""
+    column, held = column.clamp_min(0), column >= 0
+    return weights.scatter(1, column, weights.gather(1, column).masked_fill(held, 0.0))
+
+
+def _at(weights: Tensor, column: Tensor) -> Tensor:
+    """[R, 1] float64 of weights [R, v] at `column` [R, 1]; 0 where this rank does not hold the token."""
+    return weights.gather(1, column.clamp_min(0)).double().masked_fill(column < 0, 0.0)
+
+
+def _total(weights: Tensor) -> Tensor:
+    return weights.sum(1, keepdim=True, dtype=torch.float64)
+
+
+def _normalised(weights: Tensor, otherwise: Tensor, total: Tensor) -> Tensor:
+    """weights [R, v] over their sums [R] over all ranks; `otherwise` where a sum is not positive: rounding can leave
+    nothing of p - q."""
+    total = total[:, None].float()
     return torch.where(total > 0, weights / total, otherwise)
