@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import forkserver
 
 import torch
 import torch.multiprocessing as mp
@@ -16,9 +17,16 @@ def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2, de
     They are forked from one that has imported what the first caller needs: each would take 10 s for it. Where there is
     a GPU the imports look for it, after which CUDA cannot be used in a fork. Their environment is that of the first.
     """
-    mp.get_context("forkserver").set_forkserver_preload(["tests.preload", function.__module__])
     method = "forkserver" if device == "cpu" else "spawn"
+    if device == "cpu":
+        preload(function.__module__)
     mp.start_processes(in_rank, (ranks, free_port(), function, args), nprocs=ranks, start_method=method)
+
+
+def preload(module: str) -> None:
+    """Start the process that others are forked from, unless there is one, and import a module there."""
+    mp.get_context("forkserver").set_forkserver_preload(["tests.preload", module])
+    forkserver.ensure_running()
 
 
 def in_rank(rank: int, ranks: int, port: int, function: Callable[..., object], args: tuple) -> None:

@@ -2,20 +2,22 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+from tqdm import tqdm
 
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions, SamplingParams
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError, UserError, counted
 
 if TYPE_CHECKING:
-    from mtpkit.engine import EngineStats, RequestOutput
+    from mtpkit.engine import LLM, EngineStats, Replicas, RequestOutput
     from mtpkit.engine.request import AcceptanceStats
 
 app = new_app()
@@ -61,6 +63,13 @@ def generate(
     sampling: Annotated[SamplingParams, options.Fields(without=("n", "stop_token_ids"), defaults=COMMAND_DEFAULTS)],
     engine: Annotated[EngineOptions, options.Fields(only=("model", *_ENGINE))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the outputs in place of stdout, written whole or not at all.")
+    ] = None,
+    data_parallel: Annotated[
+        int,
+        typer.Option(min=1, help="Processes, each with the whole model and a GPU, that share out the prompts."),
+    ] = 1,
     memory_plan: Annotated[
         bool, typer.Option("--memory-plan", help="Print the memory plan, which is always printed on a GPU.")
     ] = False,
@@ -70,30 +79,68 @@ def generate(
 
     Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed. A model is split over
     processes by: torchrun --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
+    Prompts of a file are shared out over processes with a whole model each by --data-parallel.
     """
-    from mtpkit.engine import LLM
     from mtpkit.engine.loading import config_of, resolve_tree
     from mtpkit.engine.ranks import of_first_rank, reports
+    from mtpkit.engine.replicas import gpus_of_replicas
+    from mtpkit.files import check_writable
 
     ranks = engine.tensor_parallel_size
-    reports(ranks)
+    if data_parallel > 1:
+        gpus_of_replicas(engine, data_parallel)  # refused before anything is done
+    if output is not None:
+        check_writable(output, file=True)
+    first = reports(ranks)
     k = engine.num_speculative_tokens
     _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
     given = of_first_rank(ranks, lambda: _prompts(prompt, prompts))
-    fewest = min(engine.max_num_seqs, len(given))
-    # Few prompts need few of the graphs that could be captured.
-    llm = LLM(**vars(replace(engine, max_num_seqs=fewest, warm_up=False)))
-    stream = llm.stream(given, sampling)
-    if memory_plan or llm.memory_plan.total:
-        print(llm.memory_plan, file=sys.stderr)
-    if llm.tokenizer is None and not as_json:
-        print(f"{model} has no tokenizer, so there is no text: --json prints token ids", file=sys.stderr)
-    printer = _InOrder([_heading(one) for one in given], as_json)
-    for output in stream:
-        printer.update(output)
-    print(_summary("auto" if k == "auto" else drafts, llm.stats()), file=sys.stderr)
+    if len(given) < data_parallel:
+        print(f"{counted(len(given), 'prompt')}: no more of {data_parallel} replicas are started", file=sys.stderr)
+    replicas = min(data_parallel, len(given))
+    with _decoder(engine, replicas, len(given)) as llm, _destination(output if first else None) as file:
+        stream = llm.stream(given, sampling)
+        if memory_plan or llm.memory_plan.total:
+            print(llm.memory_plan, file=sys.stderr)
+        if not (llm.has_tokenizer or as_json):
+            print(f"{model} has no tokenizer, so there is no text: --json prints token ids", file=sys.stderr)
+        printer = _InOrder([_heading(one) for one in given], as_json, file)
+        # A terminal shows the outputs themselves.
+        with tqdm(total=len(given), desc="prompts", disable=True if file.isatty() else None) as progress:
+            for one in stream:
+                printer.update(one)
+                progress.update(one.finished)
+        print(_summary("auto" if k == "auto" else drafts, llm.stats()), file=sys.stderr)
     if printer.failed:
         raise MtpkitError(f"{printer.failed} of {len(given)} prompts ended with an error, named above")
+
+
+@contextmanager
+def _destination(output: Path | None) -> Iterator[TextIO]:
+    """Where outputs are written: stdout, or a file that is there once all are."""
+    from mtpkit.files import staged_file
+
+    if output is None:
+        yield sys.stdout
+        return
+    with staged_file(output) as staging, staging.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        yield file
+
+
+@contextmanager
+def _decoder(engine: EngineOptions, replicas: int, prompts: int) -> Iterator["LLM | Replicas"]:
+    """What decodes the prompts: an engine in this process, or several in others."""
+    from mtpkit.engine import LLM, Replicas
+
+    # Few prompts need few of the graphs that could be captured.
+    fewest = min(engine.max_num_seqs, -(-prompts // replicas))
+    options = replace(engine, max_num_seqs=fewest, warm_up=False)
+    if replicas == 1:
+        yield LLM(**vars(options))
+        return
+    print(f"{replicas} replicas load {engine.model}", file=sys.stderr)
+    with Replicas(options, replicas) as found:
+        yield found
 
 
 def _prompts(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]]:
@@ -130,11 +177,11 @@ def _heading(prompt: dict[str, Any]) -> str:
 class _InOrder:
     """Prints outputs in the order of their prompts though they come as they are decoded; the first open one streams."""
 
-    def __init__(self, headings: Sequence[str], as_json: bool) -> None:
+    def __init__(self, headings: Sequence[str], as_json: bool, file: TextIO) -> None:
         self._headings = headings if len(headings) > 1 and not as_json else None
         """Printed before each text."""
         self._outputs: list[RequestOutput | None] = [None] * len(headings)
-        self._as_json = as_json
+        self._as_json, self._file = as_json, file
         self._current = 0
         self._headed = -1
         """The newest prompt whose heading is printed."""
@@ -148,15 +195,15 @@ class _InOrder:
         self._outputs[int(output.request_id)] = output
         while self._current < len(self._outputs) and (current := self._outputs[self._current]) is not None:
             if self._headings and self._current != self._headed:
-                print(self._headings[self._current])
+                print(self._headings[self._current], file=self._file)
                 self._headed = self._current
             if not self._as_json:
                 text = current.outputs[0].text
-                print(text[self._shown :], end="", flush=True)
+                print(text[self._shown :], end="", file=self._file, flush=True)
                 self._shown = len(text)
             if not current.finished:
                 return
-            print(json.dumps(_record(current)) if self._as_json else "", flush=True)
+            print(json.dumps(_record(current)) if self._as_json else "", file=self._file, flush=True)
             if current.error is not None:
                 print(current.error, file=sys.stderr)
                 self.failed += 1

@@ -12,6 +12,7 @@ from mtpkit.engine.params import COMMAND_DEFAULTS, SamplingParams
 if TYPE_CHECKING:
     from mtpkit.engine.engine import Engine
     from mtpkit.engine.llm import LLM
+    from mtpkit.engine.replicas import Replicas
     from mtpkit.engine.request import CompletionOutput, EngineStats, RequestError, RequestOutput, require_whole
 
 __all__ = [
@@ -22,13 +23,14 @@ __all__ = [
     "EngineConfig",
     "EngineOptions",
     "EngineStats",
+    "Replicas",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "require_whole",
 ]
 
-_MODULES = {"Engine": "engine", "LLM": "llm"} | dict.fromkeys(
+_MODULES = {"Engine": "engine", "LLM": "llm", "Replicas": "replicas"} | dict.fromkeys(
     ("CompletionOutput", "EngineStats", "RequestError", "RequestOutput", "require_whole"), "request"
 )
 

@@ -44,8 +44,8 @@ LLM_ARGUMENTS = _absent(
     {
         "use tensor_parallel_size": dict(
             pipeline_parallel_size=1,
-            data_parallel_size=1,
         ),
+        "use mtpkit generate --data-parallel, or mtpkit.engine.Replicas": dict(data_parallel_size=1),
         "start the processes with torchrun": dict(distributed_executor_backend=("mp", "uni", "external_launcher")),
         "sums over ranks are NCCL's": dict(
             disable_custom_all_reduce=(False, True),

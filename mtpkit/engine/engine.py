@@ -21,7 +21,7 @@ from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.graphs import StepGraphs
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.pacing import pacing_for
-from mtpkit.engine.params import SamplingParams
+from mtpkit.engine.params import SEED_BITS, SamplingParams
 from mtpkit.engine.prefix import CachedBlocks, CheckpointStore, PrefixCache
 from mtpkit.engine.processors import GREEDY, processors_of
 from mtpkit.engine.ranks import Ranks
@@ -33,7 +33,6 @@ from mtpkit.errors import MtpkitError, UserError, shown
 from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
 from mtpkit.model.state import Committed, StateLayout, States
 
-_SEED_BITS = 63
 _LONG_NUMBER = 18
 """Numeric ids of this many digits or more do not affect the numbering; no count reaches them."""
 _logger = logging.getLogger(__name__)
@@ -231,7 +230,7 @@ class Engine:
             request_id=name,
             prompt_token_ids=[int(token) for token in prompt_token_ids],
             params=params,
-            seed=(self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed) % (1 << _SEED_BITS),
+            seed=(self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed) % (1 << SEED_BITS),
             arrival=arrival,
             stats=RequestStats(**vars(counts), state_bytes=self.layout.slot_bytes),
             processors=processors_of(params, self.vocab_size),

@@ -187,6 +187,11 @@ class LLM:
         """Raise `AttributeError`; for vLLM's methods that mtpkit lacks it says what to do instead."""
         raise absent_method(self, name)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be texts, and outputs have one."""
+        return self.tokenizer is not None
+
     def stats(self) -> EngineStats:
         """Totals over all requests since the LLM was made or `reset_stats` was called."""
         return self.engine.stats()

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from mtpkit.engine.detokenizer import Detokenizer
@@ -68,6 +68,17 @@ class AcceptanceStats:
             self.reached_per_depth[depth] += 1
             self.accepted_per_depth[depth] += depth < accepted
 
+    @classmethod
+    def together(cls, several: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
+        """The sums of counts for the same depths."""
+        accepted, reached = (
+            [sum(depth) for depth in zip(*counts, strict=True)]
+            for counts in ([s.accepted_per_depth for s in several], [s.reached_per_depth for s in several])
+        )
+        depths = zip(*(s.ranks_per_depth for s in several), strict=True)
+        ranks = [[sum(rank) for rank in zip(*depth, strict=True)] for depth in depths]
+        return AcceptanceStats(sum(s.steps for s in several), sum(s.drafted for s in several), accepted, reached, ranks)
+
     @property
     def accepted(self) -> int:
         """Accepted drafts of all depths."""
@@ -118,6 +129,14 @@ class EngineStats:
     """Those of them that the prefix cache had."""
     prefilled_tokens: int = 0
     """Tokens that chunks computed, those of preempted requests included."""
+
+    @classmethod
+    def together(cls, several: Sequence["EngineStats"]) -> "EngineStats":
+        """Totals of engines that ran at the same time: sums, but the longest time and the state of one request."""
+        sums = {each.name: sum(getattr(s, each.name) for s in several) for each in fields(cls) if each.type is int}
+        acceptance = AcceptanceStats.together([s.acceptance for s in several])
+        most = {name: max(getattr(s, name) for s in several) for name in ("seconds", "state_bytes_per_request")}
+        return cls(**sums | most, acceptance=acceptance)
 
     @property
     def hit_rate(self) -> float:

@@ -10,6 +10,7 @@ import torch
 from mtpkit.cli.generate import _summary, app
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.request import AcceptanceStats, EngineStats
+from tests.ranks import preload
 
 PROMPT = "the cat sat"
 
@@ -185,6 +186,57 @@ def test_depths_that_were_never_reached_have_no_rate():
     acceptance = AcceptanceStats(steps=2, drafted=6, accepted_per_depth=[1, 0, 0], reached_per_depth=[2, 1, 0])
     line = _summary(3, EngineStats(acceptance, 3, 1.0, 0, 0, 0, 0))
     assert line.endswith("acceptance length 1.50, conditional acceptance 50%, 0%, -")
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A file of prompts."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"{PROMPT[:length]}\n" for length in (3, 11, 7, 5, 9)))
+    return path
+
+
+@pytest.mark.parametrize("options", [("--json",), ("--temperature", 1.5, "--seed", 3)])
+def test_replicas_write_what_one_process_prints(options, model_dir, several, call, capsys, tmp_path):
+    preload(__name__)
+    options = ["--model", model_dir, "--prompts", several, "--max-tokens", 8, *options]
+    assert call(app, *options) == 0
+    one = capsys.readouterr()
+    assert call(app, *options, "--data-parallel", 2, "--output", tmp_path / "out") == 0
+    two = capsys.readouterr()
+    assert not two.out and (tmp_path / "out").read_text() == one.out
+    assert f"2 replicas load {model_dir}\n40 tokens in " in two.err
+    counts = [printed.err[printed.err.index(", K = ") :] for printed in (one, two)]
+    assert counts[0] == counts[1]
+
+
+def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, call, capsys):
+    assert call(app, "--model", model_dir, "--max-tokens", 8, "--data-parallel", 3, PROMPT) == 0
+    printed = capsys.readouterr()
+    assert printed.out == answer(PROMPT).text + "\n" and "1 prompt: no more of 3 replicas are started\n" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--data-parallel", 2, "--tensor-parallel-size", 2), "--tensor-parallel-size 2 splits it: leave one out"),
+        (
+            ("--data-parallel", 2, "--max-model-len", 1),
+            "prompts.txt:1: 1 prompt tokens + --max-tokens 1 exceed --max-model-len 1",
+        ),
+        (("--max-model-len", 1), "prompts.txt:1: 1 prompt tokens + --max-tokens 1 exceed --max-model-len 1"),
+        (("--data-parallel", 0), "'--data-parallel': must be at least 1, not 0"),
+        (("--output", "."), "is a directory; name a file"),
+    ],
+)
+def test_refusals_leave_the_output_as_it_was(options, message, model_dir, several, call, capsys, tmp_path):
+    preload(__name__)
+    (tmp_path / "out").write_text("before")
+    options = ["--model", model_dir, "--prompts", several, "--max-tokens", 1, "--output", tmp_path / "out", *options]
+    assert call(app, *options) == 2
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1].startswith("mtpkit: error: ") and message in printed
+    assert (tmp_path / "out").read_text() == "before" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_hits_of_the_prefix_cache_are_told(model_dir, answer, call, capsys, tmp_path):

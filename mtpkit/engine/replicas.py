@@ -1,0 +1,347 @@
+"""Replicas: processes, each with a whole model and a GPU of its own, that share out prompts.
+
+The process that starts them hands out the prompts and takes in the outputs. Each replica has as many prompts as it can
+run and a few that wait, and gets the next one when one ends: a replica with long outputs gets fewer prompts. Nothing
+that chooses tokens depends on the replica: seeds are given with the prompts. A replica that ends early closes its
+connection, however it ends; then the others are ended, and so they are when the process that started them ends.
+"""
+
+import io
+import logging
+import multiprocessing
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from mtpkit.engine.llm import LLM
+from mtpkit.engine.memory import MemoryPlan
+from mtpkit.engine.options import EngineOptions
+from mtpkit.engine.params import SEED_BITS, SamplingParams
+from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
+from mtpkit.engine.request import EngineStats, Request, RequestOutput
+from mtpkit.errors import MtpkitError, UserError
+
+_ENDING = 3.0
+"""Seconds that a process has to end after a signal that asks it to, before it is killed."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A prompt with all that its output depends on besides the model."""
+
+    index: int
+    """Place among all prompts, from 0."""
+    name: str
+    prompt: Prompt
+    params: SamplingParams
+    text: str | None = None
+    token_ids: Sequence[int] = ()
+    """With `text`, the prompt once it is encoded."""
+    checkpoint_at: int | None = None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a replica says once it has loaded the model."""
+
+    memory_plan: MemoryPlan
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What a replica says of prompts that it was given to check."""
+
+    encoded: list[_Work]
+    refused: dict[int, str]
+    """Messages by place."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The last words of a replica that fails."""
+
+    message: str
+    exit_code: int
+
+
+type _Inbox = queue.SimpleQueue[list[_Work] | _Work | None]
+"""What a replica is told: prompts to check, then those to decode, at last None."""
+
+
+class Replicas:
+    """So many processes with the same model. Use it as a context manager, or call `close`.
+
+    Args:
+        options: those of each replica; on a machine with GPUs each gets one, in their order.
+
+    Raises:
+        UserError: more replicas than GPUs, a model split over several, or what `LLM` refuses.
+        MtpkitError: a replica failed or died; it is named.
+    """
+
+    def __init__(self, options: EngineOptions, count: int) -> None:
+        self._seed = options.seed
+        self._most = options.max_num_seqs + max(1, options.max_num_seqs // 4)
+        """Prompts that a replica has at once: some wait, so that a slot that becomes free is taken in the next step."""
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._stats: EngineStats | None = None
+        gpus = gpus_of_replicas(options, count)
+        try:
+            for index in range(count):
+                self._start(options, index, count, gpus[index] if gpus else None)
+            loaded = self._one_of_each(_Loaded)
+        except BaseException:
+            self.close()
+            raise
+        self.memory_plan = loaded[0].memory_plan
+        """That of replica 0."""
+        self.has_tokenizer = loaded[0].has_tokenizer
+
+    def _start(self, options: EngineOptions, index: int, count: int, gpu: str | None) -> None:
+        # CUDA cannot be used in a process that is forked from one that has looked for GPUs; without GPUs one process
+        # imports everything for all.
+        context = multiprocessing.get_context("spawn" if gpu else "forkserver")
+        context.set_forkserver_preload([__name__])
+        own, theirs = context.Pipe()
+        name = f"replica {index}"
+        process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=_run, args=(theirs, index, count, options), name=name, daemon=True
+        )
+        before = os.environ.get(_VISIBLE)
+        try:
+            if gpu:
+                os.environ[_VISIBLE] = gpu
+            process.start()
+        finally:
+            if gpu:
+                os.environ.pop(_VISIBLE)
+                os.environ |= {} if before is None else {_VISIBLE: before}
+        theirs.close()  # so that the connection ends with the replica
+        self._processes.append(process)
+        self._connections.append(own)
+
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        for process in self._processes:
+            process.terminate()
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join(_ENDING)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the output of each prompt when it has ended; its request id is the prompt's place. Only once.
+
+        The tokens are those of `LLM.generate` with the same options, seeded or not.
+
+        Raises:
+            UserError: a prompt that cannot be served, raised by the call itself, before any is decoded.
+            MtpkitError: a replica failed or died; it is named.
+        """
+        listed = list_prompts(prompts)
+        drawn, params = random.Random(self._seed), list_params(sampling_params, len(listed))
+        seeded = [replace(one, seed=drawn.getrandbits(SEED_BITS)) if one.seed is None else one for one in params]
+        works = [_Work(index, *named, one) for index, (named, one) in enumerate(zip(listed, seeded, strict=True))]
+        return self._serve(deque(self._check(works)))
+
+    def _check(self, works: Sequence[_Work]) -> list[_Work]:
+        """Have the prompts encoded and looked at, by each replica its share."""
+        count = len(self._connections)
+        for replica in range(count):
+            self._send(replica, works[replica::count])
+        checked = self._one_of_each(_Checked)
+        refused = {index: message for one in checked for index, message in one.refused.items()}
+        if refused:
+            raise UserError(refused[min(refused)])
+        return sorted((work for one in checked for work in one.encoded), key=lambda work: work.index)
+
+    def _serve(self, waiting: deque[_Work]) -> Iterator[RequestOutput]:
+        held = [0] * len(self._connections)
+        while waiting or any(held):
+            while waiting and min(held) < self._most:
+                replica = held.index(min(held))
+                self._send(replica, waiting.popleft())
+                held[replica] += 1
+            for replica, message in self._receive():
+                assert isinstance(message, RequestOutput)
+                held[replica] -= 1
+                yield message
+        for replica in range(len(held)):
+            self._send(replica, None)
+        self._stats = EngineStats.together(self._one_of_each(EngineStats))
+
+    def stats(self) -> EngineStats:
+        """Totals of all replicas, once all prompts have ended."""
+        assert self._stats is not None
+        return self._stats
+
+    def _one_of_each[M](self, kind: type[M]) -> list[M]:
+        """The next message of each replica, all of one kind."""
+        found: dict[int, M] = {}
+        while len(found) < len(self._connections):
+            for replica, message in self._receive():
+                assert isinstance(message, kind) and replica not in found
+                found[replica] = message
+        return [found[replica] for replica in range(len(found))]
+
+    def _receive(self) -> Iterator[tuple[int, object]]:
+        """Wait for messages and yield them with their replicas."""
+        for connection in wait(self._connections):
+            replica = next(index for index, one in enumerate(self._connections) if one is connection)
+            yield replica, self._next(replica)
+
+    def _next(self, replica: int) -> object:
+        try:
+            message = self._connections[replica].recv()
+        except (EOFError, OSError):
+            raise self._died(replica) from None
+        if isinstance(message, _Failed):
+            kind = UserError if message.exit_code == UserError.exit_code else MtpkitError
+            raise kind(f"replica {replica} failed: {message.message}")
+        return message
+
+    def _send(self, replica: int, message: object) -> None:
+        try:
+            self._connections[replica].send(message)
+        except OSError:
+            self._next(replica)  # its last words
+            raise self._died(replica) from None
+
+    def _died(self, replica: int) -> MtpkitError:
+        process = self._processes[replica]
+        process.join(_ENDING)
+        code = process.exitcode
+        how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        return MtpkitError(
+            f"replica {replica} (process {process.pid}) has died {how}; its own output may say why, or the system's log"
+        )
+
+
+def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
+    """What names the GPU of each replica; empty without GPUs.
+
+    Raises:
+        UserError: fewer GPUs than replicas, a model that is split, or this process is one of several.
+    """
+    ranks = options.tensor_parallel_size
+    if ranks > 1:
+        raise UserError(
+            f"{count} replicas have a whole model each, tensor_parallel_size {ranks} splits it: leave one out, or "
+            "split the file of prompts and start torchrun for each part"
+        )
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"{count} replicas are started by one process: start it without torchrun")
+    if options.device not in (None, "cuda", "cpu"):
+        raise UserError(f"{count} replicas have a device each: leave out device {options.device!r}")
+    if options.device == "cpu" or not torch.cuda.is_available():
+        return []
+    visible = os.environ.get(_VISIBLE)
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    names = names[: torch.cuda.device_count()]
+    if count > len(names):
+        raise UserError(f"{count} replicas need as many GPUs, there are {len(names)} here: start {len(names)}")
+    return names
+
+
+def _run(connection: Connection, index: int, count: int, options: EngineOptions) -> None:
+    """What the process of a replica does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # in good order, as far as it can
+    inbox: _Inbox = queue.SimpleQueue()
+    threading.Thread(target=_take_in, args=(connection, inbox), daemon=True).start()
+    if index:  # all say the same
+        logging.disable(logging.WARNING)
+        sys.stderr = _NoTerminal(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, torch.get_num_threads() // count))
+    try:
+        _serve(connection, inbox, options)
+    except (MtpkitError, OSError) as error:
+        failed = _Failed(str(error), getattr(error, "exit_code", 1))
+    except Exception as error:
+        traceback.print_exc()
+        failed = _Failed(f"{type(error).__name__}: {error}", 1)
+    else:
+        return
+    with suppress(OSError):
+        connection.send(failed)
+    sys.exit(1)
+
+
+class _NoTerminal(io.TextIOWrapper):
+    """A stream that progress bars are not drawn on."""
+
+    def isatty(self) -> bool:
+        """No."""
+        return False
+
+
+def _take_in(connection: Connection, inbox: _Inbox) -> None:
+    """Take in messages at once, so that nobody waits to send one, until the other end is closed."""
+    with suppress(EOFError, OSError):
+        while True:
+            inbox.put(connection.recv())
+    os._exit(1)
+
+
+def _serve(connection: Connection, inbox: _Inbox, options: EngineOptions) -> None:
+    llm = LLM(**vars(options))
+    engine = llm.engine
+    connection.send(_Loaded(llm.memory_plan, llm.has_tokenizer))
+    works = inbox.get()
+    assert isinstance(works, list)
+    connection.send(_checked(llm, works))
+    while True:
+        while not inbox.empty() or not engine.has_unfinished:
+            work = inbox.get()
+            if work is None:
+                connection.send(llm.stats())
+                inbox.get()  # a connection that ends now would be a failure; this process will be ended
+            assert isinstance(work, _Work)
+            engine.scheduler.add(_request(llm, work))
+        for output in engine.step(finished_only=True):
+            connection.send(output)
+
+
+def _checked(llm: LLM, works: list[_Work]) -> _Checked:
+    encoded, refused = list[_Work](), dict[int, str]()
+    for work in works:
+        try:
+            text, token_ids = encode(work.prompt, llm.tokenizer, work.name)
+            at = checkpoint_of(work.prompt, work.name)
+            encoded.append(replace(work, text=text, token_ids=token_ids, checkpoint_at=at))
+            _request(llm, encoded[-1])
+        except UserError as error:
+            refused[work.index] = str(error)
+    return _Checked(encoded, refused)
+
+
+def _request(llm: LLM, work: _Work) -> Request:
+    name = str(work.index)
+    return llm.engine.make_request(work.token_ids, work.params, name, work.text, work.name, work.checkpoint_at)

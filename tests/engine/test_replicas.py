@@ -1,0 +1,161 @@
+"""Replicas that share out prompts; replicas that fail, die, or lose the process that started them."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from mtpkit.checkpoint import save_hf_model
+from mtpkit.engine import LLM, EngineOptions, Replicas, SamplingParams
+from mtpkit.engine.replicas import gpus_of_replicas
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model import build_model
+from tests.engine.rank_cases import config
+from tests.engine.tiny import make_prompts
+from tests.ranks import preload
+
+PROMPTS = [{"prompt_token_ids": prompt} for prompt in make_prompts((5, 9, 1, 17, 3, 8, 2, 6))]
+LIMIT = 10.0
+"""Seconds in which the others must have ended."""
+
+
+class Tokenizer:
+    """Texts of digits; in replica 1 something happens when it decodes."""
+
+    def __init__(self, what: str = "nothing") -> None:
+        self.what = what
+
+    def encode(self, text: str) -> list[int]:
+        return [int(letter) for letter in text]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        if multiprocessing.current_process().name == "replica 1":
+            if self.what == "fails":
+                raise ZeroDivisionError("the paper ran out")
+            if self.what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return "".join(chr(97 + token_id % 26) for token_id in token_ids)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    preload(__name__)
+    path = tmp_path_factory.mktemp("model")
+    save_hf_model(build_model(config("mamba2"), device="cpu", seed=1), path)
+    return path
+
+
+def settings(model_dir, **changes) -> EngineOptions:
+    return EngineOptions(model_dir, 2, **{"num_blocks": 40, "max_num_seqs": 2, "warm_up": False, **changes})
+
+
+def test_tokens_are_those_of_one_engine(model_dir):
+    """Greedy, with a seed, and with seeds that an engine draws; more prompts than the replicas have at once."""
+    chosen = (dict(temperature=0), dict(seed=3), dict(), dict(seed=3))
+    params = [SamplingParams(max_tokens=4 + 5 * (i % 3), ignore_eos=True, **chosen[i % 4]) for i in range(len(PROMPTS))]
+    options = settings(model_dir, seed=7, tokenizer=Tokenizer())
+    llm = LLM(**vars(options))
+    want = llm.generate([*PROMPTS, "314"], [*params, SamplingParams(seed=1)])
+    with Replicas(options, 2) as replicas:
+        assert replicas.has_tokenizer and replicas.memory_plan == llm.memory_plan
+        stream = replicas.stream([*PROMPTS, "314"], [*params, SamplingParams(seed=1)])
+        outputs = sorted(stream, key=lambda output: int(output.request_id))
+        stats = replicas.stats()
+        processes = replicas._processes
+        assert len(processes) == 2
+    assert all(process.exitcode is not None for process in processes)
+    assert [output.outputs[0] for output in outputs] == [output.outputs[0] for output in want]
+    assert [(one.prompt, list(one.prompt_token_ids)) for one in outputs] == [
+        (one.prompt, list(one.prompt_token_ids)) for one in want
+    ]
+    assert stats.acceptance == llm.stats().acceptance and stats.generated_tokens == llm.stats().generated_tokens
+    assert stats.state_bytes_per_request == llm.stats().state_bytes_per_request
+
+
+def test_prompts_that_cannot_be_served_are_refused_before_any_is_decoded(model_dir):
+    with Replicas(settings(model_dir, max_model_len=40), 2) as replicas:
+        prompts = [
+            *PROMPTS[:3],
+            {"prompt_token_ids": [1] * 60, "name": "file:4"},
+            {"prompt_token_ids": [], "name": "x"},
+        ]
+        with pytest.raises(UserError, match=r"^file:4.*: 60 prompt tokens \+ max_tokens 16 exceed max_model_len 40"):
+            replicas.stream(prompts)
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("fails", "replica 1 failed: ZeroDivisionError: the paper ran out"),
+        ("killed", r"replica 1 \(process \d+\) has died by signal 9; its own output"),
+    ],
+)
+def test_a_replica_that_fails_ends_the_others(model_dir, what, said):
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    options = settings(model_dir, tokenizer=Tokenizer(what), num_blocks=100, max_model_len=400)
+    with pytest.raises(MtpkitError, match=said), Replicas(options, 2) as replicas:
+        processes = replicas._processes
+        began = time.monotonic()
+        list(replicas.stream(PROMPTS, params))
+    assert time.monotonic() - began < LIMIT
+    assert [process.exitcode for process in processes] == [0, 1 if what == "fails" else -9]
+
+
+def test_a_model_that_cannot_be_loaded_is_told_as_it_is(tmp_path):
+    with pytest.raises(UserError, match=r"replica \d failed: .*is no model directory"):
+        Replicas(settings(tmp_path), 2)
+
+
+def test_a_replica_ends_when_nobody_is_left_to_tell(model_dir):
+    """As when the process that started it was killed."""
+    with Replicas(settings(model_dir), 2) as replicas:
+        replicas._connections[0].close()
+        replicas._processes[0].join(LIMIT)
+        assert replicas._processes[0].exitcode == 1 and replicas._processes[1].is_alive()
+
+
+@pytest.mark.parametrize(
+    "changes, environment, said",
+    [
+        ({"tensor_parallel_size": 2}, {}, "2 replicas have a whole model each, tensor_parallel_size 2 splits it"),
+        ({"device": "cuda:1"}, {}, "2 replicas have a device each: leave out device 'cuda:1'"),
+        ({}, {"WORLD_SIZE": "2"}, "2 replicas are started by one process: start it without torchrun"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, "2 replicas need as many GPUs, there are 1 here: start 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(monkeypatch, tmp_path, changes, environment, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=said):
+        Replicas(settings(tmp_path, **changes), 2)
+
+
+def test_each_replica_sees_a_gpu_of_its_own(monkeypatch, tmp_path):
+    """Of those that the process which starts them may use."""
+    seen = []
+
+    class Context:
+        Pipe = staticmethod(multiprocessing.Pipe)
+        set_forkserver_preload = staticmethod(lambda modules: None)
+
+        class Process(multiprocessing.Process):
+            def start(self) -> None:
+                seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+                raise MtpkitError("enough")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus_of_replicas(settings(tmp_path), 3) == ["0", "1", "2"]
+    assert gpus_of_replicas(settings(tmp_path, device="cpu"), 3) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,6")
+    assert gpus_of_replicas(settings(tmp_path), 3) == ["4", "GPU-a", "6"]
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: Context if method == "spawn" else None)
+    with pytest.raises(MtpkitError, match="enough"):
+        Replicas(settings(tmp_path), 2)
+    assert seen == ["4"] and os.environ["CUDA_VISIBLE_DEVICES"] == "4,GPU-a,6"
