@@ -65,6 +65,7 @@ class SpeedupConfig:
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
+    pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
     enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
 
 

@@ -174,6 +174,7 @@ def measure_speedup(
         max_model_len=config.max_model_len,
         gpu_memory_utilization=config.gpu_memory_utilization,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,
         warm_up=False,
     )

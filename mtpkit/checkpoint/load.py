@@ -18,6 +18,7 @@ from mtpkit.checkpoint.layouts.megatron import is_stacked
 from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model
+from mtpkit.model.stages import StageBalance
 from mtpkit.platform import default_device
 
 
@@ -31,13 +32,14 @@ def load_model(
     expert_parallel: int = 1,
     expert_tensor_parallel: int | None = None,
     sequence_parallel: bool | None = None,
+    balance: StageBalance = "memory",
 ) -> HybridModel:
     """Build the model that a directory of either layout describes and load its weights, one tensor at a time.
 
     Split over processes each has its part.
 
     Args:
-        expert_tensor_parallel: see `build_model`.
+        expert_tensor_parallel, balance: see `build_model`.
         sequence_parallel: None: if there are several tensor-parallel ranks. Decoding needs False.
 
     Raises:
@@ -54,6 +56,7 @@ def load_model(
         expert_parallel=expert_parallel,
         sequence_parallel=tensor_parallel > 1 if sequence_parallel is None else sequence_parallel,
         expert_tensor_parallel=expert_tensor_parallel,
+        balance=balance,
         init="none",
     )
     load_model_weights(model, directory, source=source)

@@ -45,6 +45,7 @@ _ENGINE = (
     "draft_vocab",
     "enforce_eager",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "enable_expert_parallel",
 )
 """Settings of the engine that are options."""
@@ -86,12 +87,12 @@ def generate(
     from mtpkit.engine.replicas import gpus_of_replicas
     from mtpkit.files import check_writable
 
-    ranks = engine.tensor_parallel_size
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     if data_parallel > 1:
         gpus_of_replicas(engine, data_parallel)  # refused before anything is done
     if output is not None:
         check_writable(output, file=True)
-    first = reports(ranks)
+    first = reports(engine.tensor_parallel_size, engine.pipeline_parallel_size)
     k = engine.num_speculative_tokens
     _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
     given = of_first_rank(ranks, lambda: _prompts(prompt, prompts))
@@ -231,6 +232,8 @@ def _summary(k: int | str, stats: "EngineStats") -> str:
     line = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f} tokens/s, K = {k}"
     if stats.cached_tokens:
         line += f", {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from the prefix cache"
+    if stats.returned_bytes:
+        line += f", {stats.returned_bytes:.0f} bytes per step and request went back between stages"
     if k == 0:
         return line
     reached = zip(stats.conditional_acceptance, stats.acceptance.reached_per_depth, strict=True)

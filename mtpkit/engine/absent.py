@@ -42,9 +42,6 @@ def _absent(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Absent]:
 
 LLM_ARGUMENTS = _absent(
     {
-        "use tensor_parallel_size": dict(
-            pipeline_parallel_size=1,
-        ),
         "use mtpkit generate --data-parallel, or mtpkit.engine.Replicas": dict(data_parallel_size=1),
         "start the processes with torchrun": dict(distributed_executor_backend=("mp", "uni", "external_launcher")),
         "sums over ranks are NCCL's": dict(

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtpkit.config import LARGEST_COUNT
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.params import MOST_END_TOKENS
-from mtpkit.engine.processors import PROCESSORS, Columns, Use
+from mtpkit.engine.processors import GREEDY, PROCESSORS, Columns, Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import Sampling
 from mtpkit.engine.step import Batch, Drafts, Earlier, Verdict, embeddable
@@ -170,6 +170,7 @@ class DeviceState:
 
     def sampling(self, slots: Tensor, use: Use) -> Sampling:
         """Sampling parameters of the rows at `slots` [S]."""
+        use = use if self.vocabulary.width else GREEDY
         return Sampling(use, slots, self.seeds, self.columns, self.vocabulary)
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -188,7 +189,7 @@ class DeviceState:
         values = to_device([list(row.values()) for row in numbers], torch.float64, slots.device)
         for name, column in zip(numbers[0], values.T, strict=True):
             self.columns[name][slots] = column.to(self.columns[name].dtype)
-        for processor in PROCESSORS:
+        for processor in PROCESSORS if self.vocabulary.width else ():
             processor.admit(self.columns, slots, requests, self.vocabulary)
         if self.ends is not None:
             self.ends.admit(slots, requests)

@@ -24,10 +24,10 @@ from mtpkit.engine.pacing import pacing_for
 from mtpkit.engine.params import SEED_BITS, SamplingParams
 from mtpkit.engine.prefix import CachedBlocks, CheckpointStore, PrefixCache
 from mtpkit.engine.processors import GREEDY, processors_of
-from mtpkit.engine.ranks import Ranks
+from mtpkit.engine.ranks import Ranks, Stage
 from mtpkit.engine.request import AcceptanceStats, EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.step import Batch, Plan, Restore, StepOutput, StepResult, Verdict, pack_result
+from mtpkit.engine.step import Batch, Plan, Restore, StepOutput, StepResult, Verdict, pack_result, unpack_result
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
 from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
@@ -63,15 +63,24 @@ class CachingRunner(StepRunner, Protocol):
 
 
 class Runner:
-    """Runs a base model."""
+    """Runs a base model, or the layers of it that a pipeline stage has."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, stage: Stage | None = None) -> None:
+        self.model, self.stage = model, stage or Stage()
         self.hidden_size: int = model.mtpkit_config.hidden_size
 
     def run(self, batch: Batch) -> StepOutput:
-        """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`."""
+        """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`. Only the last stage
+        has logits."""
+        if not self.stage.first:
+            config, device = self.model.config, batch.token_ids.device
+            received = torch.empty(len(batch.token_ids), 1, self.hidden_size, dtype=config.params_dtype, device=device)
+            self.stage.receive(received)
+            self.model.set_input_tensor(received)
         hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
+        self.stage.send(hidden)
+        if not self.stage.last:
+            return StepOutput(hidden.new_empty(0, 0), hidden)
         return StepOutput(self.logits(hidden[batch.logit_indices, 0]), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -95,11 +104,13 @@ class _Launched:
         if self._arrived is not None:
             self._arrived.record()
 
-    def wait(self) -> StepResult:
-        """Wait for the result and return it."""
+    def wait(self, stage: Stage, vocab_size: int) -> StepResult:
+        """Wait for the result and return it, checked if another pipeline stage sent it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return StepResult.unpack(self._values.numpy(), self.plan.num_speculative_tokens, self.plan.trees)
+        packed, depths = self._values.numpy(), self.plan.num_speculative_tokens
+        stage.check(packed, depths, vocab_size)
+        return StepResult.unpack(packed, depths, self.plan.trees)
 
 
 class Engine:
@@ -131,6 +142,7 @@ class Engine:
         self.verifier = verifier or verify
         self.vocab_size = vocab_size
         self.ranks = ranks or Ranks()
+        self.stage = self.ranks.stage
         self.tokenizer = tokenizer
         null, cached = int(config.graphs), config.enable_prefix_caching
         self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
@@ -369,19 +381,26 @@ class Engine:
         return self._finish(batch, self.runner.run(batch))
 
     def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
-        """Verify, draft and store, given the results of the base."""
+        """Verify, draft and store, given the results of the base. A pipeline stage without heads stores what the last
+        one tells."""
+        if not self.stage.last:
+            packed = self.stage.hear(batch)
+            self.state.step(batch, *unpack_result(packed, batch), out.hidden)
+            return packed
         verdict = self.verifier(out.logits, batch)
         batch, hidden = batch.along(verdict, out.hidden)
         drafts = self.drafter.draft(hidden, batch, verdict)
+        packed = pack_result(verdict, drafts)
+        self.stage.tell(packed)
         self.state.step(batch, verdict, drafts, hidden)
-        return pack_result(verdict, drafts)
+        return packed
 
     def _take_up(self, keep: int) -> list[Request]:
         """Commit the results of all but the latest `keep` steps, the oldest first."""
         changed = []
         while len(self._under_way) > keep:
             step = self._under_way.popleft()
-            results = [launched.wait() for launched in step]
+            results = [launched.wait(self.stage, self.vocab_size) for launched in step]
             began, self._arrived = max(self._arrived, step[0].began), time.perf_counter()
             if self.pacing:
                 self.pacing.observe([launched.plan for launched in step], self._arrived - began)
@@ -422,6 +441,7 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
             prefilled_tokens=scheduler.num_prefilled,
+            returned_bytes=self.stage.returned_bytes / max(1, self.stage.returned_rows),
         )
 
     def reset_stats(self) -> None:

@@ -53,17 +53,20 @@ class LLM:
             loading.warn_untrained(str(given), depths, heads.num_depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
+        stages = self.ranks.stage.stages
+        loading.check_stages(stages, tree, options.enable_prefix_caching)
         loading.check_children(tree, model_config.vocab_size if draft_ids is None else len(draft_ids))
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
             options.model,
             options.dtype,
             options.device,
             options.tokenizer,
-            self.ranks.size,
-            options.enable_expert_parallel and self.ranks.size > 1,
+            self.ranks.tensor_size,
+            options.enable_expert_parallel and self.ranks.tensor_size > 1,
+            stages,
         )
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
-        ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager)
+        ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager, stages)
         config = EngineConfig(
             max_model_len=options.max_model_len or model_config.max_position_embeddings,
             num_speculative_tokens=depths,
@@ -87,7 +90,8 @@ class LLM:
         )
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
-        drafter = make_drafter(self.model, depths, config.block_size, config.draft_sampling, draft_ids, tree)
+        here = depths if self.ranks.stage.last else 0  # the last stage drafts for all
+        drafter = make_drafter(self.model, here, config.block_size, config.draft_sampling, draft_ids, tree)
         acceptance = options.synthetic_acceptance
         loading.report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
         widths = (config.block_size, config.decode_width)
@@ -111,7 +115,7 @@ class LLM:
             config,
             layout,
             self.memory_plan.num_blocks,
-            Runner(self.model),
+            Runner(self.model, self.ranks.stage),
             drafter,
             model_config.vocab_size,
             weight.device,

@@ -39,6 +39,7 @@ def open_model(
     tokenizer: Any,
     ranks: int = 1,
     whole_experts: bool = False,
+    stages: int = 1,
 ) -> tuple[Any, Any, list[int]]:
     """Load model and tokenizer from directories, or take them as given.
 
@@ -48,6 +49,7 @@ def open_model(
         tokenizer: a tokenizer, its directory, or None: the tokenizer beside the model, if there is one.
         ranks: tensor-parallel ranks, of which this one loads its part of a directory.
         whole_experts: these ranks share out experts, and split none.
+        stages: pipeline stages, of which this rank loads one.
 
     Returns:
         The model, its tokenizer (None if there is none), and the union of the end-of-sequence tokens that config,
@@ -79,6 +81,8 @@ def open_model(
         dtype=DTYPES[resolve_dtype(dtype, place)],
         device=place,
         tensor_parallel=ranks,
+        pipeline_parallel=stages,
+        balance="decoding",
         expert_parallel=ranks if whole_experts else 1,
         expert_tensor_parallel=1 if whole_experts else None,
         sequence_parallel=False,
@@ -189,6 +193,17 @@ def check_children(tree: Tree | None, tokens: int) -> None:
         )
 
 
+def check_stages(stages: int, tree: Tree | None, prefix_cache: bool) -> None:
+    """Check that pipeline stages can decode with other settings.
+
+    Raises:
+        UserError: they cannot.
+    """
+    for name, used in {"trees of drafts": tree is not None, "a prefix cache": prefix_cache}.items():
+        if used and stages > 1:
+            raise UserError(f"{name} cannot be combined with pipeline_parallel_size {stages}: leave one out")
+
+
 @functools.cache
 def warn_untrained(model: str, k: int, depths: int) -> None:
     """Warn once per process that a repeated head is unrolled further than it was trained."""
@@ -211,13 +226,14 @@ def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
 
 
 def execution(
-    weight: torch.Tensor, stacked: bool, async_scheduling: bool | None, enforce_eager: bool
+    weight: torch.Tensor, stacked: bool, async_scheduling: bool | None, enforce_eager: bool, stages: int = 1
 ) -> tuple[bool, bool]:
     """Whether steps are launched ahead of their results, and whether they are CUDA graphs.
 
     Args:
         weight: any weight of the model, for its device.
         stacked: whether the weights of all experts are stacked, or the model has none.
+        stages: pipeline stages.
 
     Raises:
         UserError: the model is on a GPU that is not the current one, on which streams and kernels run.
@@ -231,6 +247,8 @@ def execution(
     reason = ""
     if not stacked:
         reason = "experts that cannot be stacked run one by one, with a host-device sync, which CUDA graphs forbid"
+    if stages > 1:
+        reason = "the transfers between pipeline stages are not captured"
     if on_gpu and not on_kernels(weight):
         reason = f"{CHOICE} chooses plain PyTorch kernels, with host-device syncs, which CUDA graphs forbid"
     if on_gpu and (enforce_eager or reason):

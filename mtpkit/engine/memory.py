@@ -128,7 +128,8 @@ def plan_memory(
     rows = config.max_num_seqs
     if config.graphs:
         tokens, logit_rows, rows = largest_step(config)
-    activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logit_rows, ranks.size)
+    logits = logit_rows * vocabulary.width
+    activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logits, ranks.tensor_size)
     activations += rows * _draft_bytes(vocabulary.width, layout, config, earlier)
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total = in_use = 0
@@ -189,9 +190,9 @@ def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier:
     return forked + 3 * config.draft_distributions * width * torch.float32.itemsize
 
 
-def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int, ranks: int) -> int:
-    """Estimate: `_LIVE_COPIES` of the widest layer's activations, and logits in the model's dtype and in fp32, divided
-    by the ranks but for hidden states."""
+def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logits: int, ranks: int) -> int:
+    """Estimate: `_LIVE_COPIES` of the widest layer's activations, divided by the ranks but for hidden states, and this
+    rank's logits in the model's dtype and in fp32."""
     widest = max(kind.activations(model) for kind in kinds_in(model.letters)) // ranks
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize
-    return tokens * hidden + logit_rows * model.vocab_size // ranks * (dtype.itemsize + 4)
+    return tokens * hidden + logits * (dtype.itemsize + 4)

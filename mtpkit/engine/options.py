@@ -54,8 +54,11 @@ class EngineOptions:
     """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
     tensor_parallel_size: Count = 1
     """Processes, each with a GPU and a part of the model, that decode together; start as many with torchrun."""
+    pipeline_parallel_size: Count = 1
+    """Pipeline stages: processes, or groups of `tensor_parallel_size` of them, that have some of the model's layers
+    each."""
     enable_expert_parallel: bool = False
-    """Give each of these processes whole experts of a mixture, in place of a part of every expert."""
+    """Give each of the tensor-parallel processes whole experts of a mixture, in place of a part of every expert."""
     seed: Seed | None = 0
     """Seed from which requests without their own seed get one; None: a new seed for each engine."""
     block_size: Count = 16

@@ -249,12 +249,12 @@ def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
     Raises:
         UserError: fewer GPUs than replicas, a model that is split, or this process is one of several.
     """
-    ranks = options.tensor_parallel_size
-    if ranks > 1:
-        raise UserError(
-            f"{count} replicas have a whole model each, tensor_parallel_size {ranks} splits it: leave one out, or "
-            "split the file of prompts and start torchrun for each part"
-        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (ranks := getattr(options, name)) > 1:
+            raise UserError(
+                f"{count} replicas have a whole model each, {name} {ranks} splits it: leave one out, or "
+                "split the file of prompts and start torchrun for each part"
+            )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(f"{count} replicas are started by one process: start it without torchrun")
     if options.device not in (None, "cuda", "cpu"):

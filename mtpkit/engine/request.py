@@ -129,6 +129,8 @@ class EngineStats:
     """Those of them that the prefix cache had."""
     prefilled_tokens: int = 0
     """Tokens that chunks computed, those of preempted requests included."""
+    returned_bytes: float = 0.0
+    """Bytes that the last pipeline stage sends back to each other one per step and request; 0: there is one stage."""
 
     @classmethod
     def together(cls, several: Sequence["EngineStats"]) -> "EngineStats":

@@ -276,6 +276,18 @@ def pack_result(verdict: Verdict, drafts: Drafts) -> Tensor:
     return torch.cat([verdict.accepted[:count, None], verdict.token_ids[:count], tokens, *ranks], 1)
 
 
+def unpack_result(packed: Tensor, batch: Batch) -> tuple[Verdict, Drafts]:
+    """What `pack_result` packed of a batch of chains, as a pipeline stage needs that has neither lm_head nor heads.
+
+    Args:
+        packed: [S, 2 + 2K] int64.
+    """
+    depths, rows = batch.plan.num_speculative_tokens, len(batch.inputs.state_slots)
+    accepted, token_ids, drafts = packed.split([1, 1 + depths, depths], 1)
+    missing = (0, 0, 0, rows - len(packed))
+    return Verdict(F.pad(accepted.clamp(0, depths), missing)[:, 0], F.pad(token_ids, missing)), Drafts(drafts)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Results of a step on the host, for the S rows that sample.

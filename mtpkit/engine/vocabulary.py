@@ -84,6 +84,18 @@ class Vocabulary(acceptance.Whole):
         return acceptance.accept_drawn_tree(tokens, *shape, *numbers, depth, self)
 
 
+class AbsentVocabulary(Vocabulary):
+    """A vocabulary of which this rank holds nothing, since a later pipeline stage chooses the tokens."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.width = 0
+
+    def place(self, token_ids: Tensor) -> Tensor:
+        """See `Vocabulary.place`."""
+        return torch.full_like(token_ids, -1)
+
+
 class SplitVocabulary(Vocabulary):
     """A vocabulary that the ranks of a group hold in parts of one size, in the order of the ranks.
 

@@ -10,13 +10,13 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from mtpkit.config import Balance, ModelConfig
+from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import get_backend
 from mtpkit.model.hybrid import HybridModel, megatron_pattern, stack_spec, transformer_config
 from mtpkit.model.kinds import KINDS, kinds_in, layers_of
 from mtpkit.model.kinds.base import Draw, LayerKind
-from mtpkit.model.stages import first_layer, stage_patterns
+from mtpkit.model.stages import StageBalance, first_layer, stage_patterns
 from mtpkit.model.state import StateSpec
 from mtpkit.platform import CpuInsteadOfCuda, ensure_distributed
 
@@ -38,7 +38,7 @@ def build_model(
     init: Init = "portable",
     sequence_parallel: bool | None = None,
     base_layers: bool = True,
-    balance: Balance = "memory",
+    balance: StageBalance = "memory",
     expert_tensor_parallel: int | None = None,
 ) -> HybridModel:
     """Build a model with freshly initialised weights, in eval mode.

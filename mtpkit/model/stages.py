@@ -7,7 +7,7 @@ are dealt by one of these costs instead, and it gets fewer of them.
 
 import functools
 import itertools
-from typing import get_args
+from typing import Literal, get_args
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -15,6 +15,9 @@ from mtpkit.config import Balance, ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.model.flops import FORWARD, FROZEN, TRAINED, head_matrices
 from mtpkit.model.kinds import KINDS
+
+StageBalance = Balance | Literal["decoding"]
+"""How stages are balanced: for training, or by what a step of decoding reads."""
 
 _TRAINED_BYTES = 18  # of a head's weight: in bf16, and in fp32 its master, gradient and two moments
 
@@ -24,13 +27,15 @@ def first_layer(model: HybridModel) -> int:
     return sum(map(len, model.stage_patterns[: model.pg_collection.pp.rank()]))
 
 
-def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory") -> list[str]:
+def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "memory") -> list[str]:
     """Deal neighbouring layers to pipeline stages so that the costliest stage costs as little as possible.
 
     Memory is that of bf16 weights, all experts and the embeddings of the first and last stage included, and of what
     AdamW keeps of the heads on one data-parallel rank. Time is 2 FLOPs per weight of the base that a token uses, 6 per
     weight of the heads and depth, 4 per weight of lm_head and depth, and 2 per weight of lm_head for the base's own
-    logits. Activations and attention scores are left out, and what recomputation and fp8 change.
+    logits. Activations and attention scores are left out, and what recomputation and fp8 change. A step of decoding
+    reads all weights of the layers once, and for each draft those of a head and the lm_head once more; recurrent
+    states, keys and values are left out.
 
     Raises:
         UserError: fewer layers than stages, or an unknown balance.
@@ -38,13 +43,20 @@ def stage_patterns(config: ModelConfig, stages: int, balance: Balance = "memory"
     pattern = config.pattern
     if stages > len(pattern):
         raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
-    if balance not in get_args(Balance):
-        raise UserError(f"balance is {balance!r}, must be one of {listed(get_args(Balance))}")
+    known = [*get_args(Balance), "decoding"]
+    if balance not in known:
+        raise UserError(f"balance is {balance!r}, must be one of {listed(known)}")
     embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
     layers = [KINDS[letter].matrices(config) for letter in pattern]
     if balance == "time":
         costs = [FORWARD * layer.used for layer in layers]
         first, last = 0, (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
+    elif balance == "decoding":
+        costs = [layer.held for layer in layers]
+        drafts = config.mtp.default_drafts
+        first, last = 0, embedding
+        if drafts:
+            last += (head_matrices(config, all_experts=True) + embedding) * drafts
     else:
         costs = [2 * layer.held for layer in layers]
         outside = 1 if config.tie_word_embeddings or not depths else 2  # lm_head, and an embedding for the heads

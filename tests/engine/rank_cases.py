@@ -1,6 +1,7 @@
 """What two ranks decode and one rank decodes, for tests that compare them."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -17,6 +18,7 @@ BASES = {
     "latent": ("+E+-", "+E"),
     "attention": ("*-*-", "*-"),
     "recurrent experts": ("ME*E", "*E"),
+    "distinct heads": ("M-*-", "M-"),
 }
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
@@ -60,13 +62,15 @@ class Case:
 def config(base: str):
     pattern, heads = BASES[base]
     groups = 1 if base == "attention" else 2  # fewer than ranks
-    return tiny_config("repeated", pattern, heads).replace(vocab_size=VOCAB, num_query_groups=groups)
+    kind = "distinct" if base == "distinct heads" else "repeated"
+    return tiny_config(kind, pattern, heads).replace(vocab_size=VOCAB, num_query_groups=groups)
 
 
 def cases() -> list[Case]:
     """K = 0 .. 3 and the ways of running of each base, a few to a kind: machines that run tests have few cores."""
     every = [Case(base, k, settings=MIXED if k == 2 else {}) for base in BASES for k in range(4)]
-    every = [case for case in every if case.base != "recurrent experts" or case.k == 2]
+    once = ("recurrent experts", "distinct heads")
+    every = [case for case in every if case.base not in once or case.k == 2]
     every += [Case(base, 3, settings=PREEMPTED) for base in ("mamba2", "delta", "latent", "attention")]
     every += [
         Case("mamba2", 2, penalised=True, settings=dict(state_rollback="snapshot")),
@@ -79,6 +83,24 @@ def cases() -> list[Case]:
         Case("attention", 2, guided=False, settings=dict(draft_vocab=[33, 40], draft_sampling=True)),
     ]
     return every + [Case("latent", k, True) for k in (0, 3)] + [Case("recurrent experts", 2, True, settings=MIXED)]
+
+
+def names(case: Case) -> str:
+    return f"{case.base} K={case.k} {'EP ' if case.whole_experts else ''}{case.settings or ''}{case.penalised or ''}"
+
+
+def one_rank(tested: Sequence[Case]) -> list[list[list[int]]]:
+    """Outputs of each case; those of a seed are the same for every K, unless drafts are drawn."""
+    found: list[list[list[int]]] = []
+    known: dict[tuple, list[list[int]]] = {}
+    for case in tested:
+        drawn = case.settings.get("draft_sampling", False)
+        key = (case.base, case.penalised, case.filtered, repr(case) if drawn else "")
+        if key not in known:
+            plain = case if drawn else replace(case, guided=False, settings={})
+            known[key] = decode(build_model(config(case.base), device="cpu", seed=1), plain)[0]
+        found.append(known[key])
+    return found
 
 
 def decode(model, case: Case, truth: list[list[int]] | None = None) -> tuple[list[list[int]], Any]:
@@ -101,8 +123,9 @@ def decode(model, case: Case, truth: list[list[int]] | None = None) -> tuple[lis
     return [finished[name].outputs[0].token_ids for name in ids], llm
 
 
-def split_model(case_config, whole_experts: bool = False):
-    """This rank's part of a model that two ranks share."""
+def split_model(case_config, whole_experts: bool = False, ranks: int = 2, stages: int = 1):
+    """This rank's part of a model of which `ranks` share each stage."""
     parallel_state.destroy_model_parallel()
-    experts = dict(expert_parallel=2, expert_tensor_parallel=1) if whole_experts else {}
-    return build_model(case_config, device="cpu", seed=1, tensor_parallel=2, sequence_parallel=False, **experts)
+    sizes = dict(expert_parallel=ranks, expert_tensor_parallel=1) if whole_experts else {}
+    sizes |= dict(tensor_parallel=ranks, pipeline_parallel=stages, sequence_parallel=False)
+    return build_model(case_config, device="cpu", seed=1, **sizes)

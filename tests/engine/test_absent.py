@@ -43,8 +43,8 @@ def test_each_is_answered_unless_its_value_asks_for_nothing(what, name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pipeline_parallel_size", True),
-        ("pipeline_parallel_size", 2),
+        ("data_parallel_size", True),
+        ("data_parallel_size", 2),
         ("trust_remote_code", 0),
         ("quantization", "fp8"),
     ],
@@ -65,12 +65,12 @@ def test_no_table_hides_an_argument_that_is_there():
 
 
 def test_all_are_named_and_misspelt_ones_are_guessed():
-    wrong = dict(pipeline_parallel_size=2, max_modellen=3, zzz=1)
+    wrong = dict(data_parallel_size=2, max_modellen=3, zzz=1)
     assert message_of(TABLES["LLM"][0], **wrong) == (
-        "LLM has no argument pipeline_parallel_size (use tensor_parallel_size), max_modellen (did you mean "
-        "max_model_len?), zzz; see help(LLM)"
+        "LLM has no argument data_parallel_size (use mtpkit generate --data-parallel, or mtpkit.engine.Replicas), "
+        "max_modellen (did you mean max_model_len?), zzz; see help(LLM)"
     )
-    names = ["pipeline_parallel_size", "quantization", "trust_remote_code", "swap_space", "speculative_config"]
+    names = ["data_parallel_size", "quantization", "trust_remote_code", "swap_space", "speculative_config"]
     names += ["kv_cache_dtype", "hf_overrides", "enable_lora"]
     text = message_of(TABLES["LLM"][0], **dict.fromkeys(names, "x"))
     assert not [name for name in names if name not in text] and absent.LLM_ARGUMENTS["quantization"].advice in text

@@ -134,14 +134,14 @@ class Ending:
         return self.inner.draft(hidden, batch, verdict)
 
 
-def ends(rank: int, path: Path, out: Path, what: str) -> None:
+def ends(rank: int, path: Path, out: Path, what: str, split: str = "tensor_parallel_size") -> None:
     """Decode, in which rank 1 does what it is told; what rank 0 says goes to a file."""
     file = os.open(out / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     watch._PATIENCE, watch._GRACE = 1.0, 0.2
 
     def work() -> None:
-        llm = LLM(path / "hf", 2, tensor_parallel_size=2, num_blocks=40, max_num_seqs=2, warm_up=False)
+        llm = LLM(path / "hf", 2, num_blocks=40, max_num_seqs=2, warm_up=False, **{split: 2})
         llm.engine.drafter = Ending(llm, rank, what)
         (out / f"{rank}.began").touch()
         prompts = [[7] * (3 + rank)] if what == "other prompts" else PROMPTS
@@ -163,10 +163,19 @@ def ends(rank: int, path: Path, out: Path, what: str) -> None:
     ],
 )
 def test_a_rank_that_ends_ends_the_others(model_dir, tmp_path, what, said):
+    require_end(model_dir, tmp_path, what, said)
+
+
+def test_a_stage_that_dies_ends_the_others(model_dir, tmp_path):
+    require_end(model_dir, tmp_path, "killed", "rank 1 has died", "pipeline_parallel_size")
+
+
+def require_end(model_dir, tmp_path, what, said, *more) -> None:
     context, port = multiprocessing.get_context("forkserver"), free_port()
     context.set_forkserver_preload(["tests.preload", __name__])
     ranks = [
-        context.Process(target=in_rank, args=(rank, 2, port, ends, (model_dir, tmp_path, what))) for rank in (0, 1)
+        context.Process(target=in_rank, args=(rank, 2, port, ends, (model_dir, tmp_path, what, *more)))
+        for rank in (0, 1)
     ]
     for process in ranks:
         process.start()
@@ -214,9 +223,11 @@ def test_more_processes_than_ranks_are_refused(monkeypatch, model_dir):
 
 def test_a_model_that_is_split_otherwise_is_refused(monkeypatch):
     model = build_model(config("mamba2"), device="cpu")
-    with pytest.raises(UserError, match="the model given is split over 1 ranks, experts over 1: leave both sizes out"):
+    with pytest.raises(
+        UserError, match="split over 1 ranks, experts over 1, layers over 1 stages: leave all sizes out"
+    ):
         LLM(model, tensor_parallel_size=2)
     monkeypatch.setattr(model, "config", replace(model.config))
-    model.config.pipeline_model_parallel_size = 2
-    with pytest.raises(UserError, match="the model given is split over pipeline stages"):
+    model.config.sequence_parallel = True
+    with pytest.raises(UserError, match="the model given is split over sequences, or over experts without the other"):
         LLM(model)

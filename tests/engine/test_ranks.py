@@ -18,7 +18,7 @@ from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, collectives
 from mtpkit.model.layers import linear, moe
-from tests.engine.rank_cases import MIXED, PROMPTS, VOCAB, Case, cases, config, decode, split_model
+from tests.engine.rank_cases import MIXED, PROMPTS, VOCAB, Case, cases, config, decode, names, one_rank, split_model
 from tests.engine.tiny import held_bytes, make_llm
 from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
@@ -58,24 +58,6 @@ SABOTAGE = {
     "drafts that every rank holds": (DRAWN, [(SplitVocabulary, "place", lambda self, ids: ids % self.width)]),
 }
 """What is broken, the case in which it must show, and how."""
-
-
-def names(case: Case) -> str:
-    return f"{case.base} K={case.k} {'EP ' if case.whole_experts else ''}{case.settings or ''}{case.penalised or ''}"
-
-
-def one_rank() -> list[list[list[int]]]:
-    """Outputs of each case; those of a seed are the same for every K, unless drafts are drawn."""
-    found: list[list[list[int]]] = []
-    known: dict[tuple, list[list[int]]] = {}
-    for case in TESTED:
-        drawn = case.settings.get("draft_sampling", False)
-        key = (case.base, case.penalised, case.filtered, repr(case) if drawn else "")
-        if key not in known:
-            plain = case if drawn else replace(case, guided=False, settings={})
-            known[key] = decode(build_model(config(case.base), device="cpu", seed=1), plain)[0]
-        found.append(known[key])
-    return found
 
 
 def measured(case: Case, model, truth) -> dict:
@@ -184,7 +166,7 @@ def decoded(tmp_path_factory):
     """What one rank decoded, and what each of two did."""
 
     def make(path: Path) -> None:
-        wanted = one_rank()
+        wanted = one_rank(TESTED)
         (path / "wanted.json").write_text(json.dumps(wanted))
         run_ranks(two_ranks, wanted, path)
 

@@ -30,6 +30,9 @@ def costs(config, patterns, balance):
     embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
     if balance == "time":
         found[-1] += depths * (6 * sizes["mtp", 0] + 4 * embedding) + 2 * embedding
+    elif balance == "decoding":
+        drafts = config.mtp.default_drafts
+        found[-1] += 2 * (drafts * (sizes["mtp", 0] + embedding) + embedding)
     else:
         found[0] += 2 * embedding
         found[-1] += 18 * sizes["mtp", 0] + 2 * embedding * (1 if config.tie_word_embeddings else 2)
@@ -41,7 +44,7 @@ def all_ways(pattern, stages):
         yield [pattern[a:b] for a, b in itertools.pairwise((0, *inner, len(pattern)))]
 
 
-@pytest.mark.parametrize("balance", ["time", "memory"])
+@pytest.mark.parametrize("balance", ["time", "memory", "decoding"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_no_way_has_a_cheaper_costliest_stage(stages, balance):
     dice = random.Random(stages)
@@ -69,7 +72,7 @@ def test_the_stage_with_the_heads_has_fewer_layers():
 
 
 def test_what_cannot_be_dealt():
-    with pytest.raises(UserError, match="balance is 'tiem', must be one of memory, time"):
+    with pytest.raises(UserError, match="balance is 'tiem', must be one of memory, time, decoding"):
         stage_patterns(CONFIG, 1, "tiem")
     with pytest.raises(UserError, match="2 layers, too few for 3 pipeline stages; use fewer stages"):
         stage_patterns(CONFIG.replace(pattern="M*"), 3)

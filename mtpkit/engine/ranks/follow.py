@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
+from mtpkit.engine.ranks.stages import Stage
 from mtpkit.engine.ranks.watch import Watch
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Plan
-from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
+from mtpkit.engine.vocabulary import AbsentVocabulary, SplitVocabulary, Vocabulary
 from mtpkit.errors import MtpkitError, listed
 
 _NONE = -1
@@ -92,6 +93,10 @@ class Ranks:
     """The one rank of a model that is not split: it decides for itself."""
 
     rank, size = 0, 1
+    tensor_size = 1
+    """Ranks that split every matrix."""
+    stage = Stage()
+    """The pipeline stage of this rank."""
 
     def vocabulary(self, size: int) -> Vocabulary:
         """The vocabulary of `size` tokens, of which this rank holds its part."""
@@ -120,23 +125,27 @@ class Ranks:
         return nullcontext()
 
 
-class TensorRanks(Ranks):
-    """One of several ranks that split every matrix of a model.
+class SplitRanks(Ranks):
+    """One of several ranks that split the matrices of a model, or share out its layers as pipeline stages, or both.
 
     Args:
-        tensor_group: the ranks, for what the device exchanges.
-        control_group: the same ranks, for what their hosts exchange: gloo.
+        tensor_group: the ranks that split the matrices of one stage, for what the device exchanges.
+        control_group: all ranks, for what their hosts exchange: gloo.
         watch: notices ranks that die.
+        stage: that of this rank.
     """
 
-    def __init__(self, tensor_group: Any, control_group: Any, watch: Watch | None) -> None:
-        self.rank, self.size = tensor_group.rank(), tensor_group.size()
+    def __init__(self, tensor_group: Any, control_group: Any, watch: Watch | None, stage: Stage) -> None:
+        self.rank, self.size, self.tensor_size = control_group.rank(), control_group.size(), tensor_group.size()
+        self.stage = stage
         self._tensor_group, self._control, self._watch = tensor_group, control_group, watch
         self._steps = 0
 
     def vocabulary(self, size: int) -> Vocabulary:
         """See `Ranks.vocabulary`."""
-        return SplitVocabulary(size, self._tensor_group)
+        if not self.stage.last:
+            return AbsentVocabulary(size)
+        return SplitVocabulary(size, self._tensor_group) if self.tensor_size > 1 else Vocabulary(size)
 
     def plan(self, scheduler: Scheduler, choose: Callable[[int], int]) -> list[Plan]:
         """See `Ranks.plan`; rank 0 plans first and tells the others.

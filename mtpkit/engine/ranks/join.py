@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine.options import EngineOptions
-from mtpkit.engine.ranks.follow import Ranks, TensorRanks
+from mtpkit.engine.ranks.follow import Ranks, SplitRanks
+from mtpkit.engine.ranks.stages import PipelineStage, Stage
 from mtpkit.engine.ranks.watch import Watch, listen
 from mtpkit.errors import UserError, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
@@ -27,7 +28,7 @@ _ENDS = 1 << 16
 _NOT_WEIGHTS = {".md", ".txt", ".py", ".png"}
 
 
-def reports(tensor_parallel_size: int) -> bool:
+def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
     """Whether this process prints and writes, of those that run one command; the others are silent from now on.
 
     For commands, before they look for a device.
@@ -38,10 +39,11 @@ def reports(tensor_parallel_size: int) -> bool:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if processes == 1:
         return True
-    if processes != tensor_parallel_size:
+    if processes != tensor_parallel_size * pipeline_parallel_size:
+        stages = f" and --pipeline-parallel-size {pipeline_parallel_size}" if pipeline_parallel_size > 1 else ""
         raise UserError(
-            f"there are {processes} processes, but --tensor-parallel-size is {tensor_parallel_size}: set it to "
-            f"{processes}, or start {tensor_parallel_size}"
+            f"there are {processes} processes, but --tensor-parallel-size is {tensor_parallel_size}{stages}: set it to "
+            f"{processes // pipeline_parallel_size or 1}, or start {tensor_parallel_size * pipeline_parallel_size}"
         )
     init_processes()
     if dist.get_rank() == 0:
@@ -50,13 +52,13 @@ def reports(tensor_parallel_size: int) -> bool:
     return False
 
 
-def of_first_rank[T](tensor_parallel_size: int, action: Callable[[], T]) -> T:
+def of_first_rank[T](processes: int, action: Callable[[], T]) -> T:
     """The result of `action`, which rank 0 alone runs, on all ranks of a command, after `reports`.
 
     Raises:
         MtpkitError, OSError: what rank 0 raised.
     """
-    return action() if tensor_parallel_size == 1 else on_first_rank(action)
+    return action() if processes == 1 else on_first_rank(action)
 
 
 def join(options: EngineOptions, config: ModelConfig) -> Ranks:
@@ -66,41 +68,72 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
         UserError: sizes that cannot be split, another number of processes, or a rank with another model, config,
             version or option; the same error on every rank.
     """
-    size, whole_experts = options.tensor_parallel_size, options.enable_expert_parallel
+    size, stages, whole_experts = _asked_sizes(options)
     if not isinstance(options.model, str | Path):
-        size, whole_experts = _sizes_of(options)
-    if size == 1:
+        size, stages, whole_experts = _sizes_of(options)
+    if size * stages == 1:
         return Ranks()
     raise_problems(f"tensor_parallel_size {size}", list(_problems(config, size, whole_experts)))
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if processes != size:
+    if stages > len(config.pattern):
         raise UserError(
-            f"tensor_parallel_size {size} needs as many processes, there {'is' if processes == 1 else 'are'} "
-            f"{processes}: start them with torchrun --nproc-per-node {size}"
+            f"pipeline_parallel_size {stages}: the model's base has {len(config.pattern)} layers; take no more stages"
+        )
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes != size * stages:
+        named = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+        asked = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)
+        raise UserError(
+            f"{asked} needs as many processes, there {'is' if processes == 1 else 'are'} "
+            f"{processes}: start them with torchrun --nproc-per-node {size * stages}"
         )
     init_processes()
     control = _control_group()
     _compare(control, _entries(options, config))
     watch = _watch(control)
-    ensure_distributed(size, 1, size if whole_experts else 1, 1 if whole_experts else None)
+    ensure_distributed(size, stages, size if whole_experts else 1, 1 if whole_experts else None)
     from megatron.core import parallel_state
 
-    return TensorRanks(parallel_state.get_tensor_model_parallel_group(), control, watch)
+    return SplitRanks(parallel_state.get_tensor_model_parallel_group(), control, watch, _stage())
 
 
-def _sizes_of(options: EngineOptions) -> tuple[int, bool]:
-    """The tensor-parallel size of a model that is given, and whether its ranks share out experts."""
+def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
+    """Tensor-parallel ranks, pipeline stages, and whether ranks share out experts."""
+    return options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel
+
+
+def _sizes_of(options: EngineOptions) -> tuple[int, int, bool]:
+    """Those of a model that is given."""
     config = options.model.config
-    size, experts = config.tensor_model_parallel_size, config.expert_model_parallel_size
-    if config.pipeline_model_parallel_size > 1 or config.sequence_parallel or experts not in (1, size):
+    size, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    experts = config.expert_model_parallel_size
+    if config.sequence_parallel or experts not in (1, size):
         raise UserError(
-            "the model given is split over pipeline stages, sequences, or experts without the other matrices: build it "
-            "with tensor_parallel alone, sequence_parallel=False, and for experts expert_tensor_parallel=1"
+            "the model given is split over sequences, or over experts without the other matrices: build it with "
+            "sequence_parallel=False, and for experts expert_tensor_parallel=1"
         )
-    asked = (options.tensor_parallel_size, options.enable_expert_parallel)
-    if asked not in ((1, False), (size, experts > 1)):
-        raise UserError(f"the model given is split over {size} ranks, experts over {experts}: leave both sizes out")
-    return size, experts > 1
+    if _asked_sizes(options) not in ((1, 1, False), (size, stages, experts > 1)):
+        raise UserError(
+            f"the model given is split over {size} ranks, experts over {experts}, layers over {stages} stages: leave "
+            "all sizes out"
+        )
+    return size, stages, experts > 1
+
+
+def _stage() -> Stage:
+    """The pipeline stage of this rank."""
+    from megatron.core import parallel_state
+
+    forward = parallel_state.get_pipeline_model_parallel_group()
+    return Stage() if forward.size() == 1 else PipelineStage(forward, _group_back(forward, dist.get_world_size()))
+
+
+@cache
+def _group_back(forward: Any, processes: int) -> Any:
+    """A second group of the ranks that have the stages of one model; all ranks make those of all."""
+    before_closing.append(_group_back.cache_clear)
+    apart = processes // forward.size()
+    groups = [dist.new_group(range(first, processes, apart)) for first in range(apart)]
+    return groups[dist.get_rank() % apart]
 
 
 def _problems(config: ModelConfig, ranks: int, whole_experts: bool) -> Iterator[str]:

@@ -1,0 +1,119 @@
+"""Pipeline stages of decoding: each has some of the base's layers, the last one also the final norm, the lm_head, the
+heads and an embedding for their drafts.
+
+Hidden states go forward, from each stage to the next. What goes back are integers: for each row that samples how many
+drafts were accepted, the chosen tokens and the new drafts. Every stage stores these in its own `DeviceState`, from
+which its next step begins; so it takes back keys, windows and recurrent states by itself, as the only stage would.
+"""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtpkit.engine.step import Batch
+from mtpkit.errors import MtpkitError
+from mtpkit.kernels import NO_TOKEN
+
+_RESULT = torch.int32
+"""Type of what goes back: counts and tokens of any vocabulary."""
+_MOST_SENDS = 4
+"""Transfers of one stage to another that have begun and need not have arrived."""
+
+
+class Stage:
+    """The one stage of a model whose layers are not dealt out."""
+
+    stages = 1
+    """How many there are."""
+    first = last = True
+    """Whether this stage has the embedding of the base; the lm_head and the heads."""
+    returned_bytes = returned_rows = 0
+    """Bytes that went back to one stage, and the rows that they were of, a row of each step counted once."""
+
+    def receive(self, hidden: Tensor) -> None:
+        """Fill `hidden` [T, 1, h] with that of the stage before: on all stages but the first."""
+
+    def send(self, hidden: Tensor) -> None:
+        """Hand hidden states [T, 1, h] to the next stage, if there is one."""
+
+    def tell(self, results: Tensor) -> None:
+        """Send the results of a step, [S, 2 + 2K] as `pack_result` gives them, from the last stage to all others."""
+
+    def hear(self, batch: Batch) -> Tensor:
+        """[S, 2 + 2K] int64, what `tell` sent of this step: on all stages but the last."""
+        raise NotImplementedError("the last stage finds the results itself")
+
+    def check(self, results: np.ndarray, depths: int, vocab_size: int) -> None:
+        """Check results [S, 2 + 2K] that came from another stage.
+
+        Args:
+            depths: K.
+
+        Raises:
+            MtpkitError: they cannot be those of a step.
+        """
+
+
+class PipelineStage(Stage):
+    """One of several stages.
+
+    Args:
+        forward, back: the ranks that have the stages of one model, in their order. Hidden states and results have a
+            group each: a device runs the transfers of a group one after the other, and each kind would wait for the
+            other.
+    """
+
+    def __init__(self, forward: Any, back: Any) -> None:
+        self._forward, self._back, self._stage, self.stages = forward, back, forward.rank(), forward.size()
+        self.first, self.last = self._stage == 0, self._stage == self.stages - 1
+        self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def receive(self, hidden: Tensor) -> None:
+        """See `Stage.receive`."""
+        dist.recv(hidden, group=self._forward, group_src=self._stage - 1)
+
+    def send(self, hidden: Tensor) -> None:
+        """See `Stage.send`; does not wait for the next stage."""
+        if not self.last:
+            self._begin(hidden.contiguous(), self._forward, self._stage + 1)
+
+    def tell(self, results: Tensor) -> None:
+        """See `Stage.tell`; does not wait for the other stages."""
+        if len(results):
+            message = results.to(_RESULT)
+            self._count(message)
+            for stage in range(self.stages - 1):
+                self._begin(message, self._back, stage)
+
+    def hear(self, batch: Batch) -> Tensor:
+        """See `Stage.hear`."""
+        rows, depths = batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
+        message = torch.empty(rows, 2 + 2 * depths, dtype=_RESULT, device=batch.token_ids.device)
+        if rows:
+            dist.recv(message, group=self._back, group_src=self.stages - 1)
+            self._count(message)
+        return message.long()
+
+    def check(self, results: np.ndarray, depths: int, vocab_size: int) -> None:
+        """See `Stage.check`."""
+        limits = {"accepted drafts": (results[:, :1], 0, depths), "tokens": (results[:, 1:], NO_TOKEN, vocab_size - 1)}
+        for what, (values, least, most) in limits.items():
+            wrong = values[(values < least) | (values > most)]
+            if len(wrong):
+                raise MtpkitError(f"the last stage sent {wrong[0]} for {what}, which is not from {least} to {most}")
+
+    def _begin(self, values: Tensor, group: Any, stage: int) -> None:
+        """Begin a transfer, and keep the tensor until it has left."""
+        self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
+        while len(self._sends) > _MOST_SENDS * self.stages:
+            work, _ = self._sends.popleft()
+            assert work is not None, "this rank is not in its own pipeline"
+            work.wait()
+
+    def _count(self, message: Tensor) -> None:
+        self.returned_bytes += message.nbytes
+        self.returned_rows += len(message)

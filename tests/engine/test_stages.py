@@ -1,0 +1,245 @@
+"""Two pipeline stages decode what one rank decodes, token for token, in fp32; each has its layers' weights and states.
+
+Broken on purpose, they do not: see `SABOTAGE`.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from mtpkit.checkpoint import save_hf_model
+from mtpkit.cli import generate
+from mtpkit.engine import LLM
+from mtpkit.engine import engine as engine_module
+from mtpkit.engine.ranks.stages import PipelineStage
+from mtpkit.engine.step import Drafts, Verdict, unpack_result
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model import StepInput, build, build_model
+from tests.engine.rank_cases import MIXED, PREEMPTED, PROMPTS, Case, config, decode, names, one_rank, split_model
+from tests.engine.tiny import held_bytes, make_llm, record_drafts
+from tests.ranks import run_ranks
+from tests.shared import look_at_new_objects, made_once
+
+SETTINGS = {0: {}, 1: dict(state_rollback="snapshot"), 2: MIXED, 3: PREEMPTED}
+TESTED = [Case(base, k, settings=SETTINGS[k]) for base in ("mamba2", "delta", "latent", "attention") for k in SETTINGS]
+TESTED += [
+    Case("mamba2", 3, settings=dict(async_scheduling=True, **MIXED)),
+    Case("mamba2", 2, penalised=True, settings=dict(draft_vocab=[1, 5, 31, 32, 60])),
+    Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)),
+    Case("distinct heads", 3, settings=PREEMPTED),
+]
+BOTH_WAYS = [Case("mamba2", 3, settings=MIXED), Case("latent", 2, True, settings=MIXED)]
+"""For two stages of two tensor-parallel ranks each."""
+DRAFTING = ("mamba2", "distinct heads")
+GREEDY, SAMPLED = Case("mamba2", 3, settings=PREEMPTED), Case("delta", 2, settings=MIXED)
+
+
+def none_accepted(packed, batch):
+    verdict, drafts = unpack_result(packed, batch)
+    return Verdict(verdict.accepted * 0, verdict.token_ids), drafts
+
+
+def of_other_rows(packed, batch):
+    verdict, drafts = unpack_result(packed, batch)
+    return verdict, Drafts(drafts.token_ids.roll(1, 0))
+
+
+def one_more(inputs, new):
+    return committed_after(inputs, (new + 1).clamp_max(inputs.decode_width))
+
+
+committed_after = StepInput.committed_after
+SABOTAGE = {
+    "nothing": (GREEDY, None),
+    "nothing of gated delta nets": (SAMPLED, None),
+    "a rejected draft that stays in states": (GREEDY, (StepInput, "committed_after", one_more)),
+    "a rejected draft that stays in gated delta nets": (SAMPLED, (StepInput, "committed_after", one_more)),
+    "accepted drafts that go": (GREEDY, (engine_module, "unpack_result", none_accepted)),
+    "drafts of other rows": (GREEDY, (engine_module, "unpack_result", of_other_rows)),
+}
+"""What is broken on the first stage, the case in which it must show, and how."""
+
+
+def halves(config, stages, balance="memory") -> list[str]:
+    """Both stages get layers with states."""
+    share = len(config.pattern) // stages
+    ends = [stage * share for stage in range(stages)] + [None]
+    return [config.pattern[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def measured(model, case: Case, truth) -> dict:
+    tokens, llm = decode(model, case, truth)
+    stats = llm.stats()
+    return dict(
+        tokens=tokens,
+        preemptions=stats.preemptions,
+        accepted=sum(stats.acceptance.accepted_per_depth),
+        returned=stats.returned_bytes,
+        weights=sum(parameter.nbytes for parameter in llm.model.parameters()),
+        held=held_bytes(llm.engine),
+        planned=llm.memory_plan.slot_bytes * llm.memory_plan.max_num_seqs + llm.memory_plan.kv_bytes,
+        columns=sum(column.nbytes for column in llm.engine.state.columns.values()),
+    )
+
+
+def drafts_of(model) -> list:
+    """The heads' own drafts, without a rank that has no heads."""
+    recorded = record_drafts(make_llm(model, 3), PROMPTS[:3], max_tokens=6, guided=False)
+    return sorted([list(known), list(drafts)] for known, drafts in recorded.items())
+
+
+def two_stages(rank: int, wanted: list, directory: Path, out: Path) -> None:
+    look_at_new_objects()
+    models: dict[str, Any] = {}
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "stage_patterns", halves)
+        for case, truth in zip(TESTED, wanted, strict=True):
+            if case.base not in models:
+                models[case.base] = split_model(config(case.base), ranks=1, stages=2)
+            found.append(measured(models[case.base], case, truth))
+        drafts = {base: drafts_of(models[base]) for base in DRAFTING}
+    shown = {}
+    for name, (case, broken) in SABOTAGE.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if broken and rank == 0:
+                patch.setattr(*broken)
+            index = TESTED.index(case)
+            shown[name] = decode(models[case.base], case, wanted[index])[0] != wanted[index]
+    refused(models["mamba2"])
+    (out / f"{rank}.json").write_text(json.dumps(dict(found=found, drafts=drafts, shown=shown)))
+    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike"):
+        LLM(directory, num_blocks=40 + rank, pipeline_parallel_size=2)
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        typer.main.get_command(generate.app)(command(directory, 2), standalone_mode=False)
+    (out / f"{rank}.said").write_text(stdout.getvalue())
+    (out / f"{rank}.summary").write_text(stderr.getvalue())
+
+
+def refused(model) -> None:
+    """What cannot be combined with stages yet."""
+    with pytest.raises(UserError, match="trees of drafts cannot be combined with pipeline_parallel_size 2: leave one"):
+        make_llm(model, 2, speculative_token_tree="[2, 1]")
+    with pytest.raises(UserError, match="a prefix cache cannot be combined with pipeline_parallel_size 2: leave one"):
+        make_llm(model, 2, enable_prefix_caching=True)
+    with pytest.raises(
+        UserError, match="split over 1 ranks, experts over 1, layers over 2 stages: leave all sizes out"
+    ):
+        make_llm(model, 2, pipeline_parallel_size=3)
+
+
+def command(directory: Path, stages: int) -> list[str]:
+    prompts = ["--prompts", str(directory / "prompts.jsonl"), "--json"]
+    sizes = ["--num-speculative-tokens", "2", "--max-tokens", "6", "--pipeline-parallel-size", str(stages)]
+    return ["--model", str(directory), *prompts, *sizes]
+
+
+def both_ways(rank: int, wanted: list, out: Path) -> None:
+    look_at_new_objects()
+    found = []
+    for case, truth in zip(BOTH_WAYS, wanted, strict=True):
+        found.append(measured(split_model(config(case.base), case.whole_experts, 2, 2), case, truth))
+    (out / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    """What one rank decoded, and what each of two stages did."""
+
+    def make(path: Path) -> None:
+        wanted = one_rank(TESTED)
+        (path / "wanted.json").write_text(json.dumps(wanted))
+        model = build_model(config("mamba2"), device="cpu", seed=1)
+        save_hf_model(model, path / "hf")
+        lines = [json.dumps(dict(prompt_token_ids=prompt)) for prompt in PROMPTS]
+        (path / "hf" / "prompts.jsonl").write_text("\n".join(lines))
+        run_ranks(two_stages, wanted, path / "hf", path)
+
+    path = made_once(tmp_path_factory, "two_stages", make)
+    return path, json.loads((path / "wanted.json").read_text()), [read(path / f"{rank}.json") for rank in (0, 1)]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("index", range(len(TESTED)), ids=[names(case) for case in TESTED])
+def test_two_stages_decode_what_one_rank_does(decoded, index):
+    _, wanted, stages = decoded
+    for stage in stages:
+        one = stage["found"][index]
+        assert one["tokens"] == wanted[index]
+        assert (one["preemptions"] > 0) == ("num_blocks" in TESTED[index].settings)
+        assert one["accepted"] > 0 or not TESTED[index].k or not TESTED[index].guided
+        assert one["returned"] == 4 * (2 + 2 * TESTED[index].k) < 64
+
+
+def test_stages_draft_what_one_rank_drafts(decoded):
+    """From an embedding that only the last one has: the first has no heads."""
+    for base in DRAFTING:
+        want = drafts_of(build_model(config(base), device="cpu", seed=1))
+        assert len(want) > 10
+        assert [stage["drafts"][base] for stage in decoded[2]] == [[], want]
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_what_is_broken_shows(decoded, name):
+    assert all(stage["shown"][name] != name.startswith("nothing") for stage in decoded[2])
+
+
+@pytest.mark.parametrize("base", ["mamba2", "delta", "latent", "attention", "distinct heads"])
+def test_each_stage_has_its_own_layers_alone(decoded, base):
+    index = next(index for index, case in enumerate(TESTED) if case.base == base and case.k == 3)
+    model, case = build_model(config(base), device="cpu", seed=1), TESTED[index]
+    one = measured(model, case, decoded[1][index])
+    first, last = (stage["found"][index] for stage in decoded[2])
+    assert first["weights"] + last["weights"] == one["weights"] + model.embedding.word_embeddings.weight.nbytes
+    assert first["held"] + last["held"] == one["held"] and first["held"] and last["held"]
+    assert first["planned"] >= first["held"] and last["planned"] >= last["held"]
+    assert first["columns"] < last["columns"] == one["columns"], "penalties are counted where logits are"
+
+
+def test_the_command_of_two_stages_says_what_that_of_one_says(decoded, capsys):
+    path = decoded[0]
+    typer.main.get_command(generate.app)(command(path / "hf", 1), standalone_mode=False)
+    assert [(path / f"{rank}.said").read_text() for rank in (0, 1)] == [capsys.readouterr().out, ""]
+    assert "24 bytes per step and request went back between stages" in (path / "0.summary").read_text()
+
+
+def test_two_stages_of_two_tensor_parallel_ranks(tmp_path):
+    wanted = one_rank(BOTH_WAYS)
+    run_ranks(both_ways, wanted, tmp_path, ranks=4)
+    for rank in range(4):
+        assert [one["tokens"] for one in read(tmp_path / f"{rank}.json")] == wanted
+
+
+def test_results_that_no_step_has_are_refused():
+    stage = PipelineStage(SimpleNamespace(rank=lambda: 0, size=lambda: 2), None)
+    good = np.array([[2, 5, 6, 7, -1, 60, 63, 0]])
+    stage.check(good, 3, 64)
+    for column, value, what in ((0, 4, "accepted drafts"), (0, -1, "accepted drafts"), (2, 64, "tokens"), (7, -2, "t")):
+        wrong = good.copy()
+        wrong[0, column] = value
+        with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which is not from"):
+            stage.check(wrong, 3, 64)
+
+
+def test_more_stages_than_layers_or_processes(decoded):
+    path = decoded[0] / "hf"
+    with pytest.raises(UserError, match="pipeline_parallel_size 6: the model's base has 5 layers; take no more stages"):
+        LLM(path, pipeline_parallel_size=6)
+    with pytest.raises(
+        UserError, match="pipeline_parallel_size 2 needs as many processes, there is 1: start them with"
+    ):
+        LLM(path, pipeline_parallel_size=2)
+    with pytest.raises(UserError, match=r"_size 2 x pipeline_parallel_size 2 needs as many .* --nproc-per-node 4"):
+        LLM(path, tensor_parallel_size=2, pipeline_parallel_size=2)
