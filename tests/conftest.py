@@ -27,6 +27,10 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True, warn_only=True)
 
 look_at_new_objects()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests import interpreter
+
+    interpreter.hasten()
 
 settings.register_profile("mtpkit", deadline=None, derandomize=True)
 settings.load_profile("mtpkit")

@@ -251,10 +251,17 @@ def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary_or_none(twin, monk
     assert torch.equal(probs[:2], run(twin, "probabilities", rows, temperature)[:2])
 
 
-@pytest.mark.parametrize("vocab_size, place", [(200, 0), (200, 199), (5000, 4500)])
-@pytest.mark.parametrize("filters", [(None, None, None), (20, 0.9, 0.05), (150, 0.99, 0.0)])
-def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, vocab_size, place, filters):
+FILTERS = [(None, None, None), (20, 0.9, 0.05), (150, 0.99, 0.0)]
+HEATS = [0.0, 1e-5, 1.0, 1e30]
+PLACES = [(200, 0), (200, 199), (5000, 4500)]  # vocabulary, invalid token
+
+
+# Each two of a filter, a temperature and a place meet once: no kernel takes all three together in a way of its own.
+@pytest.mark.parametrize("heat", range(4))
+@pytest.mark.parametrize("filters", range(3))
+def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, filters, heat):
     """A row is invalid with one NaN or +inf anywhere, or -inf everywhere; no filter or temperature changes that."""
+    vocab_size, place = PLACES[(filters + heat) % 3]
     tile = 128 if vocab_size == 200 else 1024  # two or five tiles a row, the last one not whole
     monkeypatch.setattr(cut, "FEW", cut.Tuning(room=tile, tile=tile, pivot_tile=tile, num_warps=4))
     x = logits(8, vocab_size)
@@ -263,15 +270,14 @@ def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, vocab_size, pl
     x[7, :] = -torch.inf
     x[7, place] = 1.0
     wrong = [False, True, True, True, False, False, False, False]
-    top_k, top_p, min_p = (None if f is None else torch.full((8,), f) for f in filters)
-    for heat in (0.0, 1e-5, 1.0, 1e30):
-        arguments = (x, torch.full((8,), heat), top_k, top_p, min_p)
-        tokens = run(twin, "sample_logits", *arguments, numbers(8))
-        assert (tokens == NO_TOKEN).tolist() == wrong and ((tokens >= NO_TOKEN) & (tokens < vocab_size)).all()
-        assert tokens[7] == place
-        probs = run(twin, "probabilities", *arguments)
-        assert probs.isnan().any(-1).tolist() == probs.isnan().all(-1).tolist() == wrong
-        assert (run(twin, "sample", probs, numbers(8)) == NO_TOKEN).tolist() == wrong
+    settings = (None if f is None else torch.full((8,), f) for f in FILTERS[filters])
+    arguments = (x, torch.full((8,), HEATS[heat]), *settings)
+    tokens = run(twin, "sample_logits", *arguments, numbers(8))
+    assert (tokens == NO_TOKEN).tolist() == wrong and ((tokens >= NO_TOKEN) & (tokens < vocab_size)).all()
+    assert tokens[7] == place
+    probs = run(twin, "probabilities", *arguments)
+    assert probs.isnan().any(-1).tolist() == probs.isnan().all(-1).tolist() == wrong
+    assert (run(twin, "sample", probs, numbers(8)) == NO_TOKEN).tolist() == wrong
 
 
 NO_DRAFTS = torch.zeros(0, 0, dtype=torch.int64)
