@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,30 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(path)
             done.touch()
     return path
+
+
+def covering(*axes: Iterable, meet: int = 2) -> list[tuple]:
+    """Few of all combinations of a value of each axis: every `meet` values of different axes are together in one.
+
+    Settings that a test varies break each other two or three at a time; all of them together cost a multiple.
+
+    Example: covering("ab", "cd", "ef") == [("a", "c", "e"), ("a", "d", "f"), ("b", "c", "f"), ("b", "d", "e")]
+    """
+    axes = [list(axis) for axis in axes]
+    places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    chosen = list(itertools.combinations(range(len(axes)), meet))
+
+    def together(place: tuple[int, ...]) -> set[tuple]:
+        return {(some, tuple(place[axis] for axis in some)) for some in chosen}
+
+    met = {place: together(place) for place in places}
+    missing = set().union(*met.values())
+    found = []
+    while missing:
+        best = max(places, key=lambda place: len(met[place] & missing))
+        missing -= met[best]
+        found.append(tuple(axis[index] for axis, index in zip(axes, best, strict=True)))
+    return found
 
 
 def told_length(message: object) -> int:

@@ -22,12 +22,17 @@ from tests.engine.tiny import (
     teacher_forced_drafts,
     tiny_model,
 )
+from tests.shared import covering
 
 PROMPTS = make_prompts((1, 4, 8, 9, 21, 3, 33))
 DRAWN = SamplingParams(temperature=0.8, seed=4, top_k=30, max_tokens=14, ignore_eos=True)
 
 
-@pytest.fixture(params=["exact", "filled"])
+SHAPES = ("exact", "filled")
+HEADS = (("repeated", "*-", 0), ("repeated", "*-", 3), ("distinct", "M*", 3))
+
+
+@pytest.fixture(params=SHAPES)
 def shapes(request, monkeypatch):
     """Steps of the sizes of their plans, or filled up with null rows as in CUDA graphs."""
     if request.param == "filled":
@@ -65,10 +70,14 @@ def watch_preemptions(llm) -> list[tuple[str, bool]]:
     return lost
 
 
-@pytest.mark.parametrize("budget", [5, 12, 64])
-@pytest.mark.parametrize("mixed", [0, 3, 512])
-@pytest.mark.parametrize("heads, mtp_pattern, k", [("repeated", "*-", 0), ("repeated", "*-", 3), ("distinct", "M*", 3)])
-def test_mixing_changes_no_token(shapes, heads, mtp_pattern, k, mixed, budget):
+# Chunks of a length are split alike for whatever heads and rows: no step depends on all four at once.
+@pytest.mark.parametrize(
+    ("shapes", "kind", "mixed", "budget"),
+    covering(SHAPES, HEADS, (0, 3, 512), (5, 12, 64), meet=3),
+    indirect=["shapes"],
+)
+def test_mixing_changes_no_token(shapes, kind, mixed, budget):
+    heads, mtp_pattern, k = kind
     model = tiny_model(heads, mtp_pattern=mtp_pattern)
     settings = {"max_num_batched_tokens": budget, "max_mixed_tokens": mixed, "max_num_seqs": 4}
     llm = make_llm(model, k, async_scheduling=True, **settings)
@@ -80,11 +89,19 @@ def test_mixing_changes_no_token(shapes, heads, mtp_pattern, k, mixed, budget):
         assert bool(together) == (mixed > 0)
 
 
-@pytest.mark.parametrize("params", [DRAWN, replace(DRAWN, repetition_penalty=1.3, presence_penalty=0.5), penalised(14)])
-@pytest.mark.parametrize("drafts", [0, 3, "drawn"])
+CHOICES = {
+    "drawn": DRAWN,
+    "drawn, penalised": replace(DRAWN, repetition_penalty=1.3, presence_penalty=0.5),
+    "penalised": penalised(14),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "params", "drafts"), covering(SHAPES, CHOICES, (0, 3, "drawn")), indirect=["shapes"]
+)
 def test_mixing_changes_no_draw(shapes, params, drafts):
     """A seed gives one output, whatever shares the steps; with drawn drafts, for one K."""
-    outputs = []
+    params, outputs = CHOICES[params], []
     for settings in ({"max_mixed_tokens": 0}, {}, {"max_num_batched_tokens": 9}):
         k = 3 if drafts == "drawn" else drafts
         llm = make_llm(tiny_model(), k, draft_sampling=drafts == "drawn", max_num_seqs=4, **settings)
