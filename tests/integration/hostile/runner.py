@@ -308,3 +308,20 @@ def load_commands() -> None:
     import mtpkit.engine
     import mtpkit.training.evaluation
     import mtpkit.training.loop  # noqa: F401
+    from mtpkit.training import report
+
+    report._draw("loss", [("training", [1.0], [1.0])], (None, None))  # reads fonts, as else each fork would
+    report._draw = drawn_once(report._draw)
+
+
+def drawn_once(draw: Callable[..., str]) -> Callable[..., str]:
+    """Draw the panels of a report that differ, since most reports of a kind's cases have the same: each takes 0.1 s."""
+    found: dict[str, str] = {}
+
+    def remembered(*panel: object) -> str:
+        key = repr(panel)
+        if key not in found:
+            found[key] = draw(*panel)
+        return found[key]
+
+    return remembered
