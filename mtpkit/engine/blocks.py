@@ -53,9 +53,9 @@ class IdPool:
         counts = [0] * self.size
         for taken in held:
             counts[taken] += 1
-        wrong = [i for i in range(self.size) if counts[i] != self._references[i]]
-        unreferenced = [i for i in range(self.size) if not self._references[i]]
-        if wrong or sorted(self._free) != unreferenced:
+        unreferenced = [i for i, references in enumerate(self._references) if not references]
+        if counts != self._references or sorted(self._free) != unreferenced:
+            wrong = [i for i in range(self.size) if counts[i] != self._references[i]]
             raise MtpkitError(
                 f"allocator is inconsistent: ids {wrong} have references {[self._references[i] for i in wrong]}, "
                 f"holders have {[counts[i] for i in wrong]}; free list {self.free_ids}, unreferenced {unreferenced}"

@@ -36,14 +36,49 @@ class HashModel:
             value = extend_hash(value, token_id)
         return int(self.logits([value]).argmax())
 
+    @torch.inference_mode()
+    def choices(self, prompt: list[int], output: list[int], params: SamplingParams) -> list[int]:
+        """The token that each one of an output had to be, given those before it: `decode`, all at once."""
+        value, values = 0, []
+        for token_id in [*prompt, *output]:
+            value = extend_hash(value, token_id)
+            values.append(value)
+        logits = self.logits(values[len(prompt) - 1 : -1])
+        if params.has_penalties:
+            earlier = torch.nn.functional.one_hot(torch.tensor(output), self.vocab_size).cumsum(0)
+            counts = torch.cat([torch.zeros_like(earlier[:1]), earlier[:-1]])
+            logits = self._penalties(logits, prompt, counts, params)
+        if params.greedy:
+            return logits.argmax(-1).tolist()
+        temperature = torch.full((len(output),), params.temperature)
+        places = torch.arange(len(prompt), len(prompt) + len(output))
+        numbers = sampling.uniform(torch.full_like(places, params.seed or 0), places, TOKEN_STREAM)
+        return sampling.sample(sampling.probabilities(logits, temperature), numbers).tolist()
+
+    def check(self, prompt: list[int], output: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> None:
+        """Compare an output with what `decode` returns, without decoding.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        want = self.choices(prompt, output, params)
+        assert output == want, f"{output} where {want} was right, each given those before it"
+        ends = [index for index, token_id in enumerate(output, 1) if token_id in (*eos, *params.stop_token_ids)]
+        last = min([*ends[:1], params.max_tokens])
+        assert output and len(output) == last, f"{len(output)} tokens, the last of which had to be number {last}"
+
+    def _penalties(self, logits: torch.Tensor, prompt: list[int], counts: torch.Tensor, params: SamplingParams):
+        """[N, V] logits of one request, whose outputs so far have [N, V] counts."""
+        seen = torch.zeros(len(counts), self.vocab_size, dtype=torch.bool)
+        seen[:, prompt] = True
+        weights = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        numbers = (torch.full((len(counts),), float(weight)) for weight in weights)
+        rows = torch.arange(len(counts))
+        return sampling.apply_penalties(logits, seen, counts, *numbers, rows, torch.zeros(0, 0, dtype=torch.int64))
+
     def _penalised(self, logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams):
         counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocab_size)[None]
-        seen = torch.zeros(1, self.vocab_size, dtype=torch.bool)
-        seen[0, prompt] = True
-        weights = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int64)
-        numbers = (torch.tensor([weight]) for weight in weights)
-        return sampling.apply_penalties(logits, seen, counts, *numbers, one, none)
+        return self._penalties(logits, prompt, counts, params)
 
     def decode(self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> list[int]:
         """Decode without an engine: one token at a time from the whole sequence."""
@@ -139,8 +174,9 @@ class HashRunner:
 
     def forget(self, blocks: list[int], slots: list[int]) -> None:
         """Break what nobody holds."""
+        size, nothing = self.block_size, [None] * self.block_size
         for block in blocks:
-            self.pages[block * self.block_size : (block + 1) * self.block_size] = [None] * self.block_size
+            self.pages[block * size : (block + 1) * size] = nothing
         for slot in slots:
             self.states[slot] = None
             self.snapshots[slot] = [None] * len(self.snapshots[slot])

@@ -100,8 +100,12 @@ class CachedBlocks(IdPool):
             super().check_integrity(held)
         finally:
             self._free = free
-        listed = {key: owner for owner, keys in self._keys.items() for key in keys}
+        listed = sum(map(len, self._keys.values()))
+        astray = [owner for key, owner in self._ids.items() if key not in self._keys.get(owner, ())]
         keyless = [one for one in self._idle if not self._keys.get(one)]
         unheld = [one for one in self._keys if not self._references[one] and one not in self._idle]
-        if listed != self._ids or keyless or unheld:
-            raise MtpkitError(f"cached blocks are inconsistent: idle without a key {keyless}, keys of free {unheld}")
+        if listed != len(self._ids) or astray or keyless or unheld:
+            raise MtpkitError(
+                f"cached blocks are inconsistent: {listed} keys of ids for {len(self._ids)}, found at ids without them "
+                f"{astray}, idle without a key {keyless}, keys of free {unheld}"
+            )

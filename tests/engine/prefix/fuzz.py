@@ -1,17 +1,23 @@
 """Random histories of an engine with a prefix cache over a hash model, every read of which checks the whole past.
 
-`python -m tests.engine.prefix.fuzz --operations 100000` from the root of the repository; a share of it runs in the
-suite. An operation is an arrival (of a new prompt, one that shares a prefix with an earlier one, or one that goes on
-where an output ended), a step, or an abort; after each one the allocators are compared with their holders, and what
-nobody holds is broken. The tokens are those of a decoder without caches, and a request finds the longest checkpoint
-that a plain list of all of them has.
+`python -m tests.engine.prefix.fuzz --operations 100000` from the root of the repository, on all cores; a share of it
+runs in the suite. An operation is an arrival (of a new prompt, one that shares a prefix with an earlier one, or one
+that goes on where an output ended), a step, or an abort. After each one the allocators are compared with their
+holders, and what nobody holds is broken. The tokens are those of a decoder without caches, and a request finds the
+longest checkpoint that a plain list of all of them has.
 """
 
 import argparse
 import math
+import multiprocessing
+import os
 import random
+import sys
 import time
+import traceback
+from collections import Counter
 
+import torch
 from tqdm import tqdm
 
 from mtpkit.engine import SamplingParams
@@ -21,6 +27,7 @@ from tests.engine.fakes import HashModel, fake_engine
 MODEL = HashModel()
 EOS = 0
 _OPERATIONS_PER_ENGINE = 120
+_OPERATIONS_PER_SHARE = 1000
 _MOST_OUTPUT = 18
 
 
@@ -61,7 +68,7 @@ class History:
         self.engine = fake_engine(
             MODEL,
             rng.choice(["never", "sometimes", "always"]),
-            -(-longest // self.block_size) + rng.choice([0, 0, 4, 30, 200]),
+            -(-longest // self.block_size) + rng.choice([0, 0, 1, 3, 6, 30, 200]),
             eos=(EOS,),
             num_speculative_tokens=self.k,
             block_size=self.block_size,
@@ -75,6 +82,8 @@ class History:
         )
         if rng.random() < 0.3:  # another K in each step
             self.engine.speculation.choose = lambda rows: rng.randint(0, self.k)
+        # What no request of a batch asks for costs nothing.
+        self.temperature, self.penalty = rng.choice([0.0, 0.0, 0.8]), rng.choice([1.0, 1.0, 1.4])
         self.oracle = PlainIndex(self.engine.scheduler.prefix)
         self.known = [[rng.randrange(MODEL.vocab_size) for _ in range(n)] for n in (3, 17)]
         """Prompts and what followed them."""
@@ -88,11 +97,11 @@ class History:
         prompt = (kept + [rng.randrange(1, MODEL.vocab_size) for _ in range(more)])[: self.most] or [1]
         params = SamplingParams(
             max_tokens=rng.randint(1, _MOST_OUTPUT),
-            temperature=rng.choice([0.0, 0.0, 0.8]),
+            temperature=rng.choice([0.0, self.temperature]),
             seed=rng.randrange(5),
             stop_token_ids=rng.choice([(), (), (), (3,), (2, 4, 6)]),
             ignore_eos=rng.random() < 0.6,
-            repetition_penalty=rng.choice([1.0, 1.0, 1.4]),
+            repetition_penalty=rng.choice([1.0, self.penalty]),
         )
         name = str(self.count)
         self.count += 1
@@ -106,9 +115,8 @@ class History:
         for output in self.engine.step():
             if output.finished:
                 prompt, params = self.live.pop(output.request_id)
-                want = MODEL.decode(prompt, params, eos=() if params.ignore_eos else (EOS,))
                 got = output.outputs[0].token_ids
-                assert got == want, f"{got} where {want} was right"
+                MODEL.check(prompt, got, params, () if params.ignore_eos else (EOS,))
                 assert 0 <= output.num_cached_tokens <= len(prompt)
                 self.hits += output.num_cached_tokens
                 self.known = [*self.known[-12:], prompt + got]
@@ -131,11 +139,24 @@ class History:
         free, slots = scheduler.blocks.free_ids, scheduler.slots.free_ids
         runner.forget(free, slots)
         self.engine.state.earlier.hidden[slots] = math.nan
+        size, nothing = self.block_size, [None] * self.block_size
         for block in free if self.k else ():
-            begin = block * self.block_size
-            self.engine.drafter.entries[begin : begin + self.block_size] = [None] * self.block_size
+            self.engine.drafter.entries[block * size : (block + 1) * size] = nothing
         for checkpoint in scheduler.prefix.slots.free_ids:
             self.engine.checkpoints.kept[checkpoint] = None
+
+    def counts(self) -> Counter[str]:
+        """What has happened."""
+        scheduler = self.engine.scheduler
+        return Counter(
+            {
+                "requests": self.count,
+                "hits": self.hits,
+                "preemptions": scheduler.num_preemptions,
+                "blocks evicted": scheduler.blocks.num_evicted,
+                "checkpoints evicted": scheduler.prefix.num_evicted,
+            }
+        )
 
     def end(self) -> None:
         """Let all requests end; then nobody holds anything."""
@@ -148,37 +169,53 @@ class History:
         assert scheduler.prefix.slots.num_free == scheduler.prefix.slots.size
 
 
-def run(operations: int, seed: int, show: bool = False) -> dict[str, int]:
+def run(operations: int, seed: int | str) -> Counter[str]:
     """Run so many operations, on new engines now and then; what happened is counted.
 
     Raises:
         Exception: the engine or its cache is wrong.
     """
     rng = random.Random(seed)
-    counts = dict.fromkeys(
-        ("operations", "requests", "hits", "preemptions", "blocks evicted", "checkpoints evicted"), 0
-    )
-    progress = tqdm(total=operations, desc="operations", disable=None if show else True)
+    counts: Counter[str] = Counter()
     while counts["operations"] < operations:
         history = History(rng)
         for _ in range(min(_OPERATIONS_PER_ENGINE, operations - counts["operations"])):
             history.operate()
             counts["operations"] += 1
-            progress.update()
         history.end()
-        scheduler = history.engine.scheduler
-        counts["requests"] += history.count
-        counts["hits"] += history.hits
-        counts["preemptions"] += scheduler.num_preemptions
-        counts["blocks evicted"] += scheduler.blocks.num_evicted
-        counts["checkpoints evicted"] += scheduler.prefix.num_evicted
+        counts += history.counts()
     return counts
 
 
-if __name__ == "__main__":
+def run_share(place: tuple[int, int]) -> tuple[tuple[int, int], Counter[str] | str]:
+    """Run one share of a long run; what was wrong is told as text."""
+    torch.set_num_threads(1)
+    try:
+        return place, run(_OPERATIONS_PER_SHARE, f"{place[0]}.{place[1]}")
+    except Exception:
+        return place, traceback.format_exc()
+
+
+def main() -> None:
+    """Run shares in several processes; what they do depends on the seed alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operations", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args()
-    began = time.perf_counter()
-    print(run(given.operations, given.seed, show=True), f"{time.perf_counter() - began:.0f} s")
+    began, counts = time.perf_counter(), Counter[str]()
+    shares = [(given.seed, index) for index in range(-(-given.operations // _OPERATIONS_PER_SHARE))]
+    with (
+        multiprocessing.Pool(given.processes) as pool,
+        tqdm(total=len(shares) * _OPERATIONS_PER_SHARE, desc="operations") as progress,
+    ):
+        for (seed, index), found in pool.imap_unordered(run_share, shares):
+            if isinstance(found, str):
+                sys.exit(f"{found}\nfound by run({_OPERATIONS_PER_SHARE}, '{seed}.{index}')")
+            counts += found
+            progress.update(_OPERATIONS_PER_SHARE)
+    print(dict(counts), f"{time.perf_counter() - began:.0f} s in {given.processes} processes")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ OPERATIONS = 500
 
 def test_random_histories():
     counts = fuzz.run(OPERATIONS, seed=5)
-    assert all(counts.values()), counts
+    assert len(counts) == 6 and all(counts.values()), counts
 
 
 def another_checkpoint(patch):
@@ -44,8 +44,8 @@ def tail_shared(patch):
     """Full blocks are taken as they are, though the heads' last entry depends on the next token."""
     init = PrefixCache.__init__
 
-    def without_heads(self, blocks, block_size, num_checkpoints, ahead, interval):
-        init(self, blocks, block_size, num_checkpoints, 0, interval)
+    def without_heads(self, blocks, block_size, num_checkpoints, ahead, *given):
+        init(self, blocks, block_size, num_checkpoints, 0, *given)
 
     patch.setattr(PrefixCache, "__init__", without_heads)
 
@@ -167,5 +167,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(monkeypatch, fault):
     fault(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017  (whatever comes of it)
-        fuzz.run(3 * OPERATIONS, seed=5)
+    with pytest.raises(Exception) as found:
+        fuzz.run(6 * OPERATIONS, seed=6)
+    # A fault that no longer fits the code fails before that.
+    assert {"operate", "end"} & {entry.name for entry in found.traceback}
