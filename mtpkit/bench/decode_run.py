@@ -26,6 +26,8 @@ from mtpkit.model.hybrid import HybridModel
 _TOLERANCE = 0.03
 """Largest relative error of a synthetic acceptance length, unless four standard errors of the draws are more."""
 _SETTLING_STEPS, _TRACED_STEPS = 3, 10
+_PATIENCE = 60.0
+"""Seconds that requests wait for each other's prompts: all of them shall decode together."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Contender:
             draft_vocab=self.draft_vocab,
             synthetic_acceptance=config.rates(self.depths) if self.depths else None,
             warm_up=False,  # the first run, which is not timed, captures what the others need
+            max_inter_token_latency=_PATIENCE,
             **({} if self.depths else dict.fromkeys(config.trees)),
         )
         self.llm = LLM(model, **settings)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from mtpkit.config.checked import is_whole
+from mtpkit.config.checked import are_whole, is_whole
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape
 from mtpkit.engine.blocks import IdPool
@@ -227,8 +227,9 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise UserError(f"{where}: params is {shown(params)}, give SamplingParams(...)")
         arrival, self._num_requests = self._num_requests, self._num_requests + 1
-        foreign = [token for token in prompt_token_ids if not is_whole(token) or not 0 <= token < self.vocab_size]
-        if foreign:
+        tokens = list(prompt_token_ids)
+        if not are_whole(tokens) or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < self.vocab_size:
+            foreign = [token for token in tokens if not is_whole(token) or not 0 <= token < self.vocab_size]
             raise UserError(f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
         unknown = [token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size]
         if unknown:
@@ -240,14 +241,14 @@ class Engine:
         counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
         request = Request(
             request_id=name,
-            prompt_token_ids=[int(token) for token in prompt_token_ids],
+            prompt_token_ids=list(map(int, tokens)),
             params=params,
             seed=(self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed) % (1 << SEED_BITS),
             arrival=arrival,
             stats=RequestStats(**vars(counts), state_bytes=self.layout.slot_bytes),
             processors=processors_of(params, self.vocab_size),
             prompt=prompt,
-            detokenizer=self.tokenizer and Detokenizer(self.tokenizer, list(prompt_token_ids), params.stop_strings),
+            detokenizer=self.tokenizer and Detokenizer(self.tokenizer, tokens, params.stop_strings),
             place=place,
             end_token_ids=frozenset(params.stop_token_ids or ())
             | (frozenset() if params.ignore_eos else self.scheduler.eos_token_ids),

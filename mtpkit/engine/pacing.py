@@ -11,9 +11,12 @@ _FIRST = 512
 """Prompt tokens beside decoding requests until step times are known."""
 _LEAST = 16
 """Fewest prompt tokens of a step, so that prompts are not starved whatever the bound is."""
-_PATIENCE, _MOST_PATIENCE = 2.75, 6.0
+_PATIENCE, _MOST_PATIENCE = 2.75, 12.0
 """Without a bound from the user, a step with prompts takes at most about this many times what decoding alone takes. It
-is the larger number where many more requests wait than decode: they wait longer than those for their next token."""
+is the larger number where requests wait for others to end, or as many more wait as decode: they wait longer than those
+for their next token."""
+_ENOUGH = 4096
+"""Prompt tokens of a step beyond which a token costs no less: decoding requests would wait for nothing."""
 _WEIGHT = 0.2
 """Weight of the newest time in a running mean."""
 _LATE = 2.0
@@ -44,30 +47,32 @@ class Pacing:
         self._decode: dict[int, float] = {}
         self._token: float | None = None
 
-    def most_tokens(self, budget: int, num_decoding: int, num_waiting: int) -> int:
+    def most_tokens(self, budget: int, num_decoding: int, num_waiting: int, crowded: bool = False) -> int:
         """Most prompt tokens of a step.
 
         Args:
             budget: what it is at most.
             num_decoding: decode rows of the step.
             num_waiting: requests whose prompts are not computed yet.
+            crowded: whether some of these cannot begin before others end.
         """
-        self.chosen = self._most(budget, num_decoding, num_waiting) if self.told is None else self.told
+        self.chosen = self._most(budget, num_decoding, num_waiting, crowded) if self.told is None else self.told
         return self.chosen
 
-    def _most(self, budget: int, num_decoding: int, num_waiting: int) -> int:
+    def _most(self, budget: int, num_decoding: int, num_waiting: int, crowded: bool) -> int:
         if num_decoding:
-            budget = min(budget, self._bounded(num_decoding, num_waiting))
+            share = 1.0 if crowded else min(1.0, (num_waiting - 1) / num_decoding)
+            budget = min(budget, self._bounded(num_decoding, max(_PATIENCE, share * _MOST_PATIENCE)))
         sizes = self.beside if num_decoding else self.alone
         return max((size for size in sizes if size <= budget), default=budget)
 
-    def _bounded(self, num_decoding: int, num_waiting: int) -> int:
+    def _bounded(self, num_decoding: int, patience: float) -> int:
         decode = self._decode_seconds(num_decoding)
         if decode is None or not self._token:
             return _FIRST
-        patience = min(max(_PATIENCE, _PATIENCE * num_waiting / num_decoding), _MOST_PATIENCE)
-        spare = (patience - 1) * decode if self.bound is None else self.bound - decode
-        return max(_LEAST, int(spare / self._token))
+        if self.bound is not None:
+            return max(_LEAST, int((self.bound - decode) / self._token))
+        return max(_LEAST, min(_ENOUGH, int((patience - 1) * decode / self._token)))
 
     def _decode_seconds(self, num_decoding: int) -> float | None:
         """d for the nearest number of requests that was timed."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mtpkit.config.checked import is_list, is_whole
+from mtpkit.config.checked import are_whole, is_list, is_whole
 from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, listed, shown
 
@@ -90,7 +90,7 @@ def encode(prompt: Prompt, tokenizer: Any, name: str) -> tuple[str | None, Seque
             )
         _check_unicode(prompt, name)
         return prompt, tokenizer.encode(prompt)
-    if not isinstance(prompt, Sequence) or not is_list(prompt) or not all(map(is_whole, prompt)):
+    if not isinstance(prompt, Sequence) or not is_list(prompt) or not are_whole(prompt):
         raise UserError(f"{name} is a {type(prompt).__name__}: give a text, or token ids as a list of integers")
     return None, prompt  # type: ignore[return-value]
 

@@ -15,6 +15,8 @@ from mtpkit.engine.step import Plan, Restore, Row, Save, StepResult
 from mtpkit.errors import MtpkitError, UserError
 
 _arrival = attrgetter("arrival")
+_GATHER_STEPS, _GATHER_SLOTS = 16, 8
+"""Prompts gather for at most so many steps, and while fewer than one in so many slots are free."""
 
 
 class Scheduler:
@@ -52,6 +54,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._live_ids: set[str] = set()
         """Ids of waiting and running requests."""
+        self._steps_gathered = 0
+        """For how many steps prompts have been held back so that more of them run together."""
         self._saves: list[Save] = []
         self.reset_stats()
 
@@ -131,8 +135,7 @@ class Scheduler:
             return []
         budget -= sum(row.length for row in decode)
         if self.pacing:
-            waiting = len(self.waiting) + sum(not request.decoding for request in self.running)
-            budget = self.pacing.most_tokens(budget, len(decode), waiting)
+            budget = self._paced(self.pacing, budget, len(decode))
         chunks, restores, resumed = [], list[Restore](), list[Row]()
         for request in self.running:
             if budget and not request.decoding:
@@ -161,6 +164,23 @@ class Scheduler:
             row.request.num_computed += row.length
             self.num_prefilled += row.length
         return [self._with_saves(plan) for plan in plans if plan.rows or plan.restores]
+
+    def _paced(self, pacing: Pacing, budget: int, num_decoding: int) -> int:
+        """Prompt tokens of a step beside so many decode rows.
+
+        While more requests wait than there are slots for, prompts gather for some steps until they fill one, or many
+        slots are free: in a long step a token costs less, which brings all of them forward.
+        """
+        begun = [request for request in self.running if not request.decoding]
+        free = min(self.slots.num_free, self.config.max_num_seqs - len(self.running))
+        crowded = len(self.waiting) > free
+        budget = pacing.most_tokens(budget, num_decoding, len(self.waiting) + len(begun), crowded)
+        left = sum(request.prefill_end - request.num_computed for request in begun)
+        left += sum(len(request.token_ids) for request in self.waiting[:free])
+        few_slots = free * _GATHER_SLOTS < self.config.max_num_seqs
+        gather = num_decoding and crowded and few_slots and left < budget and self._steps_gathered < _GATHER_STEPS
+        self._steps_gathered = self._steps_gathered + bool(left) if gather else 0
+        return 0 if gather else budget
 
     def _with_saves(self, plan: Plan) -> Plan:
         """The plan with checkpoints at the chunks that end where one is wanted."""

@@ -1,5 +1,6 @@
 """Ids of requests, and requests that are queued later than they were made."""
 
+import numpy as np
 import pytest
 
 from mtpkit.engine import SamplingParams
@@ -64,6 +65,8 @@ def test_parameters_are_sampling_parameters(params):
     "prompt, params, message",
     [
         ([1, "2"], GREEDY, r"tokens \['2'\] are outside the vocabulary of 11"),
+        ([1, True, 2.0], GREEDY, r"tokens \[True, 2.0\] are outside the vocabulary of 11"),
+        (np.array([3, 40]), GREEDY, r"tokens \[.*40.*\] are outside the vocabulary of 11"),
         ([1, -1, 11], GREEDY, r"tokens \[-1, 11\] are outside the vocabulary of 11"),
     ],
 )

@@ -98,10 +98,12 @@ def test_a_load_that_never_decodes_alone_is_paced_too(bound, tokens):
 
 def test_many_waiting_requests_are_served_before_few_that_decode():
     pacing = timed(Pacing(None))
-    few, many, most = (pacing.most_tokens(8192, 16, waiting) for waiting in (16, 32, 1000))
-    assert few < many < most < 4 * few
+    one, many, most = (pacing.most_tokens(8192, 16, waiting) for waiting in (1, 9, 1000))
+    assert one < many < most < 8 * one
+    assert pacing.most_tokens(8192, 16, 1, crowded=True) == most
+    assert timed(Pacing(None), decode=1.0).most_tokens(8192, 16, 1, crowded=True) == 4096  # more would gain nothing
     bounded = timed(Pacing(0.03))
-    assert bounded.most_tokens(8192, 16, 1000) == bounded.most_tokens(8192, 16, 1)
+    assert bounded.most_tokens(8192, 16, 1000, crowded=True) == bounded.most_tokens(8192, 16, 1)
 
 
 def test_before_any_time_is_known_chunks_are_of_middle_size():
@@ -144,3 +146,61 @@ def test_the_scheduler_keeps_to_it():
     engine.add_request([2] * 100, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     run(engine)
     assert [chunk for rows, chunk in seen[2:] if chunk] == [40, 40, 20]
+
+
+def paced_engine(budget: int, max_num_seqs: int):
+    """An engine whose steps take `budget` prompt tokens beside requests that decode, and the decode rows and prompt
+    tokens of its steps."""
+    engine = fake_engine(MODEL, num_blocks=4000, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    pacing = engine.scheduler.pacing = engine.pacing = Pacing(None)
+    pacing.most_tokens = lambda most, *args: min(budget, most)
+    pacing.observe = lambda plans, seconds: None
+    steps, plan_step = [], engine.scheduler.plan
+
+    def noted():
+        plans = plan_step()
+        steps.append((sum(p.num_decode_rows for p in plans), sum(p.num_chunk_tokens for p in plans)))
+        return plans
+
+    engine.scheduler.plan = noted
+    return engine, steps
+
+
+def test_prompts_gather_while_more_wait_than_there_are_slots():
+    """They fill a step, or wait until one slot in eight is free. Who waits for no slot is not held up."""
+    engine, steps = paced_engine(600, 32)
+    plain = fake_engine(MODEL, num_blocks=4000, max_num_seqs=32, max_num_batched_tokens=600)
+    for index in range(120):
+        request = [index % 7 + 1] * (40 + index % 50), SamplingParams(temperature=0, max_tokens=5 + index % 40)
+        for one in (engine, plain):
+            one.add_request(*request)
+    outputs = run(engine)
+    assert {name: one.outputs[0].token_ids for name, one in outputs.items()} == {
+        name: one.outputs[0].token_ids for name, one in run(plain).items()
+    }
+    beside = [tokens for rows, tokens in steps if rows and tokens]
+    assert any(tokens == 0 for rows, tokens in steps[: len(steps) // 2] if rows)  # some steps had none, for
+    assert sorted(beside)[len(beside) // 2] > 150  # others had many
+
+
+def test_a_prompt_that_has_a_slot_does_not_wait_for_others():
+    engine, steps = paced_engine(600, 32)
+    for _ in range(20):
+        engine.add_request([1] * 20, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    engine.step()
+    engine.add_request([2] * 9, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    engine.step()
+    assert steps[-1][0] and steps[-1][1] == 9
+    run(engine)
+
+
+def test_prompts_do_not_gather_for_long():
+    """One slot of 16 is free, and the prompt that it could take fills no step: it begins after 16 steps all the same,
+    and the last prompt, behind which none waits, at once."""
+    engine, steps = paced_engine(600, 16)
+    for max_tokens in (5, *[80] * 15, 9, 9, 9):
+        engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+    run(engine)
+    gathered, last = [step for step, taken in enumerate(steps) if taken == (15, 40)]
+    assert steps[gathered - 17 : gathered] == [(16, 0)] + [(15, 0)] * 16
+    assert steps[last - 1] == (16, 0)

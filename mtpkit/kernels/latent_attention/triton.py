@@ -31,6 +31,8 @@ from mtpkit.kernels.device import padded, row_of_tile, strided
 _LN_2 = tl.constexpr(0.6931471805599453)
 _RESIDENT = 1
 """Programs that a multiprocessor holds at once."""
+_LONG = 8192
+"""Most positions that a program reads, as far as programs allow; what a split leaves to join is wide."""
 
 
 def latent_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
@@ -110,7 +112,7 @@ def _decode_kernel(
     q_ptr, q_row, q_token, q_head = latent_rows
     p_ptr, p_row, p_token, p_head = rotary_rows
     row, split = tl.program_id(1), tl.program_id(2)
-    context, end, length = row_range(lens_ptr, row, (tokens + EARLIER, span, fill, longest), N)
+    context, end, length = row_range(lens_ptr, row, (tokens + EARLIER, span, fill, longest), tl.num_programs(2), N)
     first = split * length
     m = tl.program_id(0) * M + tl.arange(0, M)
     count = tokens * HEADS
@@ -164,9 +166,9 @@ def latent_attention(
     rows, tokens, heads, width = q_latent.shape
     tiles = tiles or latent_tiles(tokens * heads, width, q_latent.dtype)
     across, span = triton.cdiv(tokens * heads, tiles.m), block_tables.shape[1] * cache.shape[1]
-    fill, longest = splits or 1, span + tiles.n
+    fill, longest = splits or 1, span
     if splits is None:
-        splits, fill, longest = split_plan(rows * across, span, tiles.n, _RESIDENT)
+        splits, fill, longest = split_plan(rows * across, span, tiles.n, _RESIDENT, _LONG)
     plan = tokens, span, fill, longest
     out = q_latent.new_empty(rows, tokens, heads, width)
     joined = rows * splits * tokens * heads if splits > 1 else 0

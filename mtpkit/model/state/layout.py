@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -106,12 +107,12 @@ class StateLayout:
         behind = self.behind if layer.startswith(_HEADS) else 0
         return replace(self.sizes, decode_width=self.sizes.decode_width + behind, behind=behind)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self._bytes("block")
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of recurrent state of one request over all layers."""
         return self._bytes("slot")
