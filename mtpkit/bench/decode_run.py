@@ -71,7 +71,7 @@ class Contender:
     ) -> None:
         self.config, self.batch_size, self.k = config, batch_size, k
         self.model_config = model.mtpkit_config
-        self.depths = self.model_config.mtp.most_adaptive_drafts if k == "auto" else k
+        self.depths = config.largest(k, self.model_config.mtp)
         """The largest K of a step."""
         self.device = next(model.parameters()).device
         vocab_size = self.model_config.vocab_size

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from mtpkit.config import LARGEST_COUNT, Balance, LossKind
+from mtpkit.config import LARGEST_COUNT, Balance, LossKind, MtpConfig
 from mtpkit.config.checked import checked, field_of, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.engine.options import Drafts, Rollback
@@ -122,6 +122,13 @@ class DecodeConfig:
         if tree is not None:
             parse_tree(tree)
         return tree
+
+    def largest(self, k: int | Literal["auto"], heads: MtpConfig) -> int:
+        """The largest K of a step."""
+        if k != "auto":
+            return k
+        tree = self.speculative_token_tree
+        return heads.most_adaptive_drafts if tree is None else parse_tree(tree).depth
 
     def spine(self, k: int) -> int:
         """Drafts that are sure to be on the path of first children, of which synthetic acceptance accepts some."""

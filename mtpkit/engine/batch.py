@@ -136,7 +136,7 @@ class BatchBuilder:
         """Build the tensors of a step on the device, without a host-device sync.
 
         Args:
-            plan: only its K and its number of sampling rows are read.
+            plan: only its K, whether drafts are trees, and its number of sampling rows are read.
             numbers: those of `numbers`, on the device.
             tables: [R, B] int64, the blocks of each row.
             use: names of the processors that the step computes.
@@ -145,8 +145,8 @@ class BatchBuilder:
         decoding, depths, count = shape.decode_rows, plan.num_speculative_tokens, plan.num_sampling_rows
         held = slots[:decoding]
         slots = self.state.live(slots, decoding)
-        width = self.tree.tokens if self.tree else 1 + depths
-        tree = self._trees(held) if decoding else None
+        tree = self._trees(held) if decoding and plan.trees else None
+        width = tree.parents.shape[1] if tree else 1 + depths
         parts = [
             *([self._decode_rows(held, slots, tables, width, tree and tree.depths)] if decoding else []),
             *([self._chunks(shape, tables, decoding * width, count, chunks)] if shape.chunk_rows else []),
@@ -176,18 +176,16 @@ class BatchBuilder:
             logit_indices=joined.logit_indices,
             logit_rows=joined.logit_rows,
             drafts=joined.token_ids[: decoding * width].view(decoding, width)[:, 1:],
-            draft_probs=None if probs is None else probs[slots[:decoding], : None if self.tree else depths],
+            draft_probs=None if probs is None else probs[slots[:decoding], : None if tree else depths],
             lookahead=torch.cat([known, chunks[2].view(-1, self._lookahead)]) if shape.chunk_rows else known,
             earlier=self.state.earlier_at(slots, behind=bool(plan.restores)),
         )
 
-    def _trees(self, slots: Tensor) -> _Trees | None:
-        """The trees of decode rows at `slots` [D]; None: they are chains."""
-        if self.tree is None:
-            return None
+    def _trees(self, slots: Tensor) -> _Trees:
+        """The trees of decode rows at `slots` [D]."""
         if self._static is not None:
             return _Trees(*(part.expand(len(slots), -1).contiguous() for part in self._static))
-        assert self.state.parents is not None
+        assert self.tree is not None and self.state.parents is not None
         parents = self.state.parents[slots]
         return _Trees(parents, *ancestor_masks(parents, self.tree.depth))
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,6 +29,7 @@ from mtpkit.engine.ranks import Ranks, Stage
 from mtpkit.engine.request import AcceptanceStats, EngineStats, Request, RequestOutput, RequestStats
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Batch, Plan, Restore, StepOutput, StepResult, Verdict, pack_result, unpack_result
+from mtpkit.engine.tree import DraftShape
 from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
 from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
@@ -181,7 +183,7 @@ class Engine:
         self._num_requests = self._next_number = 0
         self._seconds = 0.0
         self._under_way: deque[list[_Launched]] = deque()
-        self.speculation: Speculation = FixedSpeculation(config.num_speculative_tokens)
+        self.speculation: Speculation = FixedSpeculation(config.drafts)
 
     def add_request(
         self,
@@ -307,9 +309,9 @@ class Engine:
         return changed
 
     @torch.inference_mode()
-    def warm_up(self, depths: Sequence[int]) -> None:
-        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each K in `depths`. With a prefix
-        cache, compile what it runs without graphs.
+    def warm_up(self, shapes: Sequence[DraftShape]) -> None:
+        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each of these shapes of drafts. With
+        a prefix cache, compile what it runs without graphs.
 
         No request may wait or run.
         """
@@ -318,28 +320,35 @@ class Engine:
             self.checkpoints.warm_up()
             shape = StepShape(0, 1, 1)
             numbers = self.builder.ints(self.builder.null_numbers(shape))
-            plan = Plan((), 0, 1, self.config.num_speculative_tokens, restores=(Restore(0, NULL_SLOT, 1),))
+            plan = replace(Plan.without_rows(0, 1, self.config.drafts), restores=(Restore(0, NULL_SLOT, 1),))
             tables = numbers.new_zeros(1, self.config.decode_width + self.config.lookahead)
             self._resume(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
         if self.graphs:
-            self.graphs.capture_all(self._execute, depths)
+            self.graphs.capture_all(self._execute, shapes)
 
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
-        """Time steps of these batch sizes at every K, and choose K from these times. No request may wait or run."""
+        """Time steps of these batch sizes with each of `draft_shapes`, and choose among these by the times. No request
+        may wait or run."""
         assert not self.has_unfinished
-        depths = range(self.config.num_speculative_tokens + 1)
-        times = {(size, k): self._time_step(size, k, repeats) for size in batch_sizes for k in depths}
+        shapes = self.draft_shapes
+        times = {(size, drafts): self._time_step(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
         self.speculation = AdaptiveSpeculation(times)
 
+    @property
+    def draft_shapes(self) -> list[DraftShape]:
+        """What can be chosen among: chains of K = 0 and more, then the tree, if there is one."""
+        chains = list[DraftShape](range(self.config.num_speculative_tokens + 1))
+        return chains + ([self.config.tree] if self.config.tree else [])
+
     @torch.inference_mode()
-    def _time_step(self, rows: int, depths: int, repeats: int) -> float:
+    def _time_step(self, rows: int, drafts: DraftShape, repeats: int) -> float:
         """Seconds of a greedy decode step on free slots, the median of `repeats`."""
 
         def step() -> None:
             if self.graphs:
-                self.graphs.replay_free_slots(self._execute, rows, depths)
+                self.graphs.replay_free_slots(self._execute, rows, drafts)
             else:
-                shape, plan = StepShape(rows, 0, 0), Plan((), rows, rows, depths)
+                shape, plan = StepShape(rows, 0, 0), Plan.without_rows(rows, rows, drafts)
                 self.state.restart()
                 numbers = self.builder.ints(self.builder.null_numbers(shape, range(rows)))
                 tables = numbers.new_zeros(rows, self.config.decode_width + self.config.lookahead)
@@ -414,15 +423,19 @@ class Engine:
         return changed
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
-        """Report the accepted drafts of decode rows to the choice of K, without rows whose logits are invalid."""
-        counted = [
-            (accepted, row.fresh_drafts)
-            for row, accepted, count in zip(
-                plan.decode_rows, result.accepted.tolist(), result.num_tokens.tolist(), strict=False
-            )
-            if count == 1 + accepted and row.request.error is None
+        """Report the accepted drafts of decode rows to the choice of drafts, without rows whose logits are invalid."""
+        accepted, counts = result.accepted.tolist(), result.num_tokens.tolist()
+        valid = [
+            index
+            for index, row in enumerate(plan.decode_rows)
+            if counts[index] == 1 + accepted[index] and row.request.error is None
         ]
-        self.speculation.observe([accepted for accepted, _ in counted], [fresh for _, fresh in counted])
+        fresh = [plan.rows[index].fresh_drafts for index in valid]
+        if result.ranks is None:
+            self.speculation.observe([accepted[index] for index in valid], fresh)
+        else:
+            ranks = result.ranks.tolist()
+            self.speculation.observe_trees([ranks[index] for index, made in zip(valid, fresh, strict=True) if made])
 
     def abort(self, request_id: str) -> None:
         """Drop a request; an id that is finished or unknown is ignored."""

@@ -1,9 +1,9 @@
 """Steps as CUDA graphs, with one replay per step.
 
-One graph is captured for each `StepShape`, K and set of processors, before the first request or when it is first
-needed. It reads what the host sends from fixed tensors, and everything else from `DeviceState`. Null rows fill a step
-up to the shape: they have no recurrent state, and use a block of keys and an entry of `DeviceState` that no request
-has.
+One graph is captured for each `StepShape`, shape of drafts and set of processors, before the first request or when it
+is first needed. It reads what the host sends from fixed tensors, and everything else from `DeviceState`. Null rows fill
+a step up to the shape: they have no recurrent state, and use a block of keys and an entry of `DeviceState` that no
+request has.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +19,7 @@ from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape, block_tables
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.processors import GREEDY, TEMPERATURE, Use, for_graph
 from mtpkit.engine.step import Batch, Plan
+from mtpkit.engine.tree import DraftShape, width_of
 
 _WARM_UPS = 1
 """Runs before a capture, in which kernels are compiled and libraries choose their algorithms."""
@@ -29,7 +30,7 @@ _COARSE = 128
 _TOKENS_PER_CHUNK = 4
 """A graph has a row for every so many tokens of its chunks: kernels look at all rows, so that more would cost time."""
 
-Key = tuple[StepShape, int, Use]
+Key = tuple[StepShape, DraftShape, Use]
 Execute = Callable[[Batch], Tensor]
 
 
@@ -86,16 +87,16 @@ def largest_step(config: EngineConfig) -> tuple[int, int, int]:
     return max(most_chunk_tokens(config), rows + _most_mixed(config)), rows + chunk_rows, decode_rows + chunk_rows
 
 
-def _key(shape: StepShape, depths: int, use: Iterable[str]) -> Key:
+def _key(shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:
     """The key of a graph. Those with chunks always compute temperature and filters, so that there are fewer of them."""
     chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
-    return shape, depths, for_graph(chosen)
+    return shape, drafts, for_graph(chosen)
 
 
 def _size(key: Key) -> int:
     """Tokens of a captured step."""
-    shape, depths, _ = key
-    return shape.chunk_tokens + shape.decode_rows * (1 + depths)
+    shape, drafts, _ = key
+    return shape.chunk_tokens + shape.decode_rows * width_of(drafts)
 
 
 class StepGraphs:
@@ -136,12 +137,15 @@ class StepGraphs:
             [S, ...], the results of `execute` for the rows that sample, valid until the next run.
         """
         shape = self.shape_for(plan)
-        graph, result = self.captured(execute, _key(shape, plan.num_speculative_tokens, plan.processors))
+        graph, result = self.captured(execute, _key(shape, self._drafts(plan), plan.processors))
         self._fill(shape, self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block))
         graph.replay()
         decoded, chunks = plan.num_decode_rows, plan.num_sampling_rows - plan.num_decode_rows
         first = result[shape.decode_rows :][:chunks]
         return torch.cat([result[:decoded], first]) if decoded and chunks else result[:decoded] if decoded else first
+
+    def _drafts(self, plan: Plan) -> DraftShape:
+        return self.config.drafts if plan.trees else plan.num_speculative_tokens
 
     def shape_for(self, plan: Plan) -> StepShape:
         """The shape of the graph for a plan."""
@@ -153,25 +157,27 @@ class StepGraphs:
         rows, tokens = mixed_bucket(rows, tokens) if rows else (0, chunk_bucket(tokens))
         return StepShape(rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens)
 
-    def capture_all(self, execute: Execute, depths: Sequence[int]) -> None:
+    def capture_all(self, execute: Execute, shapes: Sequence[DraftShape]) -> None:
         """Capture what requests may need, with progress, but for penalties and many prompts of fewer than
         `_TOKENS_PER_CHUNK` tokens. The largest steps come first, so that the others share their memory.
 
         Args:
-            depths: every K of steps without chunks; those with chunks are captured for the largest.
+            shapes: all drafts of steps without chunks; those with chunks are captured for the most drafts.
         """
         decode = [StepShape(rows, 0, 0) for rows in _sizes(bucket_size, self.config.max_num_seqs)]
         chunks = [self._with_chunks(0, tokens) for tokens in self.chunk_sizes]
         chunks += [self._with_chunks(shape.decode_rows, tokens) for shape in decode for tokens in self.mixed_sizes]
-        keys = {_key(shape, k, use) for shape in decode for k in depths for use in (GREEDY, {TEMPERATURE.name})}
-        keys |= {_key(shape, max(depths), GREEDY) for shape in chunks}
+        keys = {
+            _key(shape, drafts, use) for shape in decode for drafts in shapes for use in (GREEDY, {TEMPERATURE.name})
+        }
+        keys |= {_key(shape, self.config.drafts, GREEDY) for shape in chunks}
         for key in tqdm(sorted(keys, key=_size, reverse=True), desc="CUDA graphs", disable=None):
             self.captured(execute, key)
 
-    def replay_free_slots(self, execute: Execute, rows: int, depths: int) -> None:
+    def replay_free_slots(self, execute: Execute, rows: int, drafts: DraftShape) -> None:
         """Replay a greedy step on the slots 0 .. rows - 1, for timing; no request may hold them."""
         shape = StepShape(bucket_size(rows), 0, 0)
-        graph, _ = self.captured(execute, _key(shape, depths, GREEDY))
+        graph, _ = self.captured(execute, _key(shape, drafts, GREEDY))
         self.builder.state.restart()
         self._fill(shape, self.builder.null_numbers(shape, range(rows)), self._null_tables(shape))
         graph.replay()
@@ -208,9 +214,9 @@ class StepGraphs:
         return graph, result
 
     def _step(self, execute: Execute, key: Key) -> Tensor:
-        shape, depths, use = key
+        shape, drafts, use = key
         numbers, tables = self._numbers[: self.builder.count(shape)], self._tables[: shape.rows]
         # Null rows advance in each step like all others, and are reset here.
         self.builder.state.restart(NULL_SLOT)
-        plan = Plan((), shape.decode_rows, shape.rows, depths)
+        plan = Plan.without_rows(shape.decode_rows, shape.rows, drafts)
         return execute(self.builder.assemble(plan, shape, numbers, tables, use))

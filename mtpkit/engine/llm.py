@@ -22,6 +22,7 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
 from mtpkit.engine.ranks import join
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
+from mtpkit.engine.tree import width_of
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import stack_experts, state_specs
@@ -74,7 +75,7 @@ class LLM:
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens
-            or max(DEFAULT_BUDGET, options.max_num_seqs * (tree.tokens if tree else 1 + depths)),
+            or max(DEFAULT_BUDGET, options.max_num_seqs * width_of(tree or depths)),
             max_mixed_tokens=0 if adaptive else options.max_mixed_tokens,  # or each K would need its graphs
             max_inter_token_latency=options.max_inter_token_latency,
             state_rollback=options.state_rollback,
@@ -132,7 +133,7 @@ class LLM:
         gc.collect()
         gc.freeze()
         if options.warm_up:
-            self.engine.warm_up(range(depths + 1) if adaptive else [depths])
+            self.engine.warm_up(self.engine.draft_shapes if adaptive else [config.drafts])
         if adaptive and depths:
             most = config.max_num_seqs
             self.engine.adapt(sorted({min(2**power, most) for power in range(most.bit_length() + 1)}))

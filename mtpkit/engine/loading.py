@@ -142,8 +142,6 @@ def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | No
         options.speculative_num_draft_tokens,
     )
     k = options.num_speculative_tokens
-    if k == "auto" and (given is not None or topk is not None):
-        raise UserError("num_speculative_tokens is 'auto', which chooses among chains: give a number, or no tree")
     if given is not None:
         tree = parse_tree(given)
         if topk is not None or tokens is not None:
@@ -151,7 +149,7 @@ def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | No
                 "speculative_token_tree and speculative_eagle_topk or speculative_num_draft_tokens exclude each other: "
                 "give a fixed tree, or one that grows"
             )
-        if k not in (None, tree.depth):
+        if k not in (None, "auto", tree.depth):
             raise UserError(
                 f"num_speculative_tokens is {k}, but speculative_token_tree has depth {tree.depth}: leave it out"
             )

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
 from mtpkit.config.checked import checked
 from mtpkit.engine.params import Seed
-from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.engine.tree import DraftShape, DynamicTree, TokenTree, parse_tree, width_of
 from mtpkit.kernels import MOST_TREE_TOKENS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
@@ -49,7 +49,8 @@ class EngineOptions:
     num_speculative_tokens: Drafts | Literal["auto"] | None = None
     """K, drafts per step from the model's MTP heads; by default what the heads were trained for, 0 without heads. 0:
     plain decoding. "auto": K is chosen for each step from measured step times and the acceptance so far, up to what
-    the heads were trained for (7 where that is unknown)."""
+    the heads were trained for (7 where that is unknown); where a tree is given, among chains up to its depth and the
+    tree."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
     tensor_parallel_size: Count = 1
@@ -198,9 +199,14 @@ class EngineConfig:
     _check_budget = field_validator("max_num_batched_tokens")(_check_width)
 
     @property
+    def drafts(self) -> DraftShape:
+        """The most drafts of a decoding request: the tree, or else the longest chain."""
+        return self.tree or self.num_speculative_tokens
+
+    @property
     def decode_width(self) -> int:
-        """Tokens that a decoding request feeds in a step: its newest one and the drafts."""
-        return self.tree.tokens if self.tree else 1 + self.num_speculative_tokens
+        """Most tokens that a decoding request feeds in a step: its newest one and the drafts."""
+        return width_of(self.drafts)
 
     @property
     def draft_distributions(self) -> int:

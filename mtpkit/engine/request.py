@@ -28,7 +28,8 @@ class AcceptanceStats:
     reached_per_depth: list[int] = field(default_factory=list)
     ranks_per_depth: list[list[int]] = field(default_factory=list)
     """Of trees, how often the base's choice at a depth was the candidate of each rank, the best first; what is missing
-    to `reached_per_depth` was none of them. There, a depth is reached where the accepted path has candidates for it."""
+    to `reached_per_depth` was none of them. Chains, where "auto" chooses among both, have one candidate. In
+    trees, a depth is reached where the accepted path has candidates for it."""
 
     @classmethod
     def for_depths(cls, num_speculative_tokens: int, tree: Tree | None = None) -> "AcceptanceStats":
@@ -43,10 +44,12 @@ class AcceptanceStats:
         Args:
             ranks: of each depth, see `Verdict.ranks`.
             emitted: number of emitted tokens.
-            drafts: number of drafts of the tree.
+            drafts: number of drafts of the tree; 0: none was made for this step, so that its ranks say nothing.
         """
         self.steps += 1
         self.drafted += drafts
+        if not drafts:
+            return
         for depth, rank in enumerate(ranks[:emitted]):
             if rank >= -1:
                 self.reached_per_depth[depth] += 1
@@ -67,6 +70,8 @@ class AcceptanceStats:
         for depth in range(min(emitted, depths)):
             self.reached_per_depth[depth] += 1
             self.accepted_per_depth[depth] += depth < accepted
+            if self.ranks_per_depth:
+                self.ranks_per_depth[depth][0] += depth < accepted
 
     @classmethod
     def together(cls, several: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
@@ -194,7 +199,9 @@ class Request:
     prefill_end: int = 0
     """Tokens that prefill computes: the prompt, or all but the newest token if there was output at admission."""
     num_drafted: int = 0
-    """Drafts that the newest step of the request makes."""
+    """Drafts that the newest step of the request makes, of a tree those on its longest path."""
+    drafted_tree: bool = False
+    """Whether they are a tree."""
     in_flight: int = 0
     """Launched steps that will emit tokens of this request and are not committed yet."""
     block_table: array = field(default_factory=lambda: array("q"))

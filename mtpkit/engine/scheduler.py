@@ -12,6 +12,7 @@ from mtpkit.engine.params import MOST_END_TOKENS
 from mtpkit.engine.prefix.cache import Hit, PrefixCache
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
 from mtpkit.engine.step import Plan, Restore, Row, Save, StepResult
+from mtpkit.engine.tree import DraftShape, depth_of
 from mtpkit.errors import MtpkitError, UserError
 
 _arrival = attrgetter("arrival")
@@ -50,6 +51,8 @@ class Scheduler:
         self.block_bytes = block_bytes
         self.num_speculative_tokens = config.num_speculative_tokens
         """K of the next steps, at most the configured K."""
+        self.trees = config.tree is not None
+        """Whether their drafts are trees."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._live_ids: set[str] = set()
@@ -102,6 +105,10 @@ class Scheduler:
     def num_decoding(self) -> int:
         """Requests that the next plan may decode."""
         return sum(request.decoding and not request.ends_in_flight for request in self.running)
+
+    def take(self, drafts: DraftShape) -> None:
+        """Give the decode rows of the next plans these drafts."""
+        self.num_speculative_tokens, self.trees = depth_of(drafts), not isinstance(drafts, int)
 
     def add(self, request: Request) -> None:
         """Validate a request and queue it."""
@@ -159,7 +166,7 @@ class Scheduler:
             for row in plan.rows:
                 row.request.in_flight += row.samples and row.emits
                 if row.samples:
-                    row.request.num_drafted = plan.num_speculative_tokens
+                    row.request.num_drafted, row.request.drafted_tree = plan.num_speculative_tokens, plan.trees
         for row in chunks:  # the length of a chunk is known before it runs
             row.request.num_computed += row.length
             self.num_prefilled += row.length
@@ -192,14 +199,14 @@ class Scheduler:
 
     def _together(self, decode: list[Row], chunks: list[Row]) -> Plan:
         rows = (*decode, *chunks)
-        # Chunks alone draft for the largest K, whatever decode rows would verify now.
+        # Chunks alone draft for the largest K or the tree, whatever decode rows would verify now.
         depths = self.num_speculative_tokens if decode else self.config.num_speculative_tokens
-        samples, trees = sum(row.samples for row in rows), self.config.tree is not None
+        samples, trees = sum(row.samples for row in rows), self.trees if decode else self.config.tree is not None
         return Plan(rows, len(decode), samples, depths, trees)
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
         """Rows of all requests that decode, the oldest first; None if one must wait for results of earlier steps."""
-        width = self.config.decode_width if self.config.tree else 1 + self.num_speculative_tokens
+        width = self.config.decode_width if self.trees else 1 + self.num_speculative_tokens
         rows: list[Row] = []
         for request in list(self.running):
             if not request.decoding or request.ends_in_flight:
@@ -207,11 +214,19 @@ class Scheduler:
             if (len(rows) + 1) * width > budget:
                 break
             if self._make_room(request):
-                fresh = min(self.num_speculative_tokens, request.num_drafted)
+                fresh = self._fresh_drafts(request)
                 rows.append(Row(request, request.num_computed, width, samples=True, fresh_drafts=fresh))
             elif any(other.in_flight for other in self.running):
                 return None
         return rows
+
+    def _fresh_drafts(self, request: Request) -> int:
+        """See `Row.fresh_drafts`. After a step of trees the first draft of a chain is a tree's first one. After one of
+        chains no draft of a tree counts: what stands in the places of siblings are none."""
+        fresh = min(self.num_speculative_tokens, request.num_drafted)
+        if request.drafted_tree == self.trees:
+            return fresh
+        return 0 if self.trees else min(1, fresh)
 
     def _chunk(self, request: Request, budget: int) -> Row:
         """The next chunk of a prompt."""
@@ -326,7 +341,9 @@ class Scheduler:
                 if valid:
                     for stats in (request.stats, self.acceptance):
                         if result.ranks is not None:
-                            stats.record_tree(result.ranks[index].tolist(), count, self.config.decode_width - 1)
+                            stats.record_tree(
+                                result.ranks[index].tolist(), count, row.length - 1 if row.fresh_drafts else 0
+                            )
                         else:
                             stats.record(accepted, count, row.fresh_drafts)
             self.num_generated += count

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import Sampling
+from mtpkit.engine.tree import DraftShape, depth_of
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model.inputs import StepInput
 
@@ -35,8 +36,8 @@ class Row:
     """Whether the step chooses a token for the row and drafts after it, as for decode rows and the last chunk of a
     prompt."""
     fresh_drafts: int = 0
-    """Number of the drafts under verification that the request's previous step made; deeper drafts are stale, and right
-    only by chance."""
+    """Number of the drafts on a path under verification that the request's previous step made; deeper drafts are stale,
+    and right only by chance."""
     emits: bool = True
     """Whether the chosen token is new; the token after the last chunk of a preempted request is already known."""
 
@@ -91,10 +92,15 @@ class Plan:
     num_speculative_tokens: int
     """K: drafts that each decode row verifies, and that each row that samples gets."""
     trees: bool = False
-    """Whether drafts are trees, of depth K."""
+    """Whether these drafts are trees, of depth K."""
     restores: tuple[Restore, ...] = ()
     saves: tuple[Save, ...] = ()
     """Checkpoints to leave after the step."""
+
+    @classmethod
+    def without_rows(cls, num_decode_rows: int, num_sampling_rows: int, drafts: DraftShape) -> "Plan":
+        """The plan of a step that is captured or timed."""
+        return cls((), num_decode_rows, num_sampling_rows, depth_of(drafts), not isinstance(drafts, int))
 
     @property
     def decode_rows(self) -> tuple[Row, ...]:

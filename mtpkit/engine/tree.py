@@ -98,6 +98,18 @@ class DynamicTree:
 
 
 Tree = TokenTree | DynamicTree
+DraftShape = int | Tree
+"""The drafts of a decode row: K of a chain, or a tree."""
+
+
+def depth_of(drafts: DraftShape) -> int:
+    """K, the drafts on the longest path."""
+    return drafts if isinstance(drafts, int) else drafts.depth
+
+
+def width_of(drafts: DraftShape) -> int:
+    """Tokens of a decode row with such drafts, its newest one included."""
+    return 1 + drafts if isinstance(drafts, int) else drafts.tokens
 
 
 def parse_tree(given: object) -> TokenTree:

@@ -20,7 +20,7 @@ def _capture(self, execute, key):
     return graph, graph.result
 
 
-def _execution(weight, stacked, async_scheduling, enforce_eager):
+def _execution(weight, stacked, async_scheduling, enforce_eager, stages=1):
     return True if async_scheduling is None else async_scheduling, stacked and not enforce_eager
 
 

@@ -1,12 +1,14 @@
 """K from measured times and acceptance."""
 
 import itertools
+import random
 
 import pytest
 
 from mtpkit.engine import Engine, SamplingParams
 from mtpkit.engine.adaptive import AdaptiveSpeculation
 from mtpkit.engine.step import Drafts
+from mtpkit.engine.tree import TokenTree
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, fake_engine, run
@@ -177,6 +179,71 @@ def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(llm.engine, "_execute", watch)
     assert llm.engine._time_step(4, 1, 3) > 0
     assert set(seen) == {(4, 1, 8)} and len(seen) == 4
+
+
+TREE = TokenTree((-1, 0, 0, 1, 1, 2, 2))
+WITH_TREE = {
+    (1, 0): 1.0,
+    (1, 1): 1.1,
+    (1, 2): 1.2,
+    (1, TREE): 1.3,
+    (8, 0): 1.0,
+    (8, 1): 1.2,
+    (8, 2): 1.5,
+    (8, TREE): 2.5,
+}
+
+
+def play(policy, first, second, rows=1, steps=2000, seed=1):
+    """Play steps in which each first candidate is right at a rate of `first`, and where it is wrong the second one at
+    a rate of `second`; the last 100 choices."""
+    draws, chosen, before = random.Random(seed), [], 0
+    for _ in range(steps):
+        drafts = policy.choose(rows)
+        depths = 2 if drafts is TREE else drafts
+        ranks = []
+        for _ in range(rows):
+            row = [0 if draws.random() < first else 1 if draws.random() < second else -1 for _ in range(depths)]
+            end = next((depth for depth, rank in enumerate(row) if rank < 0), depths)
+            ranks.append([rank if depth <= end else -2 for depth, rank in enumerate(row)])
+        if drafts is TREE:
+            policy.observe_trees(ranks if before is TREE else [])
+        else:
+            fresh = min(1 if before is TREE else before, depths)
+            right = (next((depth for depth, rank in enumerate(row) if rank), depths) for row in ranks)
+            policy.observe([min(fresh, count) for count in right], [fresh] * rows)
+        chosen.append(drafts)
+        before = drafts
+    return chosen[-100:]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rows", "best"),
+    [(0.6, 0.4, 1, TREE), (0.95, 0.1, 1, 2), (0.05, 0.0, 1, 0), (0.6, 0.4, 8, 1), (0.05, 0.0, 8, 0)],
+)
+def test_the_tree_is_chosen_where_it_pays(first, second, rows, best):
+    """Not where first candidates are right anyhow, none is, or a step of trees takes long."""
+    assert play(AdaptiveSpeculation(WITH_TREE), first, second, rows).count(best) >= 97
+
+
+def test_notices_that_a_tree_began_to_pay_and_ceased_to():
+    policy = AdaptiveSpeculation(WITH_TREE)
+    for first, second, best in ((0.95, 0.0, 2), (0.6, 0.6, TREE), (0.1, 0.1, 0), (0.6, 0.6, TREE)):
+        assert play(policy, first, second, steps=4000).count(best) >= 90
+
+
+def test_a_tree_tells_of_the_chain_of_first_candidates():
+    tree, chain = AdaptiveSpeculation(WITH_TREE), AdaptiveSpeculation(WITH_TREE)
+    for _ in range(30):
+        tree.observe_trees([[0, 0], [0, -1], [1, 0], [0, -2], [-1, -2]])
+        chain.observe([2, 1, 0, 1, 0], [2, 2, 1, 1, 1])
+    assert tree.rates == chain.rates
+    assert tree.expected_length(TREE) == pytest.approx(1 + 4 / 5 * (1 + 2 / 4), abs=0.05)
+    assert tree.expected_length(2) == pytest.approx(1 + 3 / 5 * (1 + 1 / 2), abs=0.05)
+
+
+def test_no_probe_where_the_tree_is_best():
+    assert set(play(AdaptiveSpeculation(WITH_TREE | {(1, TREE): 1.0}), 0.6, 0.4)) == {TREE}
 
 
 def test_expected_length_is_that_of_drafts_in_a_row():

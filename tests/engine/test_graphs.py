@@ -309,6 +309,22 @@ def test_auto_under_graphs(device, heads, mtp_pattern):
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
 
 
+@pytest.mark.parametrize(
+    ("heads", "tree"), [("repeated", dict(speculative_eagle_topk=2)), ("distinct", dict(speculative_token_tree=[2, 1]))]
+)
+def test_auto_with_trees_under_graphs(device, heads, tree):
+    """Steps of trees and of chains of every K are captured before the first request."""
+    model, prompts = tiny_model(heads, distinct=2, device=device), make_prompts((1, 9))
+    sizes = dict(max_num_seqs=2, max_num_batched_tokens=16, num_blocks=400)
+    llm = make_llm(model, "auto", warm_up=True, **sizes, **tree)
+    captured, shapes = set(llm.engine.graphs._graphs), llm.engine.draft_shapes
+    assert {drafts for _, drafts, _ in captured} == set(shapes) and len(shapes) == 4
+    turns = itertools.cycle(shapes[at] for at in (3, 3, 0, 3, 2, 2, 1, 3, 3, 0))
+    llm.engine.speculation.choose = lambda rows: next(turns)
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
+    assert set(llm.engine.graphs._graphs) == captured
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_request_of_the_full_length_beside_short_ones(device, k):
     """The widest block table that there may be, and stale columns of it under shorter tables afterwards."""

@@ -3,6 +3,7 @@
 Broken on purpose, they do not: see `SABOTAGE`.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -124,6 +125,7 @@ def two_ranks(rank: int, wanted: list, out: Path) -> None:
     (out / f"{rank}.json").write_text(json.dumps([found, survived]))
     check_candidates()
     check_acceptance()
+    check_that_rank_0_decides(rank, model, wanted[0][0])
 
 
 def split_vocabulary() -> tuple[SplitVocabulary, slice]:
@@ -172,6 +174,30 @@ def check_acceptance() -> None:
     have = split.accept_drawn_tree(tokens, tree, q[..., own].contiguous(), p[..., own].contiguous(), accept, draw, 2)
     want = whole.accept_drawn_tree(tokens, tree, q, p, accept, draw, 2)
     assert all(map(torch.equal, have, want)) and set(want[0].tolist()) == {0, 1, 2} and (want[1] == NO_TOKEN).any()
+
+
+class Undecided:
+    """Trees and chains of any K in turn; no rank but the first may ask it."""
+
+    def __init__(self, rank: int, tree) -> None:
+        self.rank, self.turns = rank, itertools.cycle([tree, 2, tree, tree, 0, 3])
+
+    def choose(self, num_rows: int):
+        assert self.rank == 0
+        return next(self.turns)
+
+    def observe(self, accepted, fresh) -> None:
+        pass
+
+    def observe_trees(self, ranks) -> None:
+        pass
+
+
+def check_that_rank_0_decides(rank: int, model, wanted: list[list[int]]) -> None:
+    llm = make_llm(model, 3, **FIXED)
+    llm.engine.speculation = Undecided(rank, llm.engine.config.tree)
+    outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], CASES[0].params)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
 
-from mtpkit.engine import SamplingParams
+from mtpkit.engine import Engine, SamplingParams
 from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
@@ -40,7 +41,9 @@ class Trees:
         drafts = self.inner.draft(hidden, batch, verdict)
         token_ids = drafts.token_ids.clone()
         for row, known in enumerate(self.known.after(batch, verdict)):
-            parents = list(self.tree.parents) if drafts.parents is None else drafts.parents[row].tolist()
+            parents = list(range(-1, token_ids.shape[1]))
+            if batch.plan.trees:
+                parents = list(self.tree.parents) if drafts.parents is None else drafts.parents[row].tolist()
             self.made[tuple(known)] = parents, [-1, *drafts.token_ids[row].tolist()]
             following = [one[len(known) :] for one in self.truth if one[: len(known)] == known]
             at = 0
@@ -140,6 +143,13 @@ def test_drafts_are_those_of_whole_sequences(heads, pattern, tree):
     trees = watched(llm, [prompt + decode(model, prompt, 26) for prompt in prompts])
     generate(llm, prompts, greedy(8))
     assert len(trees.made) > 10
+    check_drafts(model, trees)
+    if tree is GROWN:
+        assert len({tuple(parents) for parents, _ in trees.made.values()}) > 1, "trees of several shapes grow"
+
+
+def check_drafts(model, trees) -> None:
+    """Every draft is a best token after its path."""
     for known, (parents, tokens) in trees.made.items():
         paths = [()]
         for node in range(1, len(parents)):
@@ -147,8 +157,58 @@ def test_drafts_are_those_of_whole_sequences(heads, pattern, tree):
         for node in {parent for parent in parents if parent >= 0}:
             children = [tokens[child] for child, parent in enumerate(parents) if parent == node]
             assert children == best_after(model, known, paths[node], len(children)), (len(known), node)
-    if tree is GROWN:
-        assert len({tuple(parents) for parents, _ in trees.made.values()}) > 1, "trees of several shapes grow"
+
+
+def changing(llm, order=("tree", "tree", "tree", 0, "tree", "tree", 2, 1, "tree", 0, 0, 2, 2, 3)):
+    """The steps of an LLM take these drafts in turn."""
+    tree, most = llm.engine.config.tree, llm.engine.config.num_speculative_tokens
+    turns = itertools.cycle(tree if one == "tree" else min(one, most) for one in order)
+    llm.engine.speculation.choose = lambda rows: next(turns)
+    return llm
+
+
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize("tree", [FIXED, GROWN], ids=["fixed", "grown"])
+@pytest.mark.parametrize(("heads", "pattern"), [("repeated", "*M"), ("distinct", "*-")])
+def test_steps_of_trees_and_of_chains(heads, pattern, tree, rollback):
+    """In any order: tokens are those without drafts, and drafts those of whole sequences."""
+    model, prompts = tiny_model(heads, "M*G-", pattern), make_prompts((1, 2, 9, 21))
+    llm = tree_llm(model, tree, state_rollback=rollback, async_scheduling=rollback == "replay", max_mixed_tokens=0)
+    trees = watched(changing(llm), [prompt + decode(model, prompt, 26) for prompt in prompts])
+    assert generate(llm, prompts, greedy(20)) == [decode(model, prompt, 20) for prompt in prompts]
+    check_drafts(model, trees)
+    stats = llm.stats().acceptance
+    assert any(sum(others) for _, *others in stats.ranks_per_depth) and {
+        len(tokens) for _, tokens in trees.made.values()
+    } > {1, 2, 3}
+    assert [sum(ranks) for ranks in stats.ranks_per_depth] == stats.accepted_per_depth
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_auto_learns_of_drafts_that_were_made_for_the_step(ahead, monkeypatch):
+    """What stands in the places of a tree after a step of chains says nothing; a tree's first draft is a chain's."""
+    monkeypatch.setattr(Engine, "_time_step", lambda *args: 1.0)
+    llm = tree_llm(tiny_model(), FIXED, num_speculative_tokens="auto", async_scheduling=ahead)
+    tree, made, told = llm.engine.config.tree, [], []
+    launch, speculation = llm.engine._launch, changing(llm).engine.speculation
+    assert {drafts for _, drafts in speculation.step_times} == {0, 1, 2, 3, tree}
+    monkeypatch.setattr(llm.engine, "_launch", lambda plan: made.append(plan) or launch(plan))
+    monkeypatch.setattr(speculation, "observe", lambda accepted, fresh: told.append(fresh))
+    monkeypatch.setattr(speculation, "observe_trees", lambda ranks: told.append([len(one) for one in ranks]))
+    generate(llm, PROMPTS[1:2], greedy(30))
+    want = []
+    for before, plan in itertools.pairwise(made):
+        fresh = min(before.num_speculative_tokens, plan.num_speculative_tokens)
+        if plan.trees:
+            want.append([fresh] if before.trees else [])
+        else:
+            want.append([min(1, fresh) if before.trees else fresh])
+    assert told == want and [] in told and [3] in told
+    stats = llm.stats().acceptance
+    assert stats.drafted == sum(
+        plan.trees * before.trees * 10 + (0 if plan.trees else fresh[0])
+        for (before, plan), fresh in zip(itertools.pairwise(made), want, strict=True)
+    )
 
 
 def test_a_grown_tree_keeps_the_most_probable_paths():
@@ -257,7 +317,6 @@ def test_what_is_no_tree_is_refused(given, why):
         (dict(speculative_token_tree="[2"), "speculative_token_tree is '\\[2', must be a list"),
         (dict(speculative_token_tree=[2], speculative_eagle_topk=2), "exclude each other"),
         (dict(speculative_token_tree=[2, 2], num_speculative_tokens=3), "has depth 2: leave it out"),
-        (dict(speculative_token_tree=[2], num_speculative_tokens="auto"), "chooses among chains"),
         (dict(speculative_num_draft_tokens=4), "needs speculative_eagle_topk"),
         (dict(num_speculative_tokens=2, speculative_eagle_topk=2, draft_sampling=True), "leave draft_sampling out"),
         (

@@ -1,4 +1,4 @@
-"""Drafts in trees, from repeated and from distinct heads.
+"""Drafts in trees, from repeated and from distinct heads; in steps of chains these drafters make chains.
 
 A depth runs on each draft that gets children as on a row of its own: recurrent layers go on from a copy of what they
 hold of its parent, and keys and values lie behind one another in the request's blocks, seen by masks.
@@ -122,6 +122,8 @@ class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
     """`RepeatedDrafter` in trees: entries of drafts lie from position p + 1 on."""
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        if not batch.plan.trees:
+            return super().draft(hidden, batch, verdict)
         flat, newest = batch.newest(verdict.accepted)
         growth, probs = self.shape.start(), list[Tensor]()
         state = mtp_forward(self.model, 1, hidden, shifted_token_ids(batch, verdict)[None], batch.inputs, keep=flat)
@@ -143,6 +145,8 @@ class DistinctTreeDrafter(_Trees, DistinctDrafter):
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        if not batch.plan.trees:
+            return super().draft(hidden, batch, verdict)
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
         count, state = batch.plan.num_sampling_rows, window.hidden
         newest, flat = window.newest[:count], window.flat_newest[:count]

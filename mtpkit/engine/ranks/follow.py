@@ -22,6 +22,7 @@ from mtpkit.engine.ranks.stages import Stage
 from mtpkit.engine.ranks.watch import Watch
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Plan
+from mtpkit.engine.tree import DraftShape
 from mtpkit.engine.vocabulary import AbsentVocabulary, SplitVocabulary, Vocabulary
 from mtpkit.errors import MtpkitError, listed
 
@@ -37,6 +38,8 @@ class Decision:
     """Number of the step, from 0."""
     num_speculative_tokens: int
     """K of decode rows."""
+    trees: int
+    """1: their drafts are trees."""
     prompt_tokens: int
     """Most prompt tokens of the step, or -1."""
     plans: int
@@ -59,6 +62,7 @@ class Decision:
         return cls(
             step=step,
             num_speculative_tokens=scheduler.num_speculative_tokens,
+            trees=int(scheduler.trees),
             prompt_tokens=_NONE if pacing is None or pacing.chosen is None else pacing.chosen,
             plans=len(plans),
             decode_rows=sum(plan.num_decode_rows for plan in plans),
@@ -76,7 +80,11 @@ class Decision:
             MtpkitError: no decision says that.
         """
         decision = cls(*values)
-        limits = {"num_speculative_tokens": (0, MOST_DRAFTS), "prompt_tokens": (_NONE, LARGEST_COUNT)}
+        limits = {
+            "num_speculative_tokens": (0, MOST_DRAFTS),
+            "trees": (0, 1),
+            "prompt_tokens": (_NONE, LARGEST_COUNT),
+        }
         for name, value in vars(decision).items():
             least, most = limits.get(name, (0, 2**62))
             if not least <= value <= most:
@@ -102,14 +110,14 @@ class Ranks:
         """The vocabulary of `size` tokens, of which this rank holds its part."""
         return Vocabulary(size)
 
-    def plan(self, scheduler: Scheduler, choose: Callable[[int], int]) -> list[Plan]:
+    def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
         """Plan a step.
 
         Args:
-            choose: K for a number of decode rows.
+            choose: the drafts for a number of decode rows.
         """
         if num_decoding := scheduler.num_decoding:
-            scheduler.num_speculative_tokens = choose(num_decoding)
+            scheduler.take(choose(num_decoding))
         return scheduler.plan() if scheduler.has_unfinished else []
 
     def least(self, value: int) -> int:
@@ -147,7 +155,7 @@ class SplitRanks(Ranks):
             return AbsentVocabulary(size)
         return SplitVocabulary(size, self._tensor_group) if self.tensor_size > 1 else Vocabulary(size)
 
-    def plan(self, scheduler: Scheduler, choose: Callable[[int], int]) -> list[Plan]:
+    def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
         """See `Ranks.plan`; rank 0 plans first and tells the others.
 
         Raises:
@@ -160,7 +168,7 @@ class SplitRanks(Ranks):
             self._tell(astuple(Decision.of(self._steps, scheduler, plans)))
         else:
             told = Decision.unpack(self._tell([0] * len(fields(Decision))))
-            scheduler.num_speculative_tokens = told.num_speculative_tokens
+            scheduler.num_speculative_tokens, scheduler.trees = told.num_speculative_tokens, bool(told.trees)
             if scheduler.pacing:
                 scheduler.pacing.told = told.prompt_tokens
             plans = scheduler.plan()
