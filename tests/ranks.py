@@ -1,14 +1,24 @@
 """Processes that compute one thing together, for tests of what ranks share."""
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 
 import torch
 import torch.multiprocessing as mp
 
 from mtpkit.platform import close_distributed
+
+
+def fork(function: Callable[..., object], *args: object) -> ForkServerProcess:
+    """Start a function of args in a process that has the imports behind it, which take seconds of a new one."""
+    preload(function.__module__)
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
+    process.start()
+    return process
 
 
 def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2, device: str = "cpu") -> None:

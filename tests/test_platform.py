@@ -20,6 +20,7 @@ from mtpkit.platform import (
     prepare_megatron,
     to_device,
 )
+from tests.ranks import free_port
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -89,16 +90,13 @@ def test_sizes_that_do_not_fit(sizes):
     assert "\n" not in str(error.value)
 
 
-def test_sizes_are_checked_before_groups_exist():
-    """Run in a fresh process, as a command would."""
-    done = fresh_python("from mtpkit.platform import *\nensure_distributed(expert_parallel=2)")
-    assert done.returncode == 1 and "UserError: 1 processes cannot be split" in done.stderr, done.stderr[-500:]
-
-
 @without_gpu
-def test_importing_the_model_is_quiet():
-    done = fresh_python("import mtpkit.model, mtpkit.platform as p; p.ensure_distributed()")
+def test_a_fresh_process_is_quiet_and_checks_sizes_before_groups_exist():
+    """As a command would: the import of the model, sizes that do not fit, and then those that do."""
+    code = "import mtpkit.model, mtpkit.platform as p\ntry: p.ensure_distributed(expert_parallel=2)\n"
+    done = fresh_python(f"{code}except Exception as error: print(repr(error))\np.ensure_distributed()")
     assert done.returncode == 0 and not done.stderr
+    assert done.stdout.startswith("UserError('1 processes cannot be split"), done.stdout
 
 
 @without_gpu
@@ -154,12 +152,14 @@ run(command)
 
 
 @without_gpu
-def test_a_command_ends_while_messages_are_on_the_way(tmp_path):
+def test_a_command_ends_while_messages_are_on_the_way():
     """A thread of gloo that has the last reference to a tensor frees it, which the interpreter must outlive."""
-    (tmp_path / "ends.py").write_text(ENDS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, str(tmp_path / "ends.py")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", ENDS], env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("values", [[3, -1], [[1, 2, 3]], [], np.array([[5, 6], [7, 8]])])

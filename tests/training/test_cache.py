@@ -29,7 +29,7 @@ from mtpkit.training.cache import HiddenStates, Split
 from mtpkit.training.cache_write import _share, attach_cache, write_cache
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.loop import train
-from tests.ranks import run_ranks
+from tests.ranks import fork, run_ranks
 from tests.training.parallel_ranks import EXPERTS, work
 from tests.training.toy import CONFIG
 
@@ -296,12 +296,16 @@ main()
 """
 
 
-def start(settings, tmp_path, ranks=1, **changes):
-    """`mtpkit data cache` in processes of its own, with shards of two sequences."""
+def write_shards(settings):
+    """What `LAUNCH` does, with shards of two sequences, in one process."""
+    cache_format.SHARD_BYTES = 2 * 32 * 32 * 4
+    write_cache(load_config(None, settings))
+
+
+def start_ranks(settings, tmp_path, **changes):
+    """`mtpkit data cache` in two processes, with shards of two sequences."""
     (tmp_path / "launch.py").write_text(LAUNCH)
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     command = [*launcher, str(tmp_path / "launch.py"), *overrides(settings, **changes)]
@@ -314,17 +318,17 @@ def contents(directory):
 
 def test_killed_and_begun_again_on_two_ranks(settings, tmp_path, monkeypatch):
     directory = tmp_path / "cache"
-    process = start(settings, tmp_path, cache=directory)
-    while process.poll() is None and len(list(directory.glob("*.safetensors"))) < 5:
+    process = fork(write_shards, overrides(settings, cache=directory))
+    while process.exitcode is None and len(list(directory.glob("*.safetensors"))) < 5:
         time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     kept = files(directory)
     shards = [name for name in kept if name.endswith(".safetensors")]
-    assert process.returncode == -signal.SIGKILL and 5 <= len(shards) < 74
+    assert process.exitcode == -signal.SIGKILL and 5 <= len(shards) < 74
     torn = directory / f".{shards[0]}.writing"
     torn.write_bytes(b"torn")
-    process = start(settings, tmp_path, ranks=2, cache=directory)
+    process = start_ranks(settings, tmp_path, cache=directory)
     printed, _ = process.communicate()
     assert process.returncode == 0 and f"{74 - len(shards)} of 74 shards" in printed
     assert not torn.exists() and len(contents(directory)) == 74

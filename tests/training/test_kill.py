@@ -1,11 +1,11 @@
 """Training that is killed at any moment goes on as if nothing had been, bit for bit."""
 
 import json
-import multiprocessing
 import random
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from mtpkit.checkpoint import latest_iteration, load_model
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.loop import train
+from tests.ranks import fork
 from tests.training.test_run import settings  # noqa: F401
 
 STEPS = 10
@@ -22,18 +23,8 @@ def work(overrides: list[str]) -> None:
     train(load_config(None, overrides))
 
 
-@pytest.fixture(scope="module")
-def launch():
-    """Starts training in a process of its own, which has the imports behind it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-
-    def launch(overrides: list[str]):
-        process = context.Process(target=work, args=(overrides,))
-        process.start()
-        return process
-
-    return launch
+def launch(overrides: list[str]) -> ForkServerProcess:
+    return fork(work, overrides)
 
 
 def curve(output: Path) -> list[dict]:
@@ -96,7 +87,7 @@ def check_checkpoints(output: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", ["optimizer.kind=muon", "optimizer.offload=true"])
-def test_a_killed_run_goes_on_bit_for_bit(settings, launch, killed, tmp_path):  # noqa: F811
+def test_a_killed_run_goes_on_bit_for_bit(settings, killed, tmp_path):  # noqa: F811
     """A run that puts its updates off into the next step is compared with one that does not."""
     base = [*settings, f"steps={STEPS}", "save_interval=3", "eval_interval=2", "keep_checkpoints=1"]
     base += ["loss.hidden_mix=0.5", "optimizer.lr=1e-2"]

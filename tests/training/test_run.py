@@ -20,7 +20,9 @@ from mtpkit.checkpoint import find_companions, load_model, save_model
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
+from mtpkit.cli import run as run_command
 from mtpkit.cli.acceptance import app as acceptance_app
+from mtpkit.cli.train import app as train_app
 from mtpkit.data.samples import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
@@ -31,7 +33,7 @@ from mtpkit.training.config.settings import DataConfig
 from mtpkit.training.loop import Trainer, train
 from mtpkit.training.optimizer import learning_rate
 from tests.checkpoint.test_hostile_files import put_common_state
-from tests.ranks import run_ranks
+from tests.ranks import fork, run_ranks
 from tests.training.toy import toy_model
 
 ROOT = Path(__file__).parents[2]
@@ -387,6 +389,16 @@ def heed_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def command(overrides, deaf=False, stderr=None):
+    """`mtpkit train` in a fork; a deaf one trains on after a signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if stderr:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    if deaf:
+        loop.StopSignal.on_any_rank = lambda self, device: False
+    run_command(train_app, overrides)
+
+
 def listing(path):
     """Everything below a directory, and what is in the files."""
     return {str(file.relative_to(path)): file.is_file() and file.read_bytes() for file in path.rglob("*")}
@@ -562,21 +574,22 @@ def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimi
         assert other["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
 
 
-def wait_for_a_step(process, output):
-    while not (output / "metrics.jsonl").exists() or not losses(output):
-        assert process.poll() is None
+def wait_for_a_step(ended, output, step=1):
+    while not (output / "metrics.jsonl").exists() or max(losses(output), default=0) < step:
+        assert ended() is None
         time.sleep(0.05)
 
 
 def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
     whole = run(settings, "steps=30")
     output = tmp_path / "stopped"
-    process = start(settings, "steps=30", f"output={output}")
-    wait_for_a_step(process, output)
+    process = fork(command, [*settings, "steps=30", f"output={output}"])
+    wait_for_a_step(lambda: process.exitcode, output)
     for _ in range(3):  # a scheduler and a launcher may both say it
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         time.sleep(0.05)
-    assert process.wait() == 0
+    process.join()
+    assert process.exitcode == 0
     step = int((output / "latest_checkpointed_iteration.txt").read_text())
     assert step == max(losses(output)) < 30
     run(settings, "steps=30", f"output={output}")
@@ -589,7 +602,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(settings, tmp_path, ranks):
     process = start(
         settings, "steps=200", f"output={output}", ranks=ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    wait_for_a_step(process, output)
+    wait_for_a_step(process.poll, output)
     process.send_signal(signal.SIGINT)
     printed = process.communicate()[0]
     assert process.returncode == (130 if ranks == 1 else 1)  # torchrun's own
@@ -601,25 +614,17 @@ def test_ctrl_c_saves_and_the_run_goes_on(settings, tmp_path, ranks):
 
 def test_a_second_ctrl_c_ends_the_run_at_once(settings, tmp_path):
     """Where the first one alone would let it train on."""
-    output = tmp_path / "stopped"
-    code = "from mtpkit.cli.train import app; from mtpkit.cli import run; from mtpkit.training import loop\n"
-    code += "loop.StopSignal.on_any_rank = lambda self, device: False\n"
-    code += f"run(app, {[*settings, 'steps=100000', f'output={output}']})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, text=True, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c
-    )
-    wait_for_a_step(process, output)
-    process.send_signal(signal.SIGINT)
-    reached = max(losses(output))
-    while max(losses(output)) < reached + 3:
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    output, stderr = tmp_path / "stopped", tmp_path / "stderr"
+    process = fork(command, [*settings, "steps=100000", f"output={output}"], True, stderr)
     try:
-        printed = process.communicate(timeout=60)[1]
+        wait_for_a_step(lambda: process.exitcode, output)
+        os.kill(process.pid, signal.SIGINT)
+        wait_for_a_step(lambda: process.exitcode, output, max(losses(output)) + 3)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
     finally:
         process.kill()
-    assert process.returncode == 130 and printed.splitlines()[-1] == "mtpkit: interrupted"
+    assert process.exitcode == 130 and stderr.read_text().splitlines()[-1] == "mtpkit: interrupted"
     assert not (output / "latest_checkpointed_iteration.txt").exists()
 
 
@@ -637,7 +642,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):
     whole = run(settings, "steps=60")
     output = tmp_path / "stopped"
     launcher = start(settings, "steps=60", f"output={output}", ranks=2)
-    wait_for_a_step(launcher, output)
+    wait_for_a_step(launcher.poll, output)
     workers = psutil.Process(launcher.pid).children(recursive=True)
     (second,) = [process for process in workers if process.environ().get("RANK") == "1"]
     second.send_signal(signal.SIGTERM)
