@@ -286,10 +286,12 @@ class Scheduler:
     def _reserve(self, request: Request, positions: int, hit: Hit | None = None) -> bool:
         """Give a request the blocks that it still lacks for so many positions, at admission those of a hit first."""
         shared = hit.shared if hit else ()
-        for block in shared:
-            self.blocks.share(block)
         needed = self._blocks_for(positions) - len(request.block_table) - len(shared)
         if needed > self.blocks.num_free:
+            return False
+        for block in shared:
+            self.blocks.share(block)
+        if needed > self.blocks.num_free:  # since some of the shared ones were idle
             self.blocks.release(reversed(shared))
             return False
         request.block_table.extend(shared)

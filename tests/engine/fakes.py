@@ -61,11 +61,12 @@ class HashModel:
         Raises:
             AssertionError: they differ.
         """
+        assert output, "no tokens"
         want = self.choices(prompt, output, params)
         assert output == want, f"{output} where {want} was right, each given those before it"
         ends = [index for index, token_id in enumerate(output, 1) if token_id in (*eos, *params.stop_token_ids)]
         last = min([*ends[:1], params.max_tokens])
-        assert output and len(output) == last, f"{len(output)} tokens, the last of which had to be number {last}"
+        assert len(output) == last, f"{len(output)} tokens, the last of which had to be number {last}"
 
     def _penalties(self, logits: torch.Tensor, prompt: list[int], counts: torch.Tensor, params: SamplingParams):
         """[N, V] logits of one request, whose outputs so far have [N, V] counts."""

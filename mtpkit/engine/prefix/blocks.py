@@ -19,7 +19,11 @@ class CachedBlocks(IdPool):
         self._ids: dict[Hashable, int] = {}
         self._keys: dict[int, list[Hashable]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self.num_evicted = 0
+        self._watched: frozenset[Hashable] = frozenset()
+        self.unchanged = True
+        """Whether none of the keys under `watch` was given or taken away since then."""
+        self.num_evicted = self.num_idled = 0
+        """How often an id was evicted, and became idle."""
 
     @property
     def num_free(self) -> int:
@@ -55,6 +59,7 @@ class CachedBlocks(IdPool):
             if held in self._keys and not self._references[held]:
                 assert self._free.pop() == held
                 self._idle[held] = None
+                self.num_idled += 1
 
     def publish(self, held: int, key: Hashable) -> None:
         """Give an allocated id a key, unless another id has it."""
@@ -62,6 +67,7 @@ class CachedBlocks(IdPool):
         if key not in self._ids:
             self._ids[key] = held
             self._keys.setdefault(held, []).append(key)
+            self._note(key)
 
     def find(self, key: Hashable) -> int | None:
         """The id that has this key."""
@@ -77,6 +83,7 @@ class CachedBlocks(IdPool):
         held = self._ids.pop(key, None)
         if held is None:
             return
+        self._note(key)
         self._keys[held].remove(key)
         if not self._keys[held]:
             del self._keys[held]
@@ -87,6 +94,14 @@ class CachedBlocks(IdPool):
     def _forget(self, held: int) -> None:
         for key in self._keys.pop(held):
             del self._ids[key]
+            self._note(key)
+
+    def watch(self, keys: Iterable[Hashable]) -> None:
+        """Have `unchanged` tell of these keys, and of no others, from now on."""
+        self._watched, self.unchanged = frozenset(keys), True
+
+    def _note(self, key: Hashable) -> None:
+        self.unchanged = self.unchanged and key not in self._watched
 
     def check_integrity(self, held: list[int]) -> None:
         """See `IdPool.check_integrity`.

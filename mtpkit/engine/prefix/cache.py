@@ -12,7 +12,7 @@ tail: the heads' entry of position 7 depends on token 8, which requests that go 
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -59,6 +59,22 @@ class _Entry:
         after = self.owner.token_ids[self.length : self.length + 1]
         return bool(after) and after == tokens[self.length : self.length + 1]
 
+    @property
+    def followed(self) -> bool:
+        """Whether the token after it is known."""
+        return len(self.owner.token_ids) > self.length
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """What was found for a request that may have to wait, which is looked up anew before each step."""
+
+    request: Request
+    prefill_end: int
+    hit: Hit | None
+    hashes: frozenset[bytes]
+    """Those of its full blocks, after which checkpoints would be found."""
+
 
 class PrefixCache:
     """Finds, keeps and forgets checkpoints; the allocator of the blocks finds and forgets those.
@@ -87,31 +103,67 @@ class PrefixCache:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         """By checkpoint, the one that was used last at the end."""
         self._by_block: dict[bytes, list[_Entry]] = {}
+        self._newest: _Lookup | None = None
+        self._refreshed = 0
+        """`num_idled` of the blocks when those of the newest hit were made the last ones to be evicted."""
         self._number = 0
         """Checkpoints so far, for keys of tails."""
         self.num_evicted = 0
 
     def match(self, request: Request) -> Hit | None:
-        """The longest checkpoint of the tokens that the request's prefill computes whose keys and values are there."""
+        """The longest checkpoint of the tokens that the request's prefill computes whose keys and values are there.
+
+        Of a request that waits, the same as the last time unless a block or a checkpoint that matters has come or gone.
+        What is found is evicted last while the request waits.
+        """
+        last = self._newest
+        if last is None or last.request is not request or last.prefill_end != request.prefill_end:
+            last = None
+        if last is None or not self.blocks.unchanged:
+            hit = self._look_up(request)
+            self._refreshed = -1
+        else:
+            hit = last.hit
+        if hit and self._refreshed != self.blocks.num_idled:
+            for block in reversed(hit.shared + hit.tail):
+                self.blocks.touch(block)
+            self._refreshed = self.blocks.num_idled
+        return hit
+
+    def _look_up(self, request: Request) -> Hit | None:
+        """See `match`; remembers what is found, if all that it depends on is known."""
         tokens, size = request.token_ids, self.block_size
         present = self._present(request)
         most = request.prefill_end - self.successors  # without a row of its own, a chunk must draft
-        for index in range(min(len(request.chain) - 1, request.prefill_end // size), -1, -1):
-            entries = self._by_block.get(request.chain[index], ())
-            for entry in sorted(entries, key=lambda one: -one.length):
-                if entry.length > most or entry.rest != tuple(tokens[index * size : entry.length]):
-                    continue
-                if self.successors and not entry.precedes(tokens):
-                    continue
-                tail = [self.blocks.find(key) for key in entry.tails]
-                full = self._full(entry.length)
-                if full > len(present) or None in tail:
-                    self._drop(entry)  # its keys and values were evicted
-                    continue
-                return Hit(
-                    entry.checkpoint, entry.length, tuple(present[:full]), tuple(t for t in tail if t is not None)
-                )
-        return None
+        hashes, hit, certain = request.chain[: request.prefill_end // size + 1], None, True
+        for index, entry in self._entries_of(hashes):
+            if entry.length > most or entry.rest != tuple(tokens[index * size : entry.length]):
+                continue
+            if self.successors and not entry.precedes(tokens):
+                certain = certain and entry.followed
+                continue
+            tail = [self.blocks.find(key) for key in entry.tails]
+            full = self._full(entry.length)
+            if full > len(present) or None in tail:
+                self._drop(entry)  # its keys and values were evicted
+                continue
+            hit = Hit(entry.checkpoint, entry.length, tuple(present[:full]), tuple(t for t in tail if t is not None))
+            self.blocks.watch([*self._keys(request, len(present)), *entry.tails])
+            break
+        else:
+            self.blocks.watch(self._keys(request, len(present)))
+        self._newest = _Lookup(request, request.prefill_end, hit, frozenset(hashes)) if certain else None
+        return hit
+
+    def _entries_of(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, _Entry]]:
+        """Yield checkpoints after these prefixes of so many blocks, the longest first."""
+        for index in range(len(hashes) - 1, -1, -1):
+            for entry in sorted(self._by_block.get(hashes[index], ()), key=lambda one: -one.length):
+                yield index, entry
+
+    def _keys(self, request: Request, present: int) -> list[Hashable]:
+        """The keys of the cached blocks that a prompt begins with, and that of the one after them."""
+        return [self._key(request, index) for index in range(min(present + 1, self._full(request.prefill_end)))]
 
     def cuts(self, request: Request, start: int) -> list[int]:
         """Positions inside the prompt, after `start`, at which its chunks end to leave a checkpoint: where the caller
@@ -161,6 +213,7 @@ class PrefixCache:
             self.blocks.publish(request.block_table[index], key)
         self._entries[checkpoint] = entry
         self._by_block.setdefault(entry.block, []).append(entry)
+        self._note(entry)
         assert request.slot is not None
         return Save(checkpoint, request.slot, length, decoded)
 
@@ -210,6 +263,12 @@ class PrefixCache:
         for key in entry.tails:
             self.blocks.withdraw(key)
         self.slots.release([entry.checkpoint])
+        self._note(entry)
+
+    def _note(self, entry: _Entry) -> None:
+        """A checkpoint has come or gone: forget what was found before, if it may matter."""
+        if self._newest is not None and entry.block in self._newest.hashes:
+            self._newest = None
 
     def clear(self) -> None:
         """Forget all checkpoints; blocks keep their keys."""

@@ -1,0 +1,85 @@
+"""What a waiting request costs: it is looked up again only when what it would find may have changed."""
+
+from mtpkit.engine import SamplingParams
+from tests.engine.fakes import HashModel, fake_engine
+
+MODEL = HashModel()
+SHARED = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def looked_up(engine, monkeypatch) -> list[str]:
+    """The requests that are looked up from now on."""
+    prefix, found = engine.scheduler.prefix, []
+    look_up = prefix._look_up
+    monkeypatch.setattr(prefix, "_look_up", lambda request: found.append(request.request_id) or look_up(request))
+    return found
+
+
+def params(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def cached_engine(num_blocks: int, **settings):
+    defaults = dict(block_size=2, max_num_seqs=3, num_checkpoints=8, enable_prefix_caching=True)
+    return fake_engine(MODEL, "always", num_blocks, **defaults | settings)
+
+
+def end(engine) -> dict:
+    finished = {}
+    while engine.has_unfinished:
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished
+
+
+def test_a_waiting_request_is_looked_up_once(monkeypatch):
+    """Though a running one publishes blocks meanwhile."""
+    engine, prompt = cached_engine(24), [*SHARED, *[5] * 30]
+    engine.add_request(SHARED, params(1), "first")
+    end(engine)
+    engine.add_request([9, 9, 9], params(30), "long")
+    for _ in range(10):
+        engine.step()
+    found, finds = looked_up(engine, monkeypatch), []
+    engine.add_request(prompt, params(4), "waiting")
+    engine.step()
+    find = engine.scheduler.blocks.find
+    monkeypatch.setattr(engine.scheduler.blocks, "find", lambda key: finds.append(key) or find(key))
+    published = engine.scheduler.running[0].num_published
+    for _ in range(12):
+        engine.step()
+    assert engine.scheduler.waiting and engine.scheduler.running[0].num_published > published + 3
+    assert found == ["waiting"] and not finds
+    output = end(engine)["waiting"]
+    assert output.num_cached_tokens == len(SHARED) and found == ["waiting"]
+    assert output.outputs[0].token_ids == MODEL.decode(prompt, params(4))
+
+
+def test_a_waiting_request_finds_what_comes_while_it_waits(monkeypatch):
+    """The blocks and the end of the running one, whose tokens it begins with."""
+    engine = cached_engine(13)
+    output = MODEL.decode(SHARED, params(12))
+    found = looked_up(engine, monkeypatch)
+    engine.add_request(SHARED, params(12), "running")
+    engine.step()
+    engine.add_request([*SHARED, *output, 3, 3, 3, 3], params(2), "waiting")
+    engine.step()
+    assert engine.scheduler.waiting
+    finished = end(engine)
+    assert finished["waiting"].num_cached_tokens == len(SHARED) + len(output) - 1
+    assert found[0] == "running" and 2 < len(found) <= 10
+
+
+def test_what_a_waiting_request_would_find_is_evicted_last():
+    """Blocks that were left after its own go first."""
+    engine = cached_engine(20)
+    for prompt, name in ((SHARED, "first"), ([9, 8, 9, 7], "second")):
+        engine.add_request(prompt, params(1), name)
+        end(engine)
+    engine.add_request([6, 6, 6], params(28), "running")
+    for _ in range(11):
+        engine.step()
+    engine.add_request([*SHARED, *[5] * 28], params(2), "waiting")
+    engine.step()
+    assert engine.scheduler.waiting and not engine.scheduler.blocks.num_evicted
+    output = end(engine)["waiting"]
+    assert engine.scheduler.blocks.num_evicted and output.num_cached_tokens == len(SHARED)
