@@ -80,6 +80,14 @@ def test_trees_are_timed(model, tree):
     assert real.rows[1].same_tokens == 1
 
 
+@pytest.mark.parametrize("acceptance", [None, (0.9, 0.5)])
+def test_auto_among_a_tree_and_chains_is_timed(model, acceptance):
+    config = dict(batch_sizes=(2,), ks=(0, "auto"), prompt_len=20, max_tokens=40, repeats=1, acceptance=acceptance)
+    result = measure_decode(model, DecodeConfig(speculative_token_tree=[2, 2], **config))
+    assert [row.k for row in result.rows] == [0, "auto"]
+    assert result.rows[1].same_tokens == (1 if acceptance is None else None)
+
+
 def test_distinct_heads_are_named(device):
     model = open_model("nemotron-h-tiny", torch.device(device), distinct=True)
     config = DecodeConfig(batch_sizes=(2,), ks=(3,), prompt_len=20, max_tokens=40, repeats=1)

@@ -24,6 +24,7 @@ from tests.engine.tiny import (
     penalised,
     tiny_model,
 )
+from tests.shared import covering
 
 MAX_TOKENS = 24
 HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M-"), ("distinct", "*M")]
@@ -91,15 +92,14 @@ def graphed(model, k, prompts, **settings):
     return llm
 
 
-@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("k", [0, 1, 3, 5])
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
-def test_graphs_change_no_token(device, heads, mtp_pattern, k, rollback, ahead):
-    model = tiny_model(heads, mtp_pattern=mtp_pattern, device=device)
-    if k > most_drafts(model):
-        pytest.skip(f"these heads draft {most_drafts(model)} tokens")
-    prompts = make_prompts()
+DEPTHS = [(heads, pattern, k) for heads, pattern in HEADS for k in (0, 1, 3, 5) if k <= 3 or heads == "repeated"]
+
+
+# How states are rolled back is the graph's, when the host looks at results is not: the two meet in every other step.
+@pytest.mark.parametrize(("depths", "rollback", "ahead"), covering(DEPTHS, ("replay", "snapshot"), (False, True)))
+def test_graphs_change_no_token(device, depths, rollback, ahead):
+    heads, mtp_pattern, k = depths
+    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts()
     llm = graphed(model, k, prompts, state_rollback=rollback, async_scheduling=ahead)
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
     assert llm.engine.graphs._graphs
@@ -345,13 +345,10 @@ def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(device, k, tempe
     prompts = make_prompts()
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
     settings = {"enforce_eager": eager, "state_rollback": rollback, "max_num_seqs": 3, "num_blocks": 60}
-    for bad in range(20, VOCAB_SIZE):
-        if k:  # attention multiplies what a query does not see by zero: a fed draft of NaN would break its own request
-            settings["draft_vocab"] = [token for token in range(VOCAB_SIZE) if token != bad]
-        plain = make_llm(tiny_model(device=device), k, **settings)
-        want = generate(plain, prompts, params, poison=False)
-        if all(bad not in tokens for tokens in (*want, *prompts)):
-            break
+    want = generate(make_llm(tiny_model(device=device), 0, **settings), prompts, params, poison=False)
+    bad = next(token for token in range(20, VOCAB_SIZE) if all(token not in tokens for tokens in (*want, *prompts)))
+    if k:  # attention multiplies what a query does not see by zero: a fed draft of NaN would break its own request
+        settings["draft_vocab"] = [token for token in range(VOCAB_SIZE) if token != bad]
     model = build_model(tiny_model().mtpkit_config, device=device, seed=1)
     with torch.no_grad():
         model.embedding.word_embeddings.weight[bad] = math.nan

@@ -1,8 +1,11 @@
 """Paths and calls of commands that the integration tests share."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from mtpkit.engine import SamplingParams
 
@@ -22,3 +25,14 @@ def call(*command: object, stdin: str | None = None) -> subprocess.CompletedProc
     """Run a script of the repository, or a module, from its root."""
     arguments = [sys.executable, *map(str, command)]
     return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False, input=stdin)
+
+
+def call_here(script: str, *arguments: object) -> object:
+    """Run a script of the repository in this process, since starting one takes seconds; returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *map(str, arguments)])
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as stop:
+            return stop.code
+    return 0

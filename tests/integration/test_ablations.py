@@ -1,13 +1,11 @@
 """The ablations of training: a row of given text and one of the base's own, at two steps each."""
 
 import json
-import runpy
-import sys
 
 import pytest
 
 from mtpkit.training.config.reading import load_config
-from tests.integration.front_doors import ROOT, call
+from tests.integration.front_doors import call_here
 
 TEXT = (
     "def add(left, right):\n    return left + right\n\n\nclass Sum:\n    def __init__(self):\n        self.value = 0\n"
@@ -26,11 +24,10 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def test_rows_of_text_and_of_the_bases_own_answers(corpus):
+def test_rows_of_text_and_of_the_bases_own_answers(corpus, capsys):
     options = ["--corpus", corpus, "--output", corpus / "out", "--steps", 2, "--prompts", 2, "--rows", 1, 16]
-    done = call("examples/ablations.py", *options)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    assert not call_here("examples/ablations.py", *options)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["steps"], result["prompts"]) == (2, 2)
     per_depth, own = result["rows"]
     assert [(row["loss"], row["attention"], row["data"], row["k"]) for row in (per_depth, own)] == [
@@ -48,8 +45,7 @@ def test_rows_of_text_and_of_the_bases_own_answers(corpus):
     assert len(answers) == 11 and all(len(answer["completion_token_ids"]) == 96 for answer in answers)
 
 
-def test_mistakes_end_in_one_line(corpus, monkeypatch, capsys):
-    """The scripts run in this process: starting one takes seconds."""
+def test_mistakes_end_in_one_line(corpus, capsys):
     (corpus / "file").touch()
     ablations = ["examples/ablations.py", "--corpus", corpus, "--output"]
     for command, says in (
@@ -58,9 +54,6 @@ def test_mistakes_end_in_one_line(corpus, monkeypatch, capsys):
         ([*ablations, corpus, "--rows", "kl"], "argument --rows: invalid int value: 'kl'"),
         (["examples/tiny_base/corpus.py", corpus / "file"], f"mtpkit: error: {corpus}/file: File exists"),
     ):
-        monkeypatch.setattr(sys, "argv", [*map(str, command)])
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
-        error = capsys.readouterr().err
-        assert stop.value.code and "Traceback" not in error
+        code, error = call_here(*command), capsys.readouterr().err
+        assert code and "Traceback" not in error
         assert says in error.splitlines()[-1]

@@ -1,12 +1,10 @@
 """The scripts as a user calls them: what they print, and one line and exit code 2 for what a user gets wrong."""
 
 import json
-import runpy
-import sys
 
 import pytest
 
-from tests.integration.front_doors import ROOT, TINY_BASE, call
+from tests.integration.front_doors import TINY_BASE, call, call_here
 
 PROMPT = "def add(left, right):\n"
 
@@ -18,14 +16,14 @@ def test_generate_continues_a_text_from_stdin():
     assert summary.startswith("8 tokens in ") and summary.endswith("tokens/s, K = 0")
 
 
-def test_generate_writes_a_json_line_a_prompt(trained):
+def test_generate_writes_a_json_line_a_prompt(trained, capsys):
     command = ["infer/generate.py", "--model", trained.megatron, "--k", 2, "--max-tokens", 8, "--json", PROMPT]
-    done = call(*command)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
+    assert not call_here(*command)
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
     assert record["prompt"] == PROMPT and record["text"] and len(record["token_ids"]) == 8
     assert record["finish_reason"] == "length" and len(record["conditional_acceptance"]) == 2
-    assert ", K = 2, acceptance length " in done.stderr
+    assert ", K = 2, acceptance length " in printed.err
 
 
 @pytest.fixture
@@ -55,16 +53,12 @@ def files(tmp_path):
         ("generate", "--prompts {tmp}/one.txt --k -2", "--k is -2, must be from 0 to 1000"),
     ],
 )
-def test_what_a_user_gets_wrong_is_one_line(script, options, message, files, monkeypatch, capsys):
-    """The scripts run in this process: starting one takes seconds."""
+def test_what_a_user_gets_wrong_is_one_line(script, options, message, files, capsys):
     model = [] if "--model" in options else ["--model", TINY_BASE]
     out = ["--output", files / "out"] if script == "eval_speedup" else []
-    command = [f"{script}.py", *model, *out, *options.format(tmp=files).split()]
-    monkeypatch.setattr(sys, "argv", [*map(str, command)])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "infer" / f"{script}.py"), run_name="__main__")
+    code = call_here(f"infer/{script}.py", *model, *out, *options.format(tmp=files).split())
     printed = capsys.readouterr()
-    assert stop.value.code == 2, printed.err
+    assert code == 2, printed.err
     assert printed.err.startswith("mtpkit: error: ") and printed.err.count("\n") == 1
     assert message.format(tmp=files) in printed.err
     assert not (files / "out").exists() and not printed.out
