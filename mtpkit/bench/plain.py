@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mtpkit.engine import SamplingParams
@@ -14,7 +15,8 @@ from mtpkit.kernels.moe import reference
 from mtpkit.kernels.sampling import apply_penalties
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.kinds import layers_of
+from mtpkit.model.kinds import kinds_in, layers_of
+from mtpkit.model.kinds.base import LayerKind
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 """How far a token's logit may lie below the best one, in standard deviations of the logits there, by the precision that
@@ -57,16 +59,20 @@ def check_greedy(
     if not places:
         return
     known = torch.tensor([[*prompt, *tokens]], device=next(model.parameters()).device)
+    rounded = precision == torch.bfloat16 and any(kind.experts(model.mtpkit_config).count for kind in _kinds(model))
     with _compared_experts(model, precision):
         hidden = _normed_base(model, known)
+    moved = _normed_base(model, known, moved=True)[-_NOISE_TOKENS:] if rounded else hidden
+    if not model.post_process:  # the last pipeline stage has the logits
+        return
     index = torch.tensor(list(places), device=known.device)
     before = len(prompt) + index - 1
     logits = compute_logits(model, hidden[before])
     if params is not None and params.has_penalties:
         logits = _penalised(logits, known[0], len(prompt), index, params)
     gaps = _gaps(logits, known[0, before + 1])
-    if precision == torch.bfloat16 and _mixtures(model):
-        _check_experts(model, known, hidden, gaps)
+    if rounded:
+        _check_experts(model, hidden, moved, gaps)
         return
     wrong = int((gaps > min(near_tie, _NEAR_TIE[precision])).sum())
     if wrong > _STRAYS[precision] * len(index):
@@ -77,9 +83,37 @@ def check_greedy(
         )
 
 
-def _normed_base(model: HybridModel, known: Tensor) -> Tensor:
-    """The base's hidden states [s, h] of tokens known [1, s], after its final norm."""
-    return normed_states(model, base_forward(model, known, SequenceInput())[:, 0])
+def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tensor:
+    """The base's hidden states [s, h] of tokens known [1, s], after its final norm; of a pipeline stage before the last
+    one those that it hands on. Collective over stages.
+
+    Args:
+        moved: of embeddings that are moved by a rounding each.
+    """
+
+    def move(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
+        generator = torch.Generator(embedded.device).manual_seed(0)
+        signs = torch.rand(embedded.shape, generator=generator, device=embedded.device) - 0.5
+        return embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)
+
+    group, hook = model.pg_collection.pp, None
+    if not model.pre_process:
+        received = torch.empty(
+            known.shape[1], 1, model.config.hidden_size, dtype=model.config.params_dtype, device=known.device
+        )
+        dist.recv(received, group=group, group_src=group.rank() - 1)
+        model.set_input_tensor(received)
+    elif moved:
+        hook = model.embedding.register_forward_hook(move)
+    try:
+        hidden = base_forward(model, known, SequenceInput())
+    finally:
+        if hook is not None:
+            hook.remove()
+    if not model.post_process:
+        dist.send(hidden, group=group, group_dst=group.rank() + 1)
+        return hidden[:, 0]
+    return normed_states(model, hidden[:, 0])
 
 
 def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, params: SamplingParams) -> Tensor:
@@ -105,6 +139,11 @@ def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:
     """[n] how far `tokens` [n] lie below the best of logits [n, V], in standard deviations."""
     logits = logits.float()
     return (logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.std(-1)
+
+
+def _kinds(model: HybridModel) -> list[LayerKind]:
+    """Kinds of the base's layers."""
+    return kinds_in(model.mtpkit_config.pattern)
 
 
 def _mixtures(model: HybridModel) -> list[Any]:
@@ -139,19 +178,13 @@ def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[No
             hook.remove()
 
 
-def _check_experts(model: HybridModel, known: Tensor, hidden: Tensor, gaps: Tensor) -> None:
-    """Refuse gaps that rounding does not explain; `hidden` [s, h] are the states of `known` [1, s]."""
+def _check_experts(model: HybridModel, hidden: Tensor, moved: Tensor, gaps: Tensor) -> None:
+    """Refuse gaps that rounding does not explain.
 
-    def move(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
-        generator = torch.Generator(embedded.device).manual_seed(0)
-        signs = torch.rand(embedded.shape, generator=generator, device=embedded.device) - 0.5
-        return embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)
-
-    hook = model.embedding.register_forward_hook(move)
-    try:
-        moved = _normed_base(model, known)[-_NOISE_TOKENS:]
-    finally:
-        hook.remove()
+    Args:
+        hidden: [s, h], states of known tokens.
+        moved: [n, h], the last ones from moved embeddings.
+    """
     noise = _gaps(compute_logits(model, hidden[-_NOISE_TOKENS:]), compute_logits(model, moved).argmax(-1))
     # The engine rounds in every layer, and of few tokens one alone may lie far below.
     allowed = 2 * float(noise.mean()) + 4 * float(noise.std(correction=0)) / math.sqrt(len(gaps))

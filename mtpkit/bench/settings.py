@@ -103,6 +103,7 @@ class DecodeConfig:
     """Most tokens of a prefill step."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
+    pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
     enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
     trace: bool = True
     """On a GPU, trace kernels when all is timed; without it there are no host gaps."""

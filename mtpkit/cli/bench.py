@@ -87,8 +87,8 @@ def decode(
     from mtpkit.engine.ranks import reports
     from mtpkit.platform import default_device
 
-    ranks, whole_experts = config.tensor_parallel_size, config.enable_expert_parallel
-    first = reports(ranks)
+    sizes = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
+    first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
     if kernels and not config.trace:
         raise typer.BadParameter("they are known by tracing", param_hint="--kernels / --no-trace")
     if kernels and not can_trace(default_device()):
@@ -107,7 +107,7 @@ def decode(
             result.save(output)
             kernel_shares(result).save(output)
 
-    opened = _open(model, dtype, pattern, distinct, ranks, whole_experts)
+    opened = _open(model, dtype, pattern, distinct, *sizes)
     result = measure_decode(opened, config, token_ids, model, keep)
     if kernels:
         kernel_shares(result).show_tables()
@@ -289,13 +289,14 @@ def _open(
     distinct: bool = False,
     ranks: int = 1,
     whole_experts: bool = False,
+    stages: int = 1,
 ) -> "HybridModel":
     from mtpkit.bench.shapes import open_model, require_gpu
     from mtpkit.platform import default_device
 
     device = default_device()
     require_gpu(model, device)
-    return open_model(model, device, dtype, pattern, distinct, ranks, whole_experts)
+    return open_model(model, device, dtype, pattern, distinct, ranks, whole_experts, stages)
 
 
 def _keep(output: Path | None) -> "Callable[[Result[Any]], object] | None":

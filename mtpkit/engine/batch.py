@@ -47,6 +47,10 @@ class StepShape:
         """All rows."""
         return self.decode_rows + self.chunk_rows
 
+    def tokens(self, width: int) -> int:
+        """All tokens, where decode rows have `width` each."""
+        return self.decode_rows * width + self.chunk_tokens
+
 
 class _Part(NamedTuple):
     """The decode rows of a step, or its chunks: R rows with T tokens and N logits."""

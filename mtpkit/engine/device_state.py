@@ -194,17 +194,18 @@ class DeviceState:
         if self.ends is not None:
             self.ends.admit(slots, requests)
 
-    def step(self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor) -> None:
+    def step(self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor | None = None) -> None:
         """Store the results of a batch. Chunks that do not end a prompt have no tokens to store.
 
         Args:
-            hidden: [T, 1, h], the base's hidden states.
+            hidden: [T, 1, h], the base's hidden states; None: no `earlier` ones are kept.
         """
         inputs, slots = batch.inputs, batch.inputs.state_slots
         last = batch.last_index(verdict.accepted if self.ends is None else self.ends.cut(batch, verdict))
         self.num_computed[slots] = inputs.context_lens + last + 1
         self.committed.put(slots, inputs.committed_after(last + 1))
         if self.earlier is not None:
+            assert hidden is not None
             positions = self.earlier.token_ids.shape[1]
             rows = torch.arange(len(slots), device=slots.device)[:, None].expand(-1, positions)
             places = last[:, None] + torch.arange(1 - positions, 1, device=slots.device)

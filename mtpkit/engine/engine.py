@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,24 +67,40 @@ class CachingRunner(StepRunner, Protocol):
 
 
 class Runner:
-    """Runs a base model, or the layers of it that a pipeline stage has."""
+    """Runs a base model, or the layers of it that a pipeline stage has.
 
-    def __init__(self, model: Any, stage: Stage | None = None) -> None:
+    Args:
+        most_tokens: the most tokens of a step, where there are several stages.
+    """
+
+    def __init__(self, model: Any, stage: Stage | None = None, most_tokens: int = 0) -> None:
         self.model, self.stage = model, stage or Stage()
         self.hidden_size: int = model.mtpkit_config.hidden_size
+        weight, stage = next(model.parameters()), self.stage
+
+        def buffer(tokens: int) -> Tensor:  # zeros, as graphs are captured with it
+            size = tokens, 1, self.hidden_size
+            return torch.zeros(size, dtype=model.config.params_dtype, device=weight.device)
+
+        self._received = buffer(0 if stage.first else most_tokens)
+        """Hidden states of the stage before."""
+        self._handed_on = buffer(0 if stage.last else most_tokens)
+        """Those for the next stage; each graph would keep its own otherwise."""
+
+    def receive(self, tokens: int) -> None:
+        """Take the hidden states of a step from the pipeline stage before, if there is one; `run` reads them."""
+        if not self.stage.first:
+            self.stage.receive(self._received[:tokens])
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`. Only the last stage
-        has logits."""
+        has logits; what another one hands on is valid until the next run."""
         if not self.stage.first:
-            config, device = self.model.config, batch.token_ids.device
-            received = torch.empty(len(batch.token_ids), 1, self.hidden_size, dtype=config.params_dtype, device=device)
-            self.stage.receive(received)
-            self.model.set_input_tensor(received)
+            # A copy: layers add to it in place, also where a graph is captured between a transfer and its replay.
+            self.model.set_input_tensor(self._received[: len(batch.token_ids)].clone())
         hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
-        self.stage.send(hidden)
         if not self.stage.last:
-            return StepOutput(hidden.new_empty(0, 0), hidden)
+            return StepOutput(hidden.new_empty(0, 0), self._handed_on[: len(hidden)].copy_(hidden))
         return StepOutput(self.logits(hidden[batch.logit_indices, 0]), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -95,24 +113,46 @@ class Runner:
 
 
 class _Launched:
-    """A launched plan, whose result is being copied to the host."""
+    """A launched plan, whose result is being copied to the host or, on an earlier pipeline stage, has yet to come."""
 
-    def __init__(self, plan: Plan, values: Tensor) -> None:
+    def __init__(self, plan: Plan, values: Tensor | None = None) -> None:
         self.plan = plan
         self.began = time.perf_counter()
+        self.fetched = False
+        """Whether the result is being copied."""
+        if values is not None:
+            self.fetch(values)
+
+    def fetch(self, values: Tensor) -> None:
+        """Begin to copy the result."""
+        self.fetched = True
         self._arrived = torch.cuda.Event() if values.is_cuda else None
         self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self._values.copy_(values, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
-    def wait(self, stage: Stage, vocab_size: int) -> StepResult:
-        """Wait for the result and return it, checked if another pipeline stage sent it."""
+    def wait(self, check: Callable[[np.ndarray, int], None] | None = None) -> StepResult:
+        """Wait for the result and return it.
+
+        Args:
+            check: refuses what no step with K drafts results in, given [S, 2 + 2K] and K.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         packed, depths = self._values.numpy(), self.plan.num_speculative_tokens
-        stage.check(packed, depths, vocab_size)
+        if check is not None:
+            check(packed, depths)
         return StepResult.unpack(packed, depths, self.plan.trees)
+
+
+class _Open(NamedTuple):
+    """A plan that a pipeline stage has run and whose results it has not stored."""
+
+    launched: _Launched
+    slots: frozenset[int | None]
+    """Of its rows: until it is stored no other plan with one of them may begin."""
+    batch: Batch
 
 
 class Engine:
@@ -183,6 +223,7 @@ class Engine:
         self._num_requests = self._next_number = 0
         self._seconds = 0.0
         self._under_way: deque[list[_Launched]] = deque()
+        self._open: deque[_Open] = deque()
         self.speculation: Speculation = FixedSpeculation(config.drafts)
 
     def add_request(
@@ -305,7 +346,10 @@ class Engine:
             self._under_way.append([one for one in launched if one is not None])
         changed += self._take_up(1 if ahead and plans else 0)
         if not self.scheduler.has_unfinished:
+            while self._open:
+                self._store_first()
             self._under_way.clear()
+            self.ranks.settle()
         return changed
 
     @torch.inference_mode()
@@ -365,13 +409,18 @@ class Engine:
         return statistics.median(seconds)
 
     def _launch(self, plan: Plan) -> _Launched | None:
+        slots = frozenset(row.request.slot for row in plan.rows)
+        while self._open and (len(self._open) >= self.stage.stages or any(slots & one.slots for one in self._open)):
+            self._store_first()
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
         if plan.restores and self.checkpoints:
             self.checkpoints.restore(plan.restores)
             if not plan.rows:
                 return None
             return _Launched(plan, self._resume(self.builder.build(plan)))
-        if self.graphs:
+        if self.stage.stages > 1:
+            launched = self._launch_stage(plan, slots)
+        elif self.graphs:
             launched = _Launched(plan, self.graphs.run(self._execute, plan))
         else:
             launched = _Launched(plan, self._execute(self.builder.build(plan)))
@@ -386,31 +435,50 @@ class Engine:
         hidden = earlier.hidden[batch.inputs.state_slots, -1][:, None]
         return self._finish(batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden))
 
+    def _launch_stage(self, plan: Plan, slots: frozenset[int | None]) -> _Launched:
+        """Launch what a pipeline stage does of a plan: all transfers are outside of graphs."""
+        shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
+        cast(Runner, self.runner).receive(shape.tokens(1 + plan.num_speculative_tokens))
+        if self.stage.last:
+            packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
+            self.stage.tell(packed)
+            return _Launched(plan, packed)
+        # What is stored later is built now: replays of other plans overwrite what this one's leaves.
+        launched, batch = _Launched(plan), self.builder.build(plan)
+        hidden = self.graphs.replay(self._execute, plan) if self.graphs else self._execute(batch)
+        self.stage.send(hidden.clone())
+        self._open.append(_Open(launched, slots, batch))
+        return launched
+
+    def _store_first(self) -> None:
+        """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
+        launched, _, batch = self._open.popleft()
+        packed = self.stage.hear(batch)
+        self.state.step(batch, *unpack_result(packed, batch))
+        launched.fetch(packed)
+
     def _execute(self, batch: Batch) -> Tensor:
-        """Run the device's part of a step; returns the tensor of `pack_result`."""
-        return self._finish(batch, self.runner.run(batch))
+        """Run the device's part of a step; returns the tensor of `pack_result`, but on a pipeline stage before the last
+        one the hidden states that it hands on."""
+        out = self.runner.run(batch)
+        return self._finish(batch, out) if self.stage.last else out.hidden
 
     def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
-        """Verify, draft and store, given the results of the base. A pipeline stage without heads stores what the last
-        one tells."""
-        if not self.stage.last:
-            packed = self.stage.hear(batch)
-            self.state.step(batch, *unpack_result(packed, batch), out.hidden)
-            return packed
+        """Verify, draft and store, given the results of the base."""
         verdict = self.verifier(out.logits, batch)
         batch, hidden = batch.along(verdict, out.hidden)
         drafts = self.drafter.draft(hidden, batch, verdict)
-        packed = pack_result(verdict, drafts)
-        self.stage.tell(packed)
         self.state.step(batch, verdict, drafts, hidden)
-        return packed
+        return pack_result(verdict, drafts)
 
     def _take_up(self, keep: int) -> list[Request]:
         """Commit the results of all but the latest `keep` steps, the oldest first."""
         changed = []
         while len(self._under_way) > keep:
             step = self._under_way.popleft()
-            results = [launched.wait(self.stage, self.vocab_size) for launched in step]
+            while not all(launched.fetched for launched in step):
+                self._store_first()
+            results = [launched.wait(partial(self.stage.check, vocab_size=self.vocab_size)) for launched in step]
             began, self._arrived = max(self._arrived, step[0].began), time.perf_counter()
             if self.pacing:
                 self.pacing.observe([launched.plan for launched in step], self._arrived - began)
@@ -440,6 +508,9 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drop a request; an id that is finished or unknown is ignored."""
         self.scheduler.abort(request_id)
+        if not self.scheduler.has_unfinished:
+            with self.ranks.working():
+                self.ranks.settle()
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made or `reset_stats` was called."""

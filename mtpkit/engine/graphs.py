@@ -136,13 +136,18 @@ class StepGraphs:
         Returns:
             [S, ...], the results of `execute` for the rows that sample, valid until the next run.
         """
+        result, shape = self.replay(execute, plan), self.shape_for(plan)
+        decoded, chunks = plan.num_decode_rows, plan.num_sampling_rows - plan.num_decode_rows
+        first = result[shape.decode_rows :][:chunks]
+        return torch.cat([result[:decoded], first]) if decoded and chunks else result[:decoded] if decoded else first
+
+    def replay(self, execute: Execute, plan: Plan) -> Tensor:
+        """Replay the rows of `plan`; returns all that `execute` gives, of null rows too, valid until the next run."""
         shape = self.shape_for(plan)
         graph, result = self.captured(execute, _key(shape, self._drafts(plan), plan.processors))
         self._fill(shape, self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block))
         graph.replay()
-        decoded, chunks = plan.num_decode_rows, plan.num_sampling_rows - plan.num_decode_rows
-        first = result[shape.decode_rows :][:chunks]
-        return torch.cat([result[:decoded], first]) if decoded and chunks else result[:decoded] if decoded else first
+        return result
 
     def _drafts(self, plan: Plan) -> DraftShape:
         return self.config.drafts if plan.trees else plan.num_speculative_tokens

@@ -16,6 +16,7 @@ from mtpkit.engine import loading
 from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
 from mtpkit.engine.drafting import make_drafter
 from mtpkit.engine.engine import Engine, Runner
+from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
@@ -55,7 +56,7 @@ class LLM:
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
         stages = self.ranks.stage.stages
-        loading.check_stages(stages, tree, options.enable_prefix_caching)
+        loading.check_stages(stages, tree, options.enable_prefix_caching, adaptive)
         loading.check_children(tree, model_config.vocab_size if draft_ids is None else len(draft_ids))
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
             options.model,
@@ -86,7 +87,8 @@ class LLM:
             prefix_cache_interval=options.prefix_cache_interval,
             draft_sampling=options.draft_sampling,
             async_scheduling=ahead,
-            graphs=graphs,
+            num_batches=stages,
+            graphs=bool(self.ranks.least(int(graphs))),  # experts of one stage alone may forbid them
             seed=options.seed if options.seed is not None else self.ranks.of_first(secrets.randbits(32)),
         )
         if draft_ids is not None:
@@ -116,7 +118,7 @@ class LLM:
             config,
             layout,
             self.memory_plan.num_blocks,
-            Runner(self.model, self.ranks.stage),
+            Runner(self.model, self.ranks.stage, max(config.max_num_batched_tokens, largest_step(config)[0])),
             drafter,
             model_config.vocab_size,
             weight.device,

@@ -191,13 +191,14 @@ def check_children(tree: Tree | None, tokens: int) -> None:
         )
 
 
-def check_stages(stages: int, tree: Tree | None, prefix_cache: bool) -> None:
+def check_stages(stages: int, tree: Tree | None, prefix_cache: bool, adaptive: bool) -> None:
     """Check that pipeline stages can decode with other settings.
 
     Raises:
         UserError: they cannot.
     """
-    for name, used in {"trees of drafts": tree is not None, "a prefix cache": prefix_cache}.items():
+    asked = {"trees of drafts": tree is not None, "a prefix cache": prefix_cache, "K = 'auto'": adaptive}
+    for name, used in asked.items():
         if used and stages > 1:
             raise UserError(f"{name} cannot be combined with pipeline_parallel_size {stages}: leave one out")
 
@@ -245,13 +246,11 @@ def execution(
     reason = ""
     if not stacked:
         reason = "experts that cannot be stacked run one by one, with a host-device sync, which CUDA graphs forbid"
-    if stages > 1:
-        reason = "the transfers between pipeline stages are not captured"
     if on_gpu and not on_kernels(weight):
         reason = f"{CHOICE} chooses plain PyTorch kernels, with host-device syncs, which CUDA graphs forbid"
     if on_gpu and (enforce_eager or reason):
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
-    ahead = on_gpu if async_scheduling is None else async_scheduling
+    ahead = on_gpu or stages > 1 if async_scheduling is None else async_scheduling
     return ahead, on_gpu and not enforce_eager and not reason
 
 

@@ -112,7 +112,7 @@ class EngineOptions:
     """Tokens that drafts are chosen from: a file written by `mtpkit data draft-vocab`, or ids; by default all tokens.
     The output stays the base's own."""
     async_scheduling: bool | None = None
-    """Launch a step before the results of the last one are read; by default on a GPU."""
+    """Launch a step before the results of the last one are read; by default on a GPU, and with pipeline stages."""
     enforce_eager: bool = False
     """Run all steps without CUDA graphs."""
     warm_up: bool = True
@@ -192,6 +192,8 @@ class EngineConfig:
     draft_sampling: bool = EngineOptions.draft_sampling
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""
+    num_batches: Count = 1
+    """Batches that requests are divided into, which run one behind the other: one for each pipeline stage."""
     graphs: bool = False
     """Replay steps as CUDA graphs."""
     seed: Seed | None = EngineOptions.seed

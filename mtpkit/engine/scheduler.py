@@ -155,10 +155,7 @@ class Scheduler:
                 chunks.append(self._chunk(admitted, budget))
                 budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
-        if sum(row.length for row in chunks) <= self.config.max_mixed_tokens:
-            plans = [self._together(decode, chunks)]
-        else:
-            plans = [self._together(decode, []), self._together([], chunks)]
+        plans = [plan for rows in self._batches(decode, chunks) for plan in self._together_or_apart(*rows)]
         if restores:
             resumed.sort(key=lambda row: not row.samples)
             plans.insert(0, replace(self._together([], resumed), restores=tuple(restores)))
@@ -196,6 +193,21 @@ class Scheduler:
         ends = ((row.request, row.start + row.length) for row in plan.chunks)
         kept = (self.prefix.keep(one, end) for one, end in ends if end in (one.prefill_end, *one.cuts))
         return replace(plan, saves=tuple(save for save in kept if save))
+
+    def _batches(self, decode: list[Row], chunks: list[Row]) -> list[tuple[list[Row], list[Row]]]:
+        """These rows as the batches that run one behind the other; a request stays in the batch of its slot."""
+        if (count := self.config.num_batches) == 1:
+            return [(decode, chunks)]
+
+        def part(rows: list[Row], batch: int) -> list[Row]:
+            return [row for row in rows if row.request.slot is not None and row.request.slot % count == batch]
+
+        return [(part(decode, batch), part(chunks, batch)) for batch in range(count)]
+
+    def _together_or_apart(self, decode: list[Row], chunks: list[Row]) -> list[Plan]:
+        if sum(row.length for row in chunks) <= self.config.max_mixed_tokens:
+            return [self._together(decode, chunks)]
+        return [self._together(decode, []), self._together([], chunks)]
 
     def _together(self, decode: list[Row], chunks: list[Row]) -> Plan:
         rows = (*decode, *chunks)

@@ -9,10 +9,9 @@ import torch
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.graphs import bucket_size
 from mtpkit.engine.processors import GREEDY, for_graph
-from mtpkit.engine.step import Drafts
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
-from tests.engine.replayed import replay_on_cpu
+from tests.engine.replayed import TruthOnDevice, replay_on_cpu
 from tests.engine.tiny import (
     PROMPT_LENGTHS,
     VOCAB_SIZE,
@@ -55,27 +54,6 @@ def device(request, monkeypatch):
     if request.param == "cpu":
         replay_on_cpu(monkeypatch)
     return request.param
-
-
-class TruthOnDevice:
-    """Makes some of the heads' drafts right, by slot and position, in tensor code alone: it can be captured."""
-
-    def __init__(self, inner, truth: list[list[int]], device: str) -> None:
-        self.inner = inner
-        # The null rows' entry, the last, is never right.
-        self.truth = torch.full((len(truth) + 9, max(map(len, truth)) + 1), -1, dtype=torch.int64, device=device)
-        for slot, tokens in enumerate(truth):
-            self.truth[slot, : len(tokens)] = torch.tensor(tokens)
-
-    def draft(self, hidden, batch, verdict) -> Drafts:
-        drafts = self.inner.draft(hidden, batch, verdict)
-        count, depths = batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
-        slots, (_, newest) = batch.inputs.state_slots[:count], batch.newest(verdict.accepted)
-        places = newest[:, None] + 2 + torch.arange(depths, device=slots.device)
-        right = self.truth[slots[:, None], places.clamp(max=self.truth.shape[1] - 1)]
-        count_right = ((newest * 2654435761 + slots) >> 7) % (depths + 1)  # a hash: any number may follow any other
-        use = (torch.arange(depths, device=slots.device) < count_right[:, None]) & (right >= 0)
-        return Drafts(torch.where(use, right, drafts.token_ids), drafts.probs)
 
 
 def device_of(model) -> torch.device:

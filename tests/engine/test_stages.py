@@ -16,14 +16,15 @@ import pytest
 import typer
 
 from mtpkit.checkpoint import save_hf_model
-from mtpkit.cli import generate
-from mtpkit.engine import LLM
+from mtpkit.cli import bench, generate
+from mtpkit.engine import LLM, Engine
 from mtpkit.engine import engine as engine_module
 from mtpkit.engine.ranks.stages import PipelineStage
-from mtpkit.engine.step import Drafts, Verdict, unpack_result
+from mtpkit.engine.step import Drafts, Plan, Verdict, unpack_result
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import StepInput, build, build_model
 from tests.engine.rank_cases import MIXED, PREEMPTED, PROMPTS, Case, config, decode, names, one_rank, split_model
+from tests.engine.replayed import TruthOnDevice, replay_on_cpu
 from tests.engine.tiny import held_bytes, make_llm, record_drafts
 from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
@@ -31,13 +32,25 @@ from tests.shared import look_at_new_objects, made_once
 SETTINGS = {0: {}, 1: dict(state_rollback="snapshot"), 2: MIXED, 3: PREEMPTED}
 TESTED = [Case(base, k, settings=SETTINGS[k]) for base in ("mamba2", "delta", "latent", "attention") for k in SETTINGS]
 TESTED += [
-    Case("mamba2", 3, settings=dict(async_scheduling=True, **MIXED)),
+    Case("mamba2", 3, settings=dict(async_scheduling=False, **MIXED)),
     Case("mamba2", 2, penalised=True, settings=dict(draft_vocab=[1, 5, 31, 32, 60])),
     Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)),
     Case("distinct heads", 3, settings=PREEMPTED),
 ]
-BOTH_WAYS = [Case("mamba2", 3, settings=MIXED), Case("latent", 2, True, settings=MIXED)]
-"""For two stages of two tensor-parallel ranks each."""
+FOUR = [
+    (Case("mamba2", 3, settings=MIXED), 2, 2),
+    (Case("latent", 2, True, settings=MIXED), 2, 2),
+    (Case("delta", 3, settings=PREEMPTED), 1, 4),
+]
+"""For four processes: tensor-parallel ranks of each stage, and stages."""
+GRAPHS = [
+    Case("mamba2", 3, settings=MIXED),
+    Case("delta", 2),
+    Case("latent", 3),
+    Case("attention", 0, settings=MIXED),
+    Case("distinct heads", 3, settings=PREEMPTED),
+]
+"""With steps that are CUDA graphs, or run as those are."""
 DRAFTING = ("mamba2", "distinct heads")
 GREEDY, SAMPLED = Case("mamba2", 3, settings=PREEMPTED), Case("delta", 2, settings=MIXED)
 
@@ -68,6 +81,10 @@ SABOTAGE = {
 """What is broken on the first stage, the case in which it must show, and how."""
 
 
+TIMED = ["--prompt-length", "6", "--max-tokens", "12", "--num-speculative-tokens", "1", "--batch-size", "2"]
+TIMED += ["--repeats", "1", "--pipeline-parallel-size", "2"]
+
+
 def halves(config, stages, balance="memory") -> list[str]:
     """Both stages get layers with states."""
     share = len(config.pattern) // stages
@@ -76,13 +93,24 @@ def halves(config, stages, balance="memory") -> list[str]:
 
 
 def measured(model, case: Case, truth) -> dict:
-    tokens, llm = decode(model, case, truth)
+    launch, opened = Engine._launch, []
+
+    def counted(engine: Engine, plan: Plan):
+        launched = launch(engine, plan)
+        opened.append(len(engine._open))
+        return launched
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_launch", counted)
+        tokens, llm = decode(model, case, truth)
+    assert not llm.engine._open
     stats = llm.stats()
     return dict(
         tokens=tokens,
         preemptions=stats.preemptions,
         accepted=sum(stats.acceptance.accepted_per_depth),
         returned=stats.returned_bytes,
+        opened=max(opened),
         weights=sum(parameter.nbytes for parameter in llm.model.parameters()),
         held=held_bytes(llm.engine),
         planned=llm.memory_plan.slot_bytes * llm.memory_plan.max_num_seqs + llm.memory_plan.kv_bytes,
@@ -90,13 +118,37 @@ def measured(model, case: Case, truth) -> dict:
     )
 
 
+def replayed(model, case: Case, truth) -> dict:
+    llm = make_llm(model, case.k, **case.settings)
+    following = [prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)]
+    llm.engine.drafter = TruthOnDevice(llm.engine.drafter, following, "cpu")
+    outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
+    accepted = sum(llm.stats().acceptance.accepted_per_depth)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    return dict(tokens=tokens, accepted=accepted, graphs=len(llm.engine.graphs._graphs))
+
+
+def after_aborts(model) -> list[list[int]]:
+    """Outputs of requests that come when others were dropped while batches of theirs were under way."""
+    llm = make_llm(model, 3, max_num_seqs=3)
+    params = [GREEDY.params[0]] * len(PROMPTS)
+    ids = [llm.engine.add_request(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    for name in (None, ids[1], None, *ids):
+        if name is not None:
+            llm.engine.abort(name)
+        if llm.engine.has_unfinished:
+            llm.engine.step()
+    outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], params)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
 def drafts_of(model) -> list:
-    """The heads' own drafts, without a rank that has no heads."""
-    recorded = record_drafts(make_llm(model, 3), PROMPTS[:3], max_tokens=6, guided=False)
+    """The heads' own drafts; none on a rank that has no heads."""
+    recorded = record_drafts(make_llm(model, 3, async_scheduling=False), PROMPTS[:3], max_tokens=6, guided=False)
     return sorted([list(known), list(drafts)] for known, drafts in recorded.items())
 
 
-def two_stages(rank: int, wanted: list, directory: Path, out: Path) -> None:
+def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Path) -> None:
     look_at_new_objects()
     models: dict[str, Any] = {}
     found = []
@@ -107,6 +159,8 @@ def two_stages(rank: int, wanted: list, directory: Path, out: Path) -> None:
                 models[case.base] = split_model(config(case.base), ranks=1, stages=2)
             found.append(measured(models[case.base], case, truth))
         drafts = {base: drafts_of(models[base]) for base in DRAFTING}
+        replay_on_cpu(patch)
+        graphs = [replayed(models[case.base], case, truth) for case, truth in zip(GRAPHS, replays, strict=True)]
     shown = {}
     for name, (case, broken) in SABOTAGE.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -115,14 +169,23 @@ def two_stages(rank: int, wanted: list, directory: Path, out: Path) -> None:
             index = TESTED.index(case)
             shown[name] = decode(models[case.base], case, wanted[index])[0] != wanted[index]
     refused(models["mamba2"])
-    (out / f"{rank}.json").write_text(json.dumps(dict(found=found, drafts=drafts, shown=shown)))
+    aborted = after_aborts(models["mamba2"])
+    (out / f"{rank}.json").write_text(
+        json.dumps(dict(found=found, drafts=drafts, shown=shown, aborted=aborted, graphs=graphs))
+    )
     with pytest.raises(UserError, match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike"):
         LLM(directory, num_blocks=40 + rank, pipeline_parallel_size=2)
+    say(out / f"{rank}.said", generate.app, command(directory, 2))
+    say(out / f"{rank}.timed", bench.app, ["decode", "--model", str(directory), *TIMED])
+
+
+def say(path: Path, app: typer.Typer, arguments: list[str]) -> None:
+    """Run a command; what it says goes to a file, with statistics to another."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        typer.main.get_command(generate.app)(command(directory, 2), standalone_mode=False)
-    (out / f"{rank}.said").write_text(stdout.getvalue())
-    (out / f"{rank}.summary").write_text(stderr.getvalue())
+        typer.main.get_command(app)(arguments, standalone_mode=False)
+    path.write_text(stdout.getvalue())
+    path.with_name(f"{path.name}.err").write_text(stderr.getvalue())
 
 
 def refused(model) -> None:
@@ -131,6 +194,8 @@ def refused(model) -> None:
         make_llm(model, 2, speculative_token_tree="[2, 1]")
     with pytest.raises(UserError, match="a prefix cache cannot be combined with pipeline_parallel_size 2: leave one"):
         make_llm(model, 2, enable_prefix_caching=True)
+    with pytest.raises(UserError, match="K = 'auto' cannot be combined with pipeline_parallel_size 2: leave one out"):
+        make_llm(model, "auto")
     with pytest.raises(
         UserError, match="split over 1 ranks, experts over 1, layers over 2 stages: leave all sizes out"
     ):
@@ -143,11 +208,11 @@ def command(directory: Path, stages: int) -> list[str]:
     return ["--model", str(directory), *prompts, *sizes]
 
 
-def both_ways(rank: int, wanted: list, out: Path) -> None:
+def four_ranks(rank: int, wanted: list, out: Path) -> None:
     look_at_new_objects()
     found = []
-    for case, truth in zip(BOTH_WAYS, wanted, strict=True):
-        found.append(measured(split_model(config(case.base), case.whole_experts, 2, 2), case, truth))
+    for (case, *sizes), truth in zip(FOUR, wanted, strict=True):
+        found.append(measured(split_model(config(case.base), case.whole_experts, *sizes), case, truth))
     (out / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -156,13 +221,14 @@ def decoded(tmp_path_factory):
     """What one rank decoded, and what each of two stages did."""
 
     def make(path: Path) -> None:
-        wanted = one_rank(TESTED)
+        wanted, replays = one_rank(TESTED), one_rank(GRAPHS)
         (path / "wanted.json").write_text(json.dumps(wanted))
+        (path / "replays.json").write_text(json.dumps(replays))
         model = build_model(config("mamba2"), device="cpu", seed=1)
         save_hf_model(model, path / "hf")
         lines = [json.dumps(dict(prompt_token_ids=prompt)) for prompt in PROMPTS]
         (path / "hf" / "prompts.jsonl").write_text("\n".join(lines))
-        run_ranks(two_stages, wanted, path / "hf", path)
+        run_ranks(two_stages, wanted, replays, path / "hf", path)
 
     path = made_once(tmp_path_factory, "two_stages", make)
     return path, json.loads((path / "wanted.json").read_text()), [read(path / f"{rank}.json") for rank in (0, 1)]
@@ -181,6 +247,24 @@ def test_two_stages_decode_what_one_rank_does(decoded, index):
         assert (one["preemptions"] > 0) == ("num_blocks" in TESTED[index].settings)
         assert one["accepted"] > 0 or not TESTED[index].k or not TESTED[index].guided
         assert one["returned"] == 4 * (2 + 2 * TESTED[index].k) < 64
+
+
+def test_stages_replay_graphs(decoded):
+    """Transfers are outside of them, and what a stage stores later is not what later replays leave."""
+    for stage in decoded[2]:
+        for case, want, one in zip(GRAPHS, read(decoded[0] / "replays.json"), stage["graphs"], strict=True):
+            assert one["tokens"] == want and one["graphs"] > 1, names(case)
+            assert one["accepted"] > 0 or not case.k, names(case)
+
+
+def test_a_batch_runs_while_the_last_stage_has_another(decoded):
+    for index in range(len(TESTED)):
+        assert [stage["found"][index]["opened"] for stage in decoded[2]] == [2, 0]
+
+
+def test_aborted_requests_leave_nothing(decoded):
+    want = after_aborts(build_model(config("mamba2"), device="cpu", seed=1))
+    assert [stage["aborted"] for stage in decoded[2]] == [want, want]
 
 
 def test_stages_draft_what_one_rank_drafts(decoded):
@@ -212,14 +296,23 @@ def test_the_command_of_two_stages_says_what_that_of_one_says(decoded, capsys):
     path = decoded[0]
     typer.main.get_command(generate.app)(command(path / "hf", 1), standalone_mode=False)
     assert [(path / f"{rank}.said").read_text() for rank in (0, 1)] == [capsys.readouterr().out, ""]
-    assert "24 bytes per step and request went back between stages" in (path / "0.summary").read_text()
+    assert "24 bytes per step and request went back between stages" in (path / "0.said.err").read_text()
 
 
-def test_two_stages_of_two_tensor_parallel_ranks(tmp_path):
-    wanted = one_rank(BOTH_WAYS)
-    run_ranks(both_ways, wanted, tmp_path, ranks=4)
+def test_stages_are_timed_by_the_benchmark(decoded):
+    """And its own check passes, which compares tokens with a plain forward pass through both stages."""
+    said = [(decoded[0] / f"{rank}.timed").read_text() for rank in (0, 1)]
+    assert len(json.loads(said[0].splitlines()[-1])["rows"]) == 1 and not said[1]
+
+
+def test_four_ranks_decode_what_one_does(tmp_path):
+    """Two stages of two tensor-parallel ranks, and four stages."""
+    wanted = one_rank([case for case, *_ in FOUR])
+    run_ranks(four_ranks, wanted, tmp_path, ranks=4)
     for rank in range(4):
-        assert [one["tokens"] for one in read(tmp_path / f"{rank}.json")] == wanted
+        found = read(tmp_path / f"{rank}.json")
+        assert [one["tokens"] for one in found] == wanted
+        assert found[2]["opened"] == (0 if rank == 3 else 4)
 
 
 def test_results_that_no_step_has_are_refused():

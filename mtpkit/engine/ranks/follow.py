@@ -8,6 +8,7 @@ ranks would mix different steps, or wait for ever.
 """
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, fields
@@ -28,6 +29,9 @@ from mtpkit.errors import MtpkitError, listed
 
 _NONE = -1
 """Stands for a limit of prompt tokens where nothing limits them but the token budget."""
+
+_STEPS_AHEAD = 2
+"""Steps that rank 0 may announce before the others have heard of the first one."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,9 @@ class Ranks:
         """The `value` of rank 0."""
         return value
 
+    def settle(self) -> None:
+        """Wait until all ranks know what this one has announced, before it may end."""
+
     def working(self) -> AbstractContextManager[object]:
         """A context in which this rank needs the others."""
         return nullcontext()
@@ -148,6 +155,7 @@ class SplitRanks(Ranks):
         self.stage = stage
         self._tensor_group, self._control, self._watch = tensor_group, control_group, watch
         self._steps = 0
+        self._announced: deque[tuple[Any, torch.Tensor]] = deque()
 
     def vocabulary(self, size: int) -> Vocabulary:
         """See `Ranks.vocabulary`."""
@@ -165,7 +173,7 @@ class SplitRanks(Ranks):
             return []
         if self.rank == 0:
             plans = super().plan(scheduler, choose)
-            self._tell(astuple(Decision.of(self._steps, scheduler, plans)))
+            self._announce(astuple(Decision.of(self._steps, scheduler, plans)))
         else:
             told = Decision.unpack(self._tell([0] * len(fields(Decision))))
             scheduler.num_speculative_tokens, scheduler.trees = told.num_speculative_tokens, bool(told.trees)
@@ -190,9 +198,21 @@ class SplitRanks(Ranks):
         """See `Ranks.of_first`."""
         return self._tell([value])[0]
 
+    def settle(self) -> None:
+        """See `Ranks.settle`."""
+        while self._announced:
+            self._announced.popleft()[0].wait()
+
     def working(self) -> AbstractContextManager[object]:
         """See `Ranks.working`."""
         return self._watch.working() if self._watch else nullcontext()
+
+    def _announce(self, values: Sequence[int]) -> None:
+        """Send integers from rank 0 without waiting for the others, which may still compute the step before."""
+        message = torch.tensor(list(values), dtype=torch.int64)
+        self._announced.append((dist.broadcast(message, group=self._control, group_src=0, async_op=True), message))
+        if len(self._announced) > _STEPS_AHEAD:
+            self._announced.popleft()[0].wait()
 
     def _tell(self, values: Sequence[int]) -> list[int]:
         """The integers of rank 0, as many as here."""

@@ -20,8 +20,6 @@ from mtpkit.kernels import NO_TOKEN
 
 _RESULT = torch.int32
 """Type of what goes back: counts and tokens of any vocabulary."""
-_MOST_SENDS = 4
-"""Transfers of one stage to another that have begun and need not have arrived."""
 
 
 class Stage:
@@ -35,10 +33,10 @@ class Stage:
     """Bytes that went back to one stage, and the rows that they were of, a row of each step counted once."""
 
     def receive(self, hidden: Tensor) -> None:
-        """Fill `hidden` [T, 1, h] with that of the stage before: on all stages but the first."""
+        """Fill `hidden` [T, 1, h] with that of the stage before, on all stages but the first."""
 
     def send(self, hidden: Tensor) -> None:
-        """Hand hidden states [T, 1, h] to the next stage, if there is one."""
+        """Hand hidden states [T, 1, h] to the next stage; nothing may write to them afterwards."""
 
     def tell(self, results: Tensor) -> None:
         """Send the results of a step, [S, 2 + 2K] as `pack_result` gives them, from the last stage to all others."""
@@ -79,15 +77,17 @@ class PipelineStage(Stage):
     def send(self, hidden: Tensor) -> None:
         """See `Stage.send`; does not wait for the next stage."""
         if not self.last:
-            self._begin(hidden.contiguous(), self._forward, self._stage + 1)
+            self._begin(hidden.contiguous(), self._forward, self._stage + 1, 2 * self.stages)
 
     def tell(self, results: Tensor) -> None:
         """See `Stage.tell`; does not wait for the other stages."""
         if len(results):
             message = results.to(_RESULT)
             self._count(message)
+            # Each stage may have run as many batches as there are stages before it hears of the first one: with fewer
+            # messages under way they would wait for each other for ever.
             for stage in range(self.stages - 1):
-                self._begin(message, self._back, stage)
+                self._begin(message, self._back, stage, 2 * self.stages**2)
 
     def hear(self, batch: Batch) -> Tensor:
         """See `Stage.hear`."""
@@ -106,10 +106,10 @@ class PipelineStage(Stage):
             if len(wrong):
                 raise MtpkitError(f"the last stage sent {wrong[0]} for {what}, which is not from {least} to {most}")
 
-    def _begin(self, values: Tensor, group: Any, stage: int) -> None:
-        """Begin a transfer, and keep the tensor until it has left."""
+    def _begin(self, values: Tensor, group: Any, stage: int, most: int) -> None:
+        """Begin a transfer and keep the tensor until it has left; of more than `most` wait for the oldest."""
         self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
-        while len(self._sends) > _MOST_SENDS * self.stages:
+        while len(self._sends) > most:
             work, _ = self._sends.popleft()
             assert work is not None, "this rank is not in its own pipeline"
             work.wait()
