@@ -8,6 +8,7 @@ from mtpkit.checkpoint import save_hf_model, save_model
 from mtpkit.model import build_model, stack_experts
 from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, guide, make_llm, make_prompts, tiny_model
 from tests.kernels.recurrence import relative
+from tests.shared import covering
 
 PROMPTS = make_prompts()
 ROLLBACKS = ["replay", "snapshot"]
@@ -84,11 +85,18 @@ def test_block_sizes(block_size):
     assert generate(llm, PROMPTS) == truth(model)
 
 
-@pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("heads, k", [("repeated", 1), *(("distinct", k) for k in (1, 2, 3, 4))])
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 10}, {"block_size": 2, "num_blocks": 34}])
-def test_recurrent_heads(heads, k, rollback, settings):
+# Settings decide which tokens a step has, the rollback what is undone after it: each two of these and the heads meet.
+@pytest.mark.parametrize(
+    ("rollback", "depths", "settings"),
+    covering(
+        ROLLBACKS,
+        [("repeated", 1), *(("distinct", k) for k in (1, 2, 3, 4))],
+        [{}, {"max_num_batched_tokens": 10}, {"block_size": 2, "num_blocks": 34}],
+    ),
+)
+def test_recurrent_heads(depths, rollback, settings):
     """Prompts of 1 token, of K and of 1 + K among them."""
+    heads, k = depths
     model, prompts = tiny_model(heads, "M*M-", "M*", distinct=4), make_prompts((1, k, 1 + k, 9, 21))
     llm = guide(make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts)
     assert generate(llm, prompts) == truth(model, prompts)
@@ -96,14 +104,17 @@ def test_recurrent_heads(heads, k, rollback, settings):
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
 
 
-@pytest.mark.parametrize("mtp_pattern", ["G*", "*-"])
-@pytest.mark.parametrize("rollback", ROLLBACKS)
 @pytest.mark.parametrize(
-    ("k", "settings"),
-    [(1, {}), (2, {"max_num_batched_tokens": 10}), (3, {"block_size": 2, "num_blocks": 34}), (4, {})],
+    ("mtp_pattern", "rollback", "way"),
+    covering(
+        ("G*", "*-"),
+        ROLLBACKS,
+        [(1, {}), (2, {"max_num_batched_tokens": 10}), (3, {"block_size": 2, "num_blocks": 34}), (4, {})],
+    ),
 )
-def test_gated_delta_nets(k, settings, rollback, mtp_pattern):
+def test_gated_delta_nets(way, rollback, mtp_pattern):
     """Chunked prompts beside decode rows, preemption; heads with such layers and without."""
+    k, settings = way
     model, prompts = tiny_model("repeated", "G*G-", mtp_pattern), make_prompts((1, k, 1 + k, 9, 21))
     llm = guide(make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts)
     assert generate(llm, prompts) == truth(model, prompts)
