@@ -12,7 +12,7 @@ import torch
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.roofline import Roofline, expected_length, length_deviation
-from mtpkit.bench.settings import DecodeConfig, engine_settings
+from mtpkit.bench.settings import DecodeConfig, engine_settings, tree_settings
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.timing import Trace, synchronize, trace_kernels
 from mtpkit.data.draft_vocab import load_draft_vocab
@@ -96,7 +96,7 @@ class Contender:
             synthetic_acceptance=config.rates(self.depths) if self.depths else None,
             warm_up=False,  # the first run, which is not timed, captures what the others need
             max_inter_token_latency=_PATIENCE,
-            **({} if self.depths else dict.fromkeys(config.trees)),
+            **tree_settings(k),
         )
         self.llm = LLM(model, **settings)
 

@@ -40,6 +40,23 @@ def _sorted(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
+def _check_tree(tree: Any) -> Any:
+    if tree is not None:
+        parse_tree(tree)
+    return tree
+
+
+def asked_ks[K](ks: tuple[K, ...] | None, tree: Any) -> tuple[K | int, ...] | None:
+    """`ks`, or else 0 and the depth of a `speculative_token_tree`; None: neither is given."""
+    return (0, parse_tree(tree).depth) if ks is None and tree is not None else ks
+
+
+def tree_settings(k: int | Literal["auto"]) -> dict[str, None]:
+    """Settings of an engine with K that leave trees of drafts out where there are no drafts."""
+    names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    return {} if k else dict.fromkeys(names)
+
+
 @checked("speedup")
 class SpeedupConfig:
     """What `measure_speedup` measures."""
@@ -62,11 +79,21 @@ class SpeedupConfig:
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
     draft_vocab: str | Path | None = field_of(EngineOptions, "draft_vocab")
+    speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
+    speculative_eagle_topk: Positive | None = field_of(EngineOptions, "speculative_eagle_topk")
+    speculative_num_draft_tokens: Positive | None = field_of(EngineOptions, "speculative_num_draft_tokens")
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
     enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
+
+    _check_tree = field_validator("speculative_token_tree")(_check_tree)
+
+    @property
+    def asked_ks(self) -> tuple[int, ...] | None:
+        """See `asked_ks`."""
+        return asked_ks(self.ks, self.speculative_token_tree)
 
 
 @checked("decode benchmark")
@@ -112,17 +139,10 @@ class DecodeConfig:
 
     @property
     def asked_ks(self) -> tuple[int | Literal["auto"], ...] | None:
-        """`ks`, or else 0 and the depth of `speculative_token_tree`; None: neither is given."""
-        if self.ks is None and self.speculative_token_tree is not None:
-            return 0, parse_tree(self.speculative_token_tree).depth
-        return self.ks
+        """See `asked_ks`."""
+        return asked_ks(self.ks, self.speculative_token_tree)
 
-    @field_validator("speculative_token_tree")
-    @classmethod
-    def _check_tree(cls, tree: Any) -> Any:
-        if tree is not None:
-            parse_tree(tree)
-        return tree
+    _check_tree = field_validator("speculative_token_tree")(_check_tree)
 
     def largest(self, k: int | Literal["auto"], heads: MtpConfig) -> int:
         """The largest K of a step."""
@@ -136,12 +156,6 @@ class DecodeConfig:
         if self.speculative_token_tree is not None:
             return parse_tree(self.speculative_token_tree).spine
         return k if self.speculative_eagle_topk is None else 1
-
-    @property
-    def trees(self) -> dict[str, Any]:
-        """Settings of the engine that make trees of drafts."""
-        names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def sampling(self) -> SamplingParams:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from mtpkit.bench.machine import commit, describe_device
 from mtpkit.bench.report import Column, Report, tabulate
 from mtpkit.bench.roofline import length_deviation
-from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, engine_settings
+from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, engine_settings, tree_settings
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
@@ -63,6 +63,32 @@ class SpeedupRow:
     """Per depth, the rate at which a draft is accepted where all before it were."""
     identical: Annotated[float, Column("same tokens", ".0%")]
     """Share of the prompts whose tokens are those of K = 0 at the same batch size."""
+    candidate_shares: list[list[float]] | None = None
+    """With trees of drafts, per depth the share of steps in which the base chose the heads' best candidate, the second
+    one, and so on; None: drafts are chains."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields, `candidate_shares` only where drafts are trees."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Which of the heads' candidates the base chose at one depth."""
+
+    batch_size: Annotated[int, Column("batch")]
+    k: Annotated[int, Column("K")]
+    depth: Annotated[int, Column("depth")]
+    shares: Annotated[str, Column("base's choice among candidates")]
+    none: Annotated[float, Column("none of them", ".0%")]
+
+    @classmethod
+    def of(cls, rows: Sequence[SpeedupRow]) -> "list[_Candidates]":
+        return [
+            cls(row.batch_size, row.k, depth, " ".join(f"{share:.0%}" for share in shares), 1 - sum(shares))
+            for row in rows
+            for depth, shares in enumerate(row.candidate_shares or (), 1)
+        ]
 
 
 @dataclass(frozen=True)
@@ -85,12 +111,18 @@ class SpeedupReport(Report):
     def to_dict(self, whole: bool = False) -> dict[str, object]:
         """The fields, `before` only where it was measured."""
         left_out = {*([] if whole else ["settings"]), *(["before"] if self.before is None else [])}
-        return {key: value for key, value in asdict(self).items() if key not in left_out}
+        rows = {
+            name: [row.to_dict() for row in part]
+            for name, part in {"rows": self.rows, "before": self.before}.items()
+            if part is not None
+        }
+        return {key: rows.get(key, value) for key, value in asdict(self).items() if key not in left_out}
 
     def tables(self) -> list[Table]:
         """The rows, those of untrained heads in a table of their own."""
         if self.before is None:
-            return [tabulate("speedup", SpeedupRow, self.rows)]
+            tables, candidates = [tabulate("speedup", SpeedupRow, self.rows)], _Candidates.of(self.rows)
+            return tables + ([tabulate("trees of drafts", _Candidates, candidates)] if candidates else [])
         parts = {"untrained heads": self.before, "trained heads": self.rows}
         return [tabulate(title, SpeedupRow, rows) for title, rows in parts.items()]
 
@@ -183,7 +215,7 @@ def measure_speedup(
         for name, prompt in list_prompts(prompts)
     ]
     config = _at_most(config, len(prompts))
-    ks = choose_drafts(first.model.mtpkit_config, config.ks, SPEEDUP_DRAFTS)
+    ks = choose_drafts(first.model.mtpkit_config, config.asked_ks, SPEEDUP_DRAFTS)
     config = replace(config, ks=ks)
     contenders = [_Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in ks]
     _run_all(contenders, config)
@@ -263,6 +295,7 @@ class _Contender:
             draft_vocab=config.draft_vocab if k else None,
             tokenizer=first.tokenizer,
             warm_up=False,  # the first run, which is not timed, captures what the others need
+            **tree_settings(k),
         )
         self.llm = LLM(first.model, **settings)
         self.seconds: list[float] = []
@@ -310,6 +343,7 @@ class _Contender:
             acceptance_length=stats.acceptance_length,
             conditional_acceptance=stats.conditional_acceptance,
             identical=sum(same) / len(same),
+            candidate_shares=stats.acceptance.rank_shares or None,
         )
 
     @property

@@ -244,10 +244,9 @@ def _summary(k: int | str, stats: "EngineStats") -> str:
 
 def _rank_shares(stats: "AcceptanceStats") -> list[str]:
     """For each depth of trees, in what share of steps the base chose the heads' best candidate, the second one, .."""
-    depths = zip(stats.ranks_per_depth, stats.reached_per_depth, strict=False)
     return [
         f"depth {depth}: the base chose candidate "
-        + ", ".join(f"{rank} in {count / reached:.0%}" for rank, count in enumerate(ranks, 1))
-        for depth, (ranks, reached) in enumerate(depths, 1)
+        + ", ".join(f"{rank} in {share:.0%}" for rank, share in enumerate(shares, 1))
+        for depth, (shares, reached) in enumerate(zip(stats.rank_shares, stats.reached_per_depth, strict=False), 1)
         if reached
     ]

@@ -47,7 +47,7 @@ def speedup(
     from mtpkit.engine.ranks import reports
 
     first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
-    ks = choose_drafts(load_config(model), config.ks, SPEEDUP_DRAFTS)
+    ks = choose_drafts(load_config(model), config.asked_ks, SPEEDUP_DRAFTS)
     chosen = replace(config, ks=ks, sampling=sampling)
     report = measure_speedup(model, read_prompts(prompts, num_prompts), chosen, dtype)
     if first:

@@ -95,6 +95,13 @@ class AcceptanceStats:
         return 1 + self.accepted / max(1, self.steps)
 
     @property
+    def rank_shares(self) -> list[list[float]]:
+        """Of trees, per depth the share of the steps that reached it in which the base chose the heads' best candidate,
+        the second one, and so on."""
+        depths = zip(self.ranks_per_depth, self.reached_per_depth, strict=False)
+        return [[count / max(1, reached) for count in ranks] for ranks, reached in depths]
+
+    @property
     def conditional_acceptance(self) -> list[float]:
         """Per depth, the rate at which a reached draft is accepted; 0 where none was reached."""
         return [a / max(1, r) for a, r in zip(self.accepted_per_depth, self.reached_per_depth, strict=True)]

@@ -63,6 +63,17 @@ def test_no_batch_size_is_first_met_while_timing(k, sampling, monkeypatch):
     assert {rows for sizes in met.values() for rows, _ in sizes} == {1, 2, 3, 4, 5}
 
 
+def test_a_tree_is_measured_beside_k_0():
+    settings = dict(batch_sizes=(2,), repeats=1, sampling=GREEDY)
+    report = measure_speedup(
+        tiny_model(), make_prompts((2, 5)), SpeedupConfig(speculative_token_tree=[3, 1], **settings)
+    )
+    plain, tree = report.rows
+    assert (plain.k, tree.k, tree.identical) == (0, 2, 1.0) and plain.candidate_shares is None
+    assert [len(shares) for shares in tree.candidate_shares] == [3, 3]
+    assert [sum(shares) for shares in tree.candidate_shares] == pytest.approx(tree.conditional_acceptance)
+
+
 def test_sampling_with_a_seed_gives_the_same_tokens_too():
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=5)
     config = SpeedupConfig(ks=(2,), batch_sizes=(2,), repeats=2, sampling=sampling)

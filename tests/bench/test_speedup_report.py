@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -32,6 +33,17 @@ def test_the_object_has_the_documented_keys_in_order():
         "identical": 1.0,
     }
     assert list(report(before=[row(1, 0)]).to_dict())[-1] == "before"
+
+
+def test_trees_say_which_candidates_the_base_chose():
+    found = report(row(1, 0), replace(row(1, 2), candidate_shares=[[0.625, 0.125], [0.5, 0.0]]))
+    assert "candidate_shares" not in found.to_dict()["rows"][0]
+    assert found.to_dict()["rows"][1]["candidate_shares"] == [[0.625, 0.125], [0.5, 0.0]]
+    console = Console(width=120, file=io.StringIO())
+    for table in found.tables():
+        console.print(table)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["1", "2", "1", "62%", "12%", "25%"] in lines and ["1", "2", "2", "50%", "0%", "50%"] in lines
 
 
 def test_tables_show_every_row():
