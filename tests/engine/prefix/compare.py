@@ -69,13 +69,19 @@ class Pair:
         return off
 
     def check(self, tolerance: float = TOLERANCE) -> None:
-        """What was seen of both is the same: logits and states of the heads within the tolerance, drafts exactly."""
+        """What was seen of both is the same: logits and states of the heads within the tolerance of the largest,
+        log-probs within the tolerance itself, drafts and what was accepted of them exactly."""
         off, on = self.seen
         for have, want in ((on.logits, off.logits), (on.states, off.states)):
             assert have.keys() <= want.keys()
             worst = max((float((have[known] - want[known]).abs().max()) for known in have), default=0)
             scale = max((float(one.abs().max()) for one in want.values()), default=0)
             assert worst <= tolerance * scale, f"logits or states differ by {worst} of {scale}"
+        differences = (on.logits[known].log_softmax(-1) - off.logits[known].log_softmax(-1) for known in on.logits)
+        worst = max((float(one.abs().max()) for one in differences), default=0)
+        assert worst <= tolerance, f"log-probs differ by {worst}"
+        acceptance = [llm.stats().acceptance for llm in (self.off, self.on)]
+        assert acceptance[0] == acceptance[1], acceptance
         wrong = [known for known in on.drafts if on.drafts[known] != off.drafts[known]]
         assert not wrong, f"{len(wrong)} of {len(on.drafts)} drafts differ"
 
