@@ -33,7 +33,7 @@ class MemoryPlan:
     """Weights, and all else that was on the device before the engine."""
     activations: int
     """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs; with the copies of recurrent
-    states that depths change, and the distributions of drafts that are drawn."""
+    states that depths change, the distributions of drafts that are drawn, and what pipeline stages hand on."""
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest captured step."""
     slot_bytes: int
@@ -131,6 +131,7 @@ def plan_memory(
     logits = logit_rows * vocabulary.width
     activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logits, ranks.tensor_size)
     activations += rows * _draft_bytes(vocabulary.width, layout, config, earlier)
+    transfers = ranks.stage.copies * tokens * model.hidden_size * layout.sizes.dtype.itemsize
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total = in_use = 0
     available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
@@ -138,7 +139,7 @@ def plan_memory(
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         in_use = total - free
-        available = int(total * utilization) - in_use - activations - graphs
+        available = int(total * utilization) - in_use - activations - transfers - graphs
     meta, sizes = torch.device("meta"), layout.sizes
     state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, model.hidden_size)
     checkpoint = num_checkpoints = 0
@@ -150,7 +151,7 @@ def plan_memory(
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
-        activations=activations,
+        activations=activations + transfers,
         graphs=graphs,
         slot_bytes=layout.slot_bytes + sum(tensor.nbytes for tensor in state.tensors),
         ring_bytes=layout.ring_bytes,

@@ -13,19 +13,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import typer
 
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.cli import bench, generate
 from mtpkit.engine import LLM, Engine
 from mtpkit.engine import engine as engine_module
+from mtpkit.engine.memory import plan_memory
+from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.ranks.stages import PipelineStage
 from mtpkit.engine.step import Drafts, Plan, Verdict, unpack_result
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import StepInput, build, build_model
 from tests.engine.rank_cases import MIXED, PREEMPTED, PROMPTS, Case, config, decode, names, one_rank, split_model
 from tests.engine.replayed import TruthOnDevice, replay_on_cpu
-from tests.engine.tiny import held_bytes, make_llm, record_drafts
+from tests.engine.tiny import held_bytes, make_llm, record_drafts, tiny_model
 from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
 
@@ -315,8 +318,24 @@ def test_four_ranks_decode_what_one_does(tmp_path):
         assert found[2]["opened"] == (0 if rank == 3 else 4)
 
 
+def stage_of(rank: int, stages: int) -> PipelineStage:
+    return PipelineStage(SimpleNamespace(rank=lambda: rank, size=lambda: stages), None)
+
+
+def test_what_a_stage_hands_on_is_planned_for():
+    """What came; what goes, and copies of it under way, of two for each stage and the newest."""
+    llm = make_llm(tiny_model(), 2)
+    model, engine, cpu = llm.model.mtpkit_config, llm.engine, torch.device("cpu")
+    hidden = engine.config.max_num_batched_tokens * model.hidden_size * 4
+    for rank, stages, copies in ((0, 2, 6), (1, 2, 1), (1, 3, 9)):
+        ranks = Ranks()
+        ranks.stage = stage_of(rank, stages)
+        plan = plan_memory(model, engine.layout, engine.config, cpu, 0.9, 200, ranks=ranks)
+        assert plan.activations - llm.memory_plan.activations == copies * hidden
+
+
 def test_results_that_no_step_has_are_refused():
-    stage = PipelineStage(SimpleNamespace(rank=lambda: 0, size=lambda: 2), None)
+    stage = stage_of(0, 2)
     good = np.array([[2, 5, 6, 7, -1, 60, 63, 0]])
     stage.check(good, 3, 64)
     for column, value, what in ((0, 4, "accepted drafts"), (0, -1, "accepted drafts"), (2, 64, "tokens"), (7, -2, "t")):

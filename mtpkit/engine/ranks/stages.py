@@ -29,6 +29,8 @@ class Stage:
     """How many there are."""
     first = last = True
     """Whether this stage has the embedding of the base; the lm_head and the heads."""
+    copies = 0
+    """Hidden states of a step that are kept besides those that are computed: what came, and what goes."""
     returned_bytes = returned_rows = 0
     """Bytes that went back to one stage, and the rows that they were of, a row of each step counted once."""
 
@@ -68,6 +70,8 @@ class PipelineStage(Stage):
     def __init__(self, forward: Any, back: Any) -> None:
         self._forward, self._back, self._stage, self.stages = forward, back, forward.rank(), forward.size()
         self.first, self.last = self._stage == 0, self._stage == self.stages - 1
+        self._most_sends = 2 * self.stages
+        self.copies = (not self.first) + (0 if self.last else 2 + self._most_sends)
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def receive(self, hidden: Tensor) -> None:
@@ -77,7 +81,7 @@ class PipelineStage(Stage):
     def send(self, hidden: Tensor) -> None:
         """See `Stage.send`; does not wait for the next stage."""
         if not self.last:
-            self._begin(hidden.contiguous(), self._forward, self._stage + 1, 2 * self.stages)
+            self._begin(hidden.contiguous(), self._forward, self._stage + 1, self._most_sends)
 
     def tell(self, results: Tensor) -> None:
         """See `Stage.tell`; does not wait for the other stages."""
