@@ -346,10 +346,8 @@ class Engine:
             self._under_way.append([one for one in launched if one is not None])
         changed += self._take_up(1 if ahead and plans else 0)
         if not self.scheduler.has_unfinished:
-            while self._open:
-                self._store_first()
+            self._settle()
             self._under_way.clear()
-            self.ranks.settle()
         return changed
 
     @torch.inference_mode()
@@ -450,6 +448,14 @@ class Engine:
         self._open.append(_Open(launched, slots, batch))
         return launched
 
+    @torch.inference_mode()
+    def _settle(self) -> None:
+        """Exchange with other ranks all that is under way, before any of them may end."""
+        while self._open:
+            self._store_first()
+        self.stage.settle()
+        self.ranks.settle()
+
     def _store_first(self) -> None:
         """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
         launched, _, batch = self._open.popleft()
@@ -510,7 +516,7 @@ class Engine:
         self.scheduler.abort(request_id)
         if not self.scheduler.has_unfinished:
             with self.ranks.working():
-                self.ranks.settle()
+                self._settle()
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made or `reset_stats` was called."""

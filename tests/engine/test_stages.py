@@ -106,7 +106,7 @@ def measured(model, case: Case, truth) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_launch", counted)
         tokens, llm = decode(model, case, truth)
-    assert not llm.engine._open
+    assert not llm.engine._open and not getattr(llm.engine.stage, "_sends", ()), "a message that is dropped is lost"
     stats = llm.stats()
     return dict(
         tokens=tokens,

@@ -47,6 +47,9 @@ class Stage:
         """[S, 2 + 2K] int64, what `tell` sent of this step: on all stages but the last."""
         raise NotImplementedError("the last stage finds the results itself")
 
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived: what is dropped before is lost."""
+
     def check(self, results: np.ndarray, depths: int, vocab_size: int) -> None:
         """Check results [S, 2 + 2K] that came from another stage.
 
@@ -113,6 +116,13 @@ class PipelineStage(Stage):
     def _begin(self, values: Tensor, group: Any, stage: int, most: int) -> None:
         """Begin a transfer and keep the tensor until it has left; of more than `most` wait for the oldest."""
         self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
+        self._wait(most)
+
+    def settle(self) -> None:
+        """See `Stage.settle`."""
+        self._wait(0)
+
+    def _wait(self, most: int) -> None:
         while len(self._sends) > most:
             work, _ = self._sends.popleft()
             assert work is not None, "this rank is not in its own pipeline"
