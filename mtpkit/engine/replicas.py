@@ -289,6 +289,7 @@ def _run(connection: Connection, index: int, count: int, options: EngineOptions)
         failed = _Failed(f"{type(error).__name__}: {error}", 1)
     else:
         return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway
     with suppress(OSError):
         connection.send(failed)
     sys.exit(1)
