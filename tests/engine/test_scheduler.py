@@ -209,7 +209,7 @@ def test_chunks_follow_the_budget_and_decode_rows_come_first(mixed):
         assert decode is chunks or not chunks.num_decode_rows
         shapes.append([(row.start, row.length, row.samples) for row in chunks.chunks])
         for plan in plans:
-            engine.scheduler.commit(plan, engine._launch(plan).wait(engine.ranks.stage, engine.vocab_size))
+            engine.scheduler.commit(plan, engine._launch(plan).wait())
     assert shapes == [[(0, 4, False)], [(4, 4, False)], [(8, 1, True)]]
 
 
