@@ -67,8 +67,9 @@ def test_requests_may_have_penalties(model, monkeypatch):
 
 
 @pytest.mark.parametrize("tree", [dict(speculative_token_tree="[2, 2]"), dict(speculative_eagle_topk=2, ks=(0, 2))])
-def test_trees_are_timed(model, tree):
+def test_trees_are_timed(device, tree):
     """A fixed one accepts along its first children as asked for; K is its depth."""
+    model = open_model("nemotron-h-tiny", torch.device(device), "float32")  # outputs differ at near ties in bfloat16
     config = DecodeConfig(
         **{"batch_sizes": (2,), "prompt_len": 20, "max_tokens": 60, "repeats": 1, "acceptance": (0.9, 0.5)} | tree
     )
@@ -81,7 +82,8 @@ def test_trees_are_timed(model, tree):
 
 
 @pytest.mark.parametrize("acceptance", [None, (0.9, 0.5)])
-def test_auto_among_a_tree_and_chains_is_timed(model, acceptance):
+def test_auto_among_a_tree_and_chains_is_timed(device, acceptance):
+    model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     config = dict(batch_sizes=(2,), ks=(0, "auto"), prompt_len=20, max_tokens=40, repeats=1, acceptance=acceptance)
     result = measure_decode(model, DecodeConfig(speculative_token_tree=[2, 2], **config))
     assert [row.k for row in result.rows] == [0, "auto"]
