@@ -94,20 +94,25 @@ def prepare(
     if left_out:
         (directory / LEFT_OUT).write_text("\n".join([*left_out, ""]), encoding="utf-8")
         warn_of_left_out(left_out, sum(one.num_documents for one in counts), f"; {LEFT_OUT} lists all")
-    source_files: dict[str, list[str]] = defaultdict(list)  # several sources may have one name
-    for source in sources:
-        source_files[source.name] += map(str, source.files)
     manifest = Manifest(
         format=FORMAT,
         sequence_length=sequence_length,
         tokenizer=own,
         tokenizer_name=str(tokenizer.name_or_path),
         sources=counts,
-        source_files=source_files,
+        source_files=_files_by_name(sources),
         files={path.name: path.stat().st_size for path in sorted(directory.glob("*.arrow"))},
     )
     manifest.write(directory)
     return manifest
+
+
+def _files_by_name(sources: Iterable[Source]) -> dict[str, list[str]]:
+    """The files of sources, of which several may have one name."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for source in sources:
+        files[source.name] += map(str, source.files)
+    return files
 
 
 def _processes(num_proc: int | None, items: int, least: int = 1) -> int | None:

@@ -123,10 +123,10 @@ def _decode(
         async_scheduling=False,
         warm_up=False,
     )
-    drafter, params = llm.engine.drafter, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    drafter, params = llm.engine.executor.drafter, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     tokens, drafts = [], []
     for prompt in prompts:
-        recorder = llm.engine.drafter = Recorder(drafter, len(prompt))
+        recorder = llm.engine.executor.drafter = Recorder(drafter, len(prompt))
         tokens.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
         drafts.append(recorder.drafts)
     return tokens, drafts, llm.stats().acceptance_length

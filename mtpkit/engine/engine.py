@@ -1,158 +1,37 @@
-"""The step loop: the engine and the runner of its base model."""
+"""The step loop: requests in, plans made, launched and committed, outputs out."""
 
 import logging
 import random
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from mtpkit.config.checked import are_whole, is_whole
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
-from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.detokenizer import Detokenizer
-from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
-from mtpkit.engine.graphs import StepGraphs
+from mtpkit.engine.executor import Executor, Launched, Verifier
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.pacing import pacing_for
 from mtpkit.engine.params import SEED_BITS, SamplingParams
-from mtpkit.engine.prefix import CachedBlocks, CheckpointStore, PrefixCache
-from mtpkit.engine.processors import GREEDY, processors_of
-from mtpkit.engine.ranks import Ranks, Stage
+from mtpkit.engine.prefix import CachedBlocks, PrefixCache
+from mtpkit.engine.processors import processors_of
+from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.request import AcceptanceStats, EngineStats, Request, RequestOutput, RequestStats
+from mtpkit.engine.runner import StepRunner
 from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.step import Batch, Plan, Restore, StepOutput, StepResult, Verdict, pack_result, unpack_result
+from mtpkit.engine.step import Plan, StepResult
 from mtpkit.engine.tree import DraftShape
-from mtpkit.engine.verifier import verify
 from mtpkit.errors import MtpkitError, UserError, shown
-from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
-from mtpkit.model.state import Committed, StateLayout, States
+from mtpkit.model.state import StateLayout
 
 _LONG_NUMBER = 18
 """Numeric ids of this many digits or more do not affect the numbering; no count reaches them."""
 _logger = logging.getLogger(__name__)
-
-Verifier = Callable[[Tensor, Batch], Verdict]
-
-
-class StepRunner(Protocol):
-    """Runs the base over a batch: `Runner`, or a stand-in for a model in tests."""
-
-    def run(self, batch: Batch) -> StepOutput:
-        """Compute hidden states of all tokens and logits at `batch.logit_indices`."""
-        ...
-
-
-class CachingRunner(StepRunner, Protocol):
-    """What a prefix cache needs besides."""
-
-    hidden_size: int
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] the logits of hidden states [N, h], as the base hands them on."""
-        ...
-
-    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
-        """See `mtpkit.model.fold_rings`."""
-        ...
-
-
-class Runner:
-    """Runs a base model, or the layers of it that a pipeline stage has.
-
-    Args:
-        most_tokens: the most tokens of a step, where there are several stages.
-    """
-
-    def __init__(self, model: Any, stage: Stage | None = None, most_tokens: int = 0) -> None:
-        self.model, self.stage = model, stage or Stage()
-        self.hidden_size: int = model.mtpkit_config.hidden_size
-        weight, stage = next(model.parameters()), self.stage
-
-        def buffer(tokens: int) -> Tensor:  # zeros, as graphs are captured with it
-            size = tokens, 1, self.hidden_size
-            return torch.zeros(size, dtype=model.config.params_dtype, device=weight.device)
-
-        self._received = buffer(0 if stage.first else most_tokens)
-        """Hidden states of the stage before."""
-        self._handed_on = buffer(0 if stage.last else most_tokens)
-        """Those for the next stage; each graph would keep its own otherwise."""
-
-    def receive(self, tokens: int) -> None:
-        """Take the hidden states of a step from the pipeline stage before, if there is one; `run` reads them."""
-        if not self.stage.first:
-            self.stage.receive(self._received[:tokens])
-
-    def run(self, batch: Batch) -> StepOutput:
-        """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`. Only the last stage
-        has logits; what another one hands on is valid until the next run."""
-        if not self.stage.first:
-            # A copy: layers add to it in place, also where a graph is captured between a transfer and its replay.
-            self.model.set_input_tensor(self._received[: len(batch.token_ids)].clone())
-        hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
-        if not self.stage.last:
-            return StepOutput(hidden.new_empty(0, 0), self._handed_on[: len(hidden)].copy_(hidden))
-        return StepOutput(self.logits(hidden[batch.logit_indices, 0]), hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `CachingRunner.logits`."""
-        return local_logits(self.model, normed_states(self.model, hidden))
-
-    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
-        """See `CachingRunner.fold`."""
-        fold_rings(self.model, states, slots, context_lens, committed)
-
-
-class _Launched:
-    """A launched plan, whose result is being copied to the host or, on an earlier pipeline stage, has yet to come."""
-
-    def __init__(self, plan: Plan, values: Tensor | None = None) -> None:
-        self.plan = plan
-        self.began = time.perf_counter()
-        self.fetched = False
-        """Whether the result is being copied."""
-        if values is not None:
-            self.fetch(values)
-
-    def fetch(self, values: Tensor) -> None:
-        """Begin to copy the result."""
-        self.fetched = True
-        self._arrived = torch.cuda.Event() if values.is_cuda else None
-        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        self._values.copy_(values, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def wait(self, check: Callable[[np.ndarray, int], None] | None = None) -> StepResult:
-        """Wait for the result and return it.
-
-        Args:
-            check: refuses what no step with K drafts results in, given [S, 2 + 2K] and K.
-        """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        packed, depths = self._values.numpy(), self.plan.num_speculative_tokens
-        if check is not None:
-            check(packed, depths)
-        return StepResult.unpack(packed, depths, self.plan.trees)
-
-
-class _Open(NamedTuple):
-    """A plan that a pipeline stage has run and whose results it has not stored."""
-
-    launched: _Launched
-    slots: frozenset[int | None]
-    """Of its rows: until it is stored no other plan with one of them may begin."""
-    batch: Batch
 
 
 class Engine:
@@ -179,42 +58,18 @@ class Engine:
     ) -> None:
         self.config = config
         self.layout = layout
-        self.runner = runner
-        self.drafter = drafter
-        self.verifier = verifier or verify
         self.vocab_size = vocab_size
         self.ranks = ranks or Ranks()
-        self.stage = self.ranks.stage
         self.tokenizer = tokenizer
-        null, cached = int(config.graphs), config.enable_prefix_caching
-        self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
-        self.state = DeviceState.allocate(
-            config.max_num_seqs + int(config.graphs or cached),
-            config,
-            self.ranks.vocabulary(vocab_size),
-            device,
-            counters=layout.counters,
-            earlier=drafter.earlier,
-            dtype=layout.sizes.dtype,
-            hidden_size=cast(CachingRunner, runner).hidden_size if cached else 0,
-        )
-        self.builder = BatchBuilder(config.block_size, self.states, self.state, device, config.tree)
-        blocks, slots = IdPool(num_blocks), IdPool(config.max_num_seqs)
-        prefix = None
-        self.checkpoints: CheckpointStore | None = None
-        if cached:
+        self.executor = Executor(config, layout, num_blocks, runner, drafter, vocab_size, device, verifier, self.ranks)
+        blocks, prefix = IdPool(num_blocks), None
+        if config.enable_prefix_caching:
             blocks = CachedBlocks(num_blocks)
             ahead = drafter.earlier[0] + 1 if config.num_speculative_tokens else 0
             room = config.num_checkpoints, ahead, config.prefix_cache_interval
             prefix = PrefixCache(blocks, config.block_size, *room, bool(ahead and layout.head_slot_bytes))
-            kept = getattr(torch, config.prefix_cache_dtype)
-            fold = cast(CachingRunner, runner).fold
-            self.checkpoints = CheckpointStore(layout, self.states, self.state, config.num_checkpoints, kept, fold)
-        self.graphs = None
-        if config.graphs:
-            width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
-            self.graphs = StepGraphs(self.builder, config, width, num_blocks)
-        sizes = (self.graphs.chunk_sizes, self.graphs.sizes_beside) if self.graphs else ()
+        graphs, slots = self.executor.graphs, IdPool(config.max_num_seqs)
+        sizes = (graphs.chunk_sizes, graphs.sizes_beside) if graphs else ()
         self.pacing = pacing_for(config, device, *sizes)
         self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing, prefix)
         self._arrived = 0.0
@@ -222,8 +77,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._num_requests = self._next_number = 0
         self._seconds = 0.0
-        self._under_way: deque[list[_Launched]] = deque()
-        self._open: deque[_Open] = deque()
+        self._under_way: deque[list[Launched]] = deque()
         self.speculation: Speculation = FixedSpeculation(config.drafts)
 
     def add_request(
@@ -342,7 +196,7 @@ class Engine:
         if not plans and not self._under_way and self.scheduler.has_unfinished:
             raise MtpkitError("requests are unfinished, but none can run and no step is under way")
         if plans:
-            launched = (self._launch(plan) for plan in plans)
+            launched = (self.executor.launch(plan) for plan in plans)
             self._under_way.append([one for one in launched if one is not None])
         changed += self._take_up(1 if ahead and plans else 0)
         if not self.scheduler.has_unfinished:
@@ -350,30 +204,18 @@ class Engine:
             self._under_way.clear()
         return changed
 
-    @torch.inference_mode()
     def warm_up(self, shapes: Sequence[DraftShape]) -> None:
-        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each of these shapes of drafts. With
-        a prefix cache, compile what it runs without graphs.
-
-        No request may wait or run.
-        """
+        """See `Executor.warm_up`. No request may wait or run."""
         assert not self.has_unfinished
-        if self.checkpoints:
-            self.checkpoints.warm_up()
-            shape = StepShape(0, 1, 1)
-            numbers = self.builder.ints(self.builder.null_numbers(shape))
-            plan = replace(Plan.without_rows(0, 1, self.config.drafts), restores=(Restore(0, NULL_SLOT, 1),))
-            tables = numbers.new_zeros(1, self.config.decode_width + self.config.lookahead)
-            self._resume(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
-        if self.graphs:
-            self.graphs.capture_all(self._execute, shapes)
+        self.executor.warm_up(shapes)
 
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
         """Time steps of these batch sizes with each of `draft_shapes`, and choose among these by the times. No request
         may wait or run."""
         assert not self.has_unfinished
         shapes = self.draft_shapes
-        times = {(size, drafts): self._time_step(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
+        time_step = self.executor.time_step
+        times = {(size, drafts): time_step(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
         self.speculation = AdaptiveSpeculation(times)
 
     @property
@@ -383,108 +225,17 @@ class Engine:
         return chains + ([self.config.tree] if self.config.tree else [])
 
     @torch.inference_mode()
-    def _time_step(self, rows: int, drafts: DraftShape, repeats: int) -> float:
-        """Seconds of a greedy decode step on free slots, the median of `repeats`."""
-
-        def step() -> None:
-            if self.graphs:
-                self.graphs.replay_free_slots(self._execute, rows, drafts)
-            else:
-                shape, plan = StepShape(rows, 0, 0), Plan.without_rows(rows, rows, drafts)
-                self.state.restart()
-                numbers = self.builder.ints(self.builder.null_numbers(shape, range(rows)))
-                tables = numbers.new_zeros(rows, self.config.decode_width + self.config.lookahead)
-                self._execute(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
-            if self.builder.device.type == "cuda":
-                torch.cuda.synchronize()
-
-        step()
-        seconds = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
-
-    def _launch(self, plan: Plan) -> _Launched | None:
-        slots = frozenset(row.request.slot for row in plan.rows)
-        while self._open and (len(self._open) >= self.stage.stages or any(slots & one.slots for one in self._open)):
-            self._store_first()
-        self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
-        if plan.restores and self.checkpoints:
-            self.checkpoints.restore(plan.restores)
-            if not plan.rows:
-                return None
-            return _Launched(plan, self._resume(self.builder.build(plan)))
-        if self.stage.stages > 1:
-            launched = self._launch_stage(plan, slots)
-        elif self.graphs:
-            launched = _Launched(plan, self.graphs.run(self._execute, plan))
-        else:
-            launched = _Launched(plan, self._execute(self.builder.build(plan)))
-        if plan.saves and self.checkpoints:
-            self.checkpoints.save(plan.saves)
-        return launched
-
-    def _resume(self, batch: Batch) -> Tensor:
-        """Run a step of rows that begin at checkpoints, without the base; see `Plan`."""
-        runner, earlier = cast(CachingRunner, self.runner), self.state.earlier
-        assert earlier is not None
-        hidden = earlier.hidden[batch.inputs.state_slots, -1][:, None]
-        return self._finish(batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden))
-
-    def _launch_stage(self, plan: Plan, slots: frozenset[int | None]) -> _Launched:
-        """Launch what a pipeline stage does of a plan: all transfers are outside of graphs."""
-        shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
-        cast(Runner, self.runner).receive(shape.tokens(1 + plan.num_speculative_tokens))
-        if self.stage.last:
-            packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
-            self.stage.tell(packed)
-            return _Launched(plan, packed)
-        # What is stored later is built now: replays of other plans overwrite what this one's leaves.
-        launched, batch = _Launched(plan), self.builder.build(plan)
-        hidden = self.graphs.replay(self._execute, plan) if self.graphs else self._execute(batch)
-        self.stage.send(hidden.clone())
-        self._open.append(_Open(launched, slots, batch))
-        return launched
-
-    @torch.inference_mode()
     def _settle(self) -> None:
         """Exchange with other ranks all that is under way, before any of them may end."""
-        while self._open:
-            self._store_first()
-        self.stage.settle()
+        self.executor.settle()
         self.ranks.settle()
-
-    def _store_first(self) -> None:
-        """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
-        launched, _, batch = self._open.popleft()
-        packed = self.stage.hear(batch)
-        self.state.step(batch, *unpack_result(packed, batch))
-        launched.fetch(packed)
-
-    def _execute(self, batch: Batch) -> Tensor:
-        """Run the device's part of a step; returns the tensor of `pack_result`, but on a pipeline stage before the last
-        one the hidden states that it hands on."""
-        out = self.runner.run(batch)
-        return self._finish(batch, out) if self.stage.last else out.hidden
-
-    def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
-        """Verify, draft and store, given the results of the base."""
-        verdict = self.verifier(out.logits, batch)
-        batch, hidden = batch.along(verdict, out.hidden)
-        drafts = self.drafter.draft(hidden, batch, verdict)
-        self.state.step(batch, verdict, drafts, hidden)
-        return pack_result(verdict, drafts)
 
     def _take_up(self, keep: int) -> list[Request]:
         """Commit the results of all but the latest `keep` steps, the oldest first."""
         changed = []
         while len(self._under_way) > keep:
             step = self._under_way.popleft()
-            while not all(launched.fetched for launched in step):
-                self._store_first()
-            results = [launched.wait(partial(self.stage.check, vocab_size=self.vocab_size)) for launched in step]
+            results = self.executor.collect(step)
             began, self._arrived = max(self._arrived, step[0].began), time.perf_counter()
             if self.pacing:
                 self.pacing.observe([launched.plan for launched in step], self._arrived - began)
@@ -492,8 +243,7 @@ class Engine:
                 if plan.num_decode_rows:
                     self._observe(plan, result)
                 changed += self.scheduler.commit(plan, result)
-                if (saves := self.scheduler.take_saves()) and self.checkpoints:
-                    self.checkpoints.save(saves)
+                self.executor.save(self.scheduler.take_saves())
         return changed
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
@@ -532,7 +282,7 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
             prefilled_tokens=scheduler.num_prefilled,
-            returned_bytes=self.stage.returned_bytes / max(1, self.stage.returned_rows),
+            returned_bytes=self.executor.stage.returned_bytes / max(1, self.executor.stage.returned_rows),
         )
 
     def reset_stats(self) -> None:

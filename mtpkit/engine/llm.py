@@ -7,23 +7,24 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mtpkit.config import ModelConfig
 from mtpkit.engine import loading
 from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
 from mtpkit.engine.drafting import make_drafter
-from mtpkit.engine.engine import Engine, Runner
+from mtpkit.engine.engine import Engine
 from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
-from mtpkit.engine.ranks import join
+from mtpkit.engine.ranks import Ranks, join
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
-from mtpkit.engine.tree import width_of
+from mtpkit.engine.runner import Runner
+from mtpkit.engine.tree import Tree, width_of
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import stack_experts, state_specs
@@ -48,11 +49,10 @@ class LLM:
         model_config = loading.config_of(options.model)
         adaptive = options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
-        options = replace(options, num_speculative_tokens=depths)  # checked before weights are read
-        heads = model_config.mtp
-        if heads.repeated and heads.depths_known and depths > heads.num_depths:
-            given = options.model if isinstance(options.model, str | Path) else "the model given"
-            loading.warn_untrained(str(given), depths, heads.num_depths)
+        # With "auto" each K would need its graphs of mixed steps. All is checked before weights are read.
+        mixed = 0 if adaptive else options.max_mixed_tokens
+        options = replace(options, num_speculative_tokens=depths, max_mixed_tokens=mixed)
+        loading.check_trained(options.model, model_config.mtp, depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
         stages = self.ranks.stage.stages
@@ -69,28 +69,7 @@ class LLM:
         )
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
         ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager, stages)
-        config = EngineConfig(
-            max_model_len=options.max_model_len or model_config.max_position_embeddings,
-            num_speculative_tokens=depths,
-            tree=tree,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens
-            or max(DEFAULT_BUDGET, options.max_num_seqs * width_of(tree or depths)),
-            max_mixed_tokens=0 if adaptive else options.max_mixed_tokens,  # or each K would need its graphs
-            max_inter_token_latency=options.max_inter_token_latency,
-            state_rollback=options.state_rollback,
-            enable_prefix_caching=options.enable_prefix_caching,
-            prefix_cache_dtype=(
-                options.state_dtype if options.prefix_cache_dtype == "auto" else options.prefix_cache_dtype
-            ),
-            prefix_cache_interval=options.prefix_cache_interval,
-            draft_sampling=options.draft_sampling,
-            async_scheduling=ahead,
-            num_batches=stages,
-            graphs=bool(self.ranks.least(int(graphs))),  # experts of one stage alone may forbid them
-            seed=options.seed if options.seed is not None else self.ranks.of_first(secrets.randbits(32)),
-        )
+        config = _engine_config(options, model_config, depths, tree, self.ranks, ahead, graphs)
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
         here = depths if self.ranks.stage.last else 0  # the last stage drafts for all
@@ -129,11 +108,7 @@ class LLM:
         )
         self._turn, self._making = _Turn(), threading.Lock()
         self._device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
-        # A step must not wait while the garbage collector traverses all modules of a model. Objects that an earlier
-        # engine froze are collected first, if they have become garbage.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        _freeze_objects()
         if options.warm_up:
             self.engine.warm_up(self.engine.draft_shapes if adaptive else [config.drafts])
         if adaptive and depths:
@@ -241,6 +216,55 @@ class LLM:
                 self.engine.make_request(token_ids, one, prompt=text, place=name, checkpoint_at=at)
                 for (name, _), (text, token_ids, at), one in zip(listed, encoded, params, strict=True)
             ]
+
+
+def _engine_config(
+    options: EngineOptions,
+    model: ModelConfig,
+    depths: int,
+    tree: Tree | None,
+    ranks: Ranks,
+    ahead: bool,
+    graphs: bool,
+) -> EngineConfig:
+    """What the options come to for a model; the memory plan adds the number of checkpoints.
+
+    Args:
+        depths: the largest K.
+        tree: the shape of the drafts, if it is a tree.
+        ahead: whether steps are launched before the results of the last are read.
+        graphs: whether this rank can replay steps as CUDA graphs.
+    """
+    return EngineConfig(
+        max_model_len=options.max_model_len or model.max_position_embeddings,
+        num_speculative_tokens=depths,
+        tree=tree,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens
+        or max(DEFAULT_BUDGET, options.max_num_seqs * width_of(tree or depths)),
+        max_mixed_tokens=options.max_mixed_tokens,
+        max_inter_token_latency=options.max_inter_token_latency,
+        state_rollback=options.state_rollback,
+        enable_prefix_caching=options.enable_prefix_caching,
+        prefix_cache_dtype=(
+            options.state_dtype if options.prefix_cache_dtype == "auto" else options.prefix_cache_dtype
+        ),
+        prefix_cache_interval=options.prefix_cache_interval,
+        draft_sampling=options.draft_sampling,
+        async_scheduling=ahead,
+        num_batches=ranks.stage.stages,
+        graphs=bool(ranks.least(int(graphs))),  # experts of one stage alone may forbid them
+        seed=options.seed if options.seed is not None else ranks.of_first(secrets.randbits(32)),
+    )
+
+
+def _freeze_objects() -> None:
+    """Keep the garbage collector from all that was made so far: a step must not wait while it traverses all modules of
+    a model. Objects that an earlier engine froze are collected first, if they have become garbage."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 class _Turn:

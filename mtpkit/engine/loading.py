@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from mtpkit.config import ModelConfig
+from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.options import EngineOptions
 from mtpkit.engine.tree import DynamicTree, Tree, parse_tree
@@ -212,6 +212,12 @@ def warn_untrained(model: str, k: int, depths: int) -> None:
         model,
         depths,
     )
+
+
+def check_trained(model: Any, heads: MtpConfig, k: int) -> None:
+    """Warn if a repeated head is to make more drafts than it has depths, where its file says how many it has."""
+    if heads.repeated and heads.depths_known and k > heads.num_depths:
+        warn_untrained(str(model) if isinstance(model, str | Path) else "the model given", k, heads.num_depths)
 
 
 def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:

@@ -165,20 +165,28 @@ def plan_memory(
         num_checkpoints=num_checkpoints,
         null_blocks=int(config.graphs),
     )
-    one = plan.blocks_for(config.max_model_len)
     fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(1, layout.block_bytes) - config.graphs
-    least, name, what = one, "max_model_len", f"one request of max_model_len {config.max_model_len} needs"
+    return replace(plan, num_blocks=ranks.least(_blocks(plan, fitting, available, num_blocks)))
+
+
+def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | None) -> int:
+    """As many blocks as were asked for, or else as requests of full length can use, or fit.
+
+    Raises:
+        UserError: these do not fit; see `plan_memory`.
+    """
+    one = plan.blocks_for(plan.max_model_len)
+    least, name, what = one, "max_model_len", f"one request of max_model_len {plan.max_model_len} needs"
     if num_blocks is not None:
         least, name, what = num_blocks, "num_blocks", f"num_blocks {num_blocks} needs"
-    cache = f", prefix_cache_bytes {plan.prefix_bytes / 1e9:.2f} GB" if plan.prefix_bytes else ""
     if fitting < least:
+        cache = f", prefix_cache_bytes {plan.prefix_bytes / 1e9:.2f} GB" if plan.prefix_bytes else ""
         raise UserError(
-            f"{available / 1e9:.2f} GB are left for caches; the state of {config.max_num_seqs} requests takes "
-            f"{plan.state_bytes / 1e9:.2f} GB{cache} and {what} {least * layout.block_bytes / 1e9:.2f} GB: lower "
+            f"{available / 1e9:.2f} GB are left for caches; the state of {plan.max_num_seqs} requests takes "
+            f"{plan.state_bytes / 1e9:.2f} GB{cache} and {what} {least * plan.block_bytes / 1e9:.2f} GB: lower "
             f"max_num_seqs, {name} or max_num_batched_tokens, or raise gpu_memory_utilization"
         )
-    chosen = min(fitting, one * config.max_num_seqs) if num_blocks is None else num_blocks
-    return replace(plan, num_blocks=ranks.least(chosen))
+    return min(fitting, one * plan.max_num_seqs) if num_blocks is None else num_blocks
 
 
 def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]) -> int:

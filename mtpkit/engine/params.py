@@ -16,7 +16,8 @@ MOST_END_TOKENS = 16
 """Tokens that may end a request and that the device knows; of more it knows these many."""
 
 SEED_BITS = 63
-"""Of the seeds that requests without their own get: drawn in their order, from a generator with the engine's seed."""
+"""Width of the seeds of requests that give none: they are drawn in the order of the requests, from a generator with the
+engine's seed."""
 
 _LARGEST = 3.4028234663852886e38
 """The largest float32. The device computes in float32, where larger numbers are infinite."""

@@ -27,7 +27,7 @@ class AcceptanceStats:
     accepted_per_depth: list[int] = field(default_factory=list)
     reached_per_depth: list[int] = field(default_factory=list)
     ranks_per_depth: list[list[int]] = field(default_factory=list)
-    """Of trees, how often the base's choice at a depth was the candidate of each rank, the best first; what is missing
+    """In trees, how often the base's choice at a depth was the candidate of each rank, the best first; what is missing
     to `reached_per_depth` was none of them. Chains, where "auto" chooses among both, have one candidate. In
     trees, a depth is reached where the accepted path has candidates for it."""
 
@@ -96,7 +96,7 @@ class AcceptanceStats:
 
     @property
     def rank_shares(self) -> list[list[float]]:
-        """Of trees, per depth the share of the steps that reached it in which the base chose the heads' best candidate,
+        """In trees, per depth the share of the steps that reached it in which the base chose the heads' best candidate,
         the second one, and so on."""
         depths = zip(self.ranks_per_depth, self.reached_per_depth, strict=False)
         return [[count / max(1, reached) for count in ranks] for ranks, reached in depths]

@@ -17,7 +17,7 @@ class TokenTree:
     """A static tree, the same at every step."""
 
     parents: tuple[int, ...]
-    """Of each token, -1 for token 0; tokens are in order of depth, siblings together."""
+    """The index of each token's parent, -1 for token 0; tokens are in order of depth, siblings together."""
 
     @cached_property
     def depths(self) -> list[int]:

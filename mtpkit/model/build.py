@@ -91,14 +91,19 @@ def build_model(
             post_process=stage == stages - 1,
             pg_collection=groups,
         )
+    _finish(model, config)
+    if init != "none":
+        init_weights(model, config, seed, init=init)
+    return (model if device is None else model.to(device)).eval()
+
+
+def _finish(model: HybridModel, config: ModelConfig) -> None:
+    """Name the layers, and leave out a second embedding."""
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
         model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
     for name, layer, kind in layers_of(model):
         if kind.mixer:
             getattr(layer, kind.mixer).layer_name = name
-    if init != "none":
-        init_weights(model, config, seed, init=init)
-    return (model if device is None else model.to(device)).eval()
 
 
 def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:

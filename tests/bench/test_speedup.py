@@ -11,7 +11,7 @@ from mtpkit.bench import speedup
 from mtpkit.bench.settings import SpeedupConfig
 from mtpkit.bench.speedup import measure_speedup
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.engine import Engine
+from mtpkit.engine.executor import Executor
 from mtpkit.engine.request import AcceptanceStats, EngineStats
 from mtpkit.errors import UserError
 from tests.engine.tiny import make_prompts, tiny_model
@@ -40,21 +40,21 @@ def test_a_real_model_is_measured_at_every_batch_size_and_k():
 def test_no_batch_size_is_first_met_while_timing(k, sampling, monkeypatch):
     """The place where a CUDA graph would be captured."""
     met, late = {}, set()
-    launch, timed = Engine._launch, speedup._Contender.run
+    launch, timed = Executor.launch, speedup._Contender.run
 
-    def noted(engine, plan):
+    def noted(executor, plan):
         key = (len(plan.rows), plan.num_speculative_tokens)
-        if plan.num_decode_rows and key not in met.setdefault(id(engine), set()):
-            met[id(engine)].add(key)
+        if plan.num_decode_rows and key not in met.setdefault(id(executor), set()):
+            met[id(executor)].add(key)
             late.update({key} if noted.timing else ())
-        return launch(engine, plan)
+        return launch(executor, plan)
 
     def run(contender, start, end):
         noted.timing = True
         timed(contender, start, end)
 
     noted.timing = False
-    monkeypatch.setattr(Engine, "_launch", noted)
+    monkeypatch.setattr(Executor, "launch", noted)
     monkeypatch.setattr(speedup._Contender, "run", run)
     prompts = make_prompts((30, 3, 9, 14, 6, 1, 22))
     config = SpeedupConfig(ks=(k,), batch_sizes=(5,), repeats=1, sampling=sampling)

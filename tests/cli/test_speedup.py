@@ -40,7 +40,7 @@ def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_pat
     for llm in engines[2:]:  # those with drafts
         config = llm.engine.config
         assert config.draft_sampling and llm.engine.layout.sizes.state_dtype == torch.bfloat16
-        assert llm.engine.drafter.draft_token_ids.tolist() == [5, 6, 7, 9]
+        assert llm.engine.executor.drafter.draft_token_ids.tolist() == [5, 6, 7, 9]
     sampling = settings["sampling"]
     assert (sampling["temperature"], sampling["seed"], sampling["max_tokens"]) == (0.8, 3, 6) and sampling["ignore_eos"]
 

@@ -238,21 +238,21 @@ class HashStore(CheckpointStore):
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config
-        count, fold = config.num_checkpoints, engine.runner.fold
-        super().__init__(engine.layout, engine.states, engine.state, count, torch.float32, fold)
+        count, fold = config.num_checkpoints, engine.executor.runner.fold
+        super().__init__(engine.layout, engine.executor.states, engine.executor.state, count, torch.float32, fold)
         self.engine, self.kept = engine, [None] * count
 
     def save(self, saves) -> None:
         super().save(saves)
-        runner = self.engine.runner
+        runner = self.engine.executor.runner
         for one in saves:
             self.kept[one.checkpoint] = (runner.states[one.slot], runner.snapshots[one.slot][0])
 
     def restore(self, restores) -> None:
         super().restore(restores)
-        runner, size = self.engine.runner, self.engine.config.block_size
+        runner, size = self.engine.executor.runner, self.engine.config.block_size
         pairs = [pair for one in restores for pair in one.blocks]
-        for pages in (runner.pages, getattr(self.engine.drafter, "entries", [])):
+        for pages in (runner.pages, getattr(self.engine.executor.drafter, "entries", [])):
             blocks = [pages[old * size : (old + 1) * size] for old, _ in pairs]
             for (_, new), block in zip(pairs, blocks, strict=True):
                 pages[new * size : new * size + len(block)] = block
@@ -318,8 +318,8 @@ def fake_engine(
     sizes = (num_blocks, config.block_size)
     drafter = HeadDrafter(make_rule(model, drafts), k, *sizes) if k else NoDrafter()
     engine = Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)
-    if engine.checkpoints:
-        engine.checkpoints = HashStore(engine)
+    if engine.executor.checkpoints:
+        engine.executor.checkpoints = HashStore(engine)
     return engine
 
 

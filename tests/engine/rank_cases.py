@@ -113,13 +113,13 @@ def decode(model, case: Case, truth: list[list[int]] | None = None) -> tuple[lis
     if case.guided and case.k and truth:
         guide(llm, PROMPTS, truth=[prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)])
     engine = llm.engine
-    for _ in range(2 if engine.checkpoints else 1):
+    for _ in range(2 if engine.executor.checkpoints else 1):
         ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, case.params, strict=True)]
         finished = {}
         while engine.has_unfinished:
             finished |= {output.request_id: output for output in engine.step() if output.finished}
             engine.scheduler.check_integrity()
-    assert not engine.checkpoints or llm.stats().cached_tokens == sum(map(len, PROMPTS))
+    assert not engine.executor.checkpoints or llm.stats().cached_tokens == sum(map(len, PROMPTS))
     return [finished[name].outputs[0].token_ids for name in ids], llm
 
 

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from mtpkit.engine import Engine, SamplingParams
+from mtpkit.engine import SamplingParams
 from mtpkit.engine.adaptive import AdaptiveSpeculation
+from mtpkit.engine.executor import Executor
 from mtpkit.engine.step import Drafts
 from mtpkit.engine.tree import TokenTree
 from mtpkit.errors import UserError
@@ -112,8 +113,8 @@ def test_the_engine_reports_what_was_verified(monkeypatch):
     llm = make_llm(tiny_model(), "auto")
     order, seen = iter([2, 2, 1, 0, 2, 1] * 20), []
     llm.engine.speculation.choose = lambda rows: next(order)
-    launched, launch = [], llm.engine._launch
-    monkeypatch.setattr(llm.engine, "_launch", lambda plan: launched.append(plan) or launch(plan))
+    launched, launch = [], llm.engine.executor.launch
+    monkeypatch.setattr(llm.engine.executor, "launch", lambda plan: launched.append(plan) or launch(plan))
     llm.engine.speculation.observe = lambda accepted, fresh: seen.extend(fresh)
     generate(llm, make_prompts((4,)), greedy())
     drafted = [plan.num_speculative_tokens for plan in launched]
@@ -126,13 +127,13 @@ def test_acceptance_is_that_of_drafts_made_for_the_step(order, ahead):
     """Every draft is right; those left from earlier steps, which a larger K verifies, are not counted."""
     model = HashModel()
     engine = fake_engine(model, drafts="always", num_speculative_tokens=3, num_blocks=400, async_scheduling=ahead)
-    inner = engine.drafter
+    inner = engine.executor.drafter
 
     class Fewer:
         def draft(self, hidden, batch, verdict) -> Drafts:
             return Drafts(inner.draft(hidden, batch, verdict).token_ids[:, : batch.plan.num_speculative_tokens])
 
-    engine.drafter, turns = Fewer(), itertools.cycle(order)
+    engine.executor.drafter, turns = Fewer(), itertools.cycle(order)
     engine.speculation.choose = lambda rows: next(turns)
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), "a")
     assert run(engine)["a"].outputs[0].token_ids == model.decode([1, 2], SamplingParams(temperature=0, max_tokens=150))
@@ -148,9 +149,9 @@ def test_k_is_chosen_for_the_rows_that_decode(ahead):
     engine = fake_engine(
         HashModel(), num_speculative_tokens=2, max_num_batched_tokens=12, async_scheduling=ahead, num_blocks=400
     )
-    chosen, decoded, launch = [], [], engine._launch
+    chosen, decoded, launch = [], [], engine.executor.launch
     engine.speculation.choose = lambda rows: chosen.append(rows) or 2
-    engine._launch = lambda plan: decoded.append(plan.num_decode_rows) or launch(plan)
+    engine.executor.launch = lambda plan: decoded.append(plan.num_decode_rows) or launch(plan)
     for length, max_tokens in ((2, 20), (30, 9), (3, 9), (2, 1)):
         engine.add_request([1] * length, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
     run(engine)
@@ -161,7 +162,7 @@ def test_k_is_chosen_for_the_rows_that_decode(ahead):
 def test_the_engine_measures_every_size_and_k(monkeypatch, patience):
     """K follows from the step times of the step's own batch size."""
     times = {(rows, k): 1.0 + (patience if rows > 2 else 0.01) * k for rows in range(9) for k in range(3)}
-    monkeypatch.setattr(Engine, "_time_step", lambda self, rows, depths, repeats: times[rows, depths])
+    monkeypatch.setattr(Executor, "time_step", lambda self, rows, depths, repeats: times[rows, depths])
     llm = make_llm(tiny_model(), "auto", max_num_seqs=6)
     speculation = llm.engine.speculation
     assert speculation.step_times == {(rows, k): times[rows, k] for rows in (1, 2, 4, 6) for k in range(3)}
@@ -170,14 +171,14 @@ def test_the_engine_measures_every_size_and_k(monkeypatch, patience):
 
 def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
     llm = make_llm(tiny_model(), 2, max_num_seqs=6)
-    seen, execute = [], llm.engine._execute
+    seen, execute = [], llm.engine.executor._execute
 
     def watch(batch):
         seen.append((batch.plan.num_decode_rows, batch.plan.num_speculative_tokens, len(batch.token_ids)))
         return execute(batch)
 
-    monkeypatch.setattr(llm.engine, "_execute", watch)
-    assert llm.engine._time_step(4, 1, 3) > 0
+    monkeypatch.setattr(llm.engine.executor, "_execute", watch)
+    assert llm.engine.executor.time_step(4, 1, 3) > 0
     assert set(seen) == {(4, 1, 8)} and len(seen) == 4
 
 

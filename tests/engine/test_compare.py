@@ -45,7 +45,7 @@ def test_another_base_decodes_otherwise(mimo, tmp_path):
 def test_what_is_recorded_are_the_drafts_of_whole_sequences(mimo):
     model, prompt = load_model(mimo), [5, 7, 9, 2]
     llm = make_llm(model, 3)
-    recorder = llm.engine.drafter = Recorder(llm.engine.drafter, len(prompt))
+    recorder = llm.engine.executor.drafter = Recorder(llm.engine.executor.drafter, len(prompt))
     (tokens,) = generate(llm, [prompt], greedy(12))
     text = tuple(prompt + tokens)
     known = [count for count in recorder.drafts if count <= len(text)]

@@ -76,7 +76,7 @@ def running(llm):
 @pytest.mark.parametrize("settings", [{}, {"block_size": 2, "num_blocks": 30}, {"max_num_batched_tokens": 9}])
 def test_counts_are_those_of_prompt_and_output(settings):
     llm = guide(make_llm(tiny_model(), 3, **settings), PROMPTS, truth=TRUTH)
-    columns, seen = llm.engine.state.columns, 0
+    columns, seen = llm.engine.executor.state.columns, 0
     for request in running(llm):
         output = torch.tensor(request.output_token_ids)
         assert torch.equal(columns["output_counts"][request.slot], torch.bincount(output, minlength=VOCAB_SIZE).int())
@@ -91,7 +91,7 @@ def test_counts_are_those_of_prompt_and_output(settings):
 def test_earlier_positions_are_the_newest_committed_ones(settings):
     model = tiny_model("distinct")
     llm = guide(make_llm(model, 3, **settings), PROMPTS, truth=TRUTH)
-    earlier, seen = llm.engine.state.earlier, 0
+    earlier, seen = llm.engine.executor.state.earlier, 0
     for request in running(llm):
         count, held = request.num_computed, min(2, request.num_computed)
         assert earlier.token_ids[request.slot, 2 - held :].tolist() == request.token_ids[count - held : count]
@@ -103,19 +103,19 @@ def test_earlier_positions_are_the_newest_committed_ones(settings):
 
 def test_heads_that_read_nothing_earlier_keep_nothing():
     for heads, k in (("repeated", 3), ("distinct", 1), ("repeated", 0)):
-        assert make_llm(tiny_model(heads), k).engine.state.earlier is None
+        assert make_llm(tiny_model(heads), k).engine.executor.state.earlier is None
 
 
 def move_request(engine, request) -> None:
     """Put a running request into a free slot; the one that it had is free then."""
     old, (new,) = request.slot, engine.scheduler.slots.allocate(1)
-    saved = engine.states.copy(old, engine.state.committed)
-    for tensor in engine.state.tensors:
+    saved = engine.executor.states.copy(old, engine.executor.state.committed)
+    for tensor in engine.executor.state.tensors:
         tensor[new] = tensor[old]
-    engine.states.restore(new, saved, engine.state.committed)
+    engine.executor.states.restore(new, saved, engine.executor.state.committed)
     request.slot = new
     engine.scheduler.slots.release([old])
-    engine.drafter.known.move(old, new)
+    engine.executor.drafter.known.move(old, new)
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])

@@ -34,13 +34,13 @@ def test_sampled_drafts_keep_to_the_tokens_and_verification_knows():
     """q is zero outside of the tokens: rejection sampling stays exact."""
     llm = make_llm(tiny_model(), 2, draft_vocab=SOME, draft_sampling=True)
     seen = []
-    draft = llm.engine.drafter.draft
+    draft = llm.engine.executor.drafter.draft
 
     def spy(hidden, batch, verdict):
         seen.append(draft(hidden, batch, verdict))
         return seen[-1]
 
-    llm.engine.drafter.draft = spy
+    llm.engine.executor.drafter.draft = spy
     generate(llm, PROMPTS, SamplingParams(temperature=1.0, max_tokens=12, seed=1, ignore_eos=True), poison=False)
     outside = torch.ones(llm.model.mtpkit_config.vocab_size, dtype=torch.bool)
     outside[SOME] = False
@@ -53,7 +53,7 @@ def test_a_file_or_a_mistake(tmp_path):
     path = tmp_path / "some.json"
     path.write_text(json.dumps({"token_ids": SOME, "vocab_size": 61, "coverage": 0.5, "files": ["x"]}))
     llm = make_llm(tiny_model(), 2, draft_vocab=path)
-    assert llm.engine.drafter.draft_token_ids.tolist() == sorted(SOME)
+    assert llm.engine.executor.drafter.draft_token_ids.tolist() == sorted(SOME)
     for wrong, message in (([], "is empty"), ([3, 61], "61"), ([3, 3], "3")):
         with pytest.raises(UserError, match=message):
             make_llm(tiny_model(), 2, draft_vocab=wrong)

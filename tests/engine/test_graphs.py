@@ -37,8 +37,9 @@ def most_drafts(model) -> int:
 
 def states_of(engine) -> list[torch.Tensor]:
     """All tensors with a slot for each request: of recurrent layers and of the engine."""
-    layers = [tensor for state in engine.states.all() if state.unit == "slot" for tensor in state.tensors.values()]
-    return layers + engine.state.tensors
+    executor = engine.executor
+    layers = [tensor for state in executor.states.all() if state.unit == "slot" for tensor in state.tensors.values()]
+    return layers + executor.state.tensors
 
 
 def test_buckets_hold_their_rows():
@@ -62,11 +63,11 @@ def device_of(model) -> torch.device:
 
 def graphed(model, k, prompts, **settings):
     llm = make_llm(model, k, **{"max_num_seqs": len(prompts), "num_blocks": 400} | settings)
-    assert llm.engine.graphs is not None
+    assert llm.engine.executor.graphs is not None
     if k:
         width = max(map(len, prompts)) + MAX_TOKENS + 4 * k
         truth = [prompt + decode(model, prompt, width - len(prompt)) for prompt in prompts]
-        llm.engine.drafter = TruthOnDevice(llm.engine.drafter, truth, device_of(model))
+        llm.engine.executor.drafter = TruthOnDevice(llm.engine.executor.drafter, truth, device_of(model))
     return llm
 
 
@@ -80,7 +81,7 @@ def test_graphs_change_no_token(device, depths, rollback, ahead):
     model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts()
     llm = graphed(model, k, prompts, state_rollback=rollback, async_scheduling=ahead)
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
-    assert llm.engine.graphs._graphs
+    assert llm.engine.executor.graphs._graphs
     if k:
         assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
 
@@ -93,9 +94,9 @@ def test_trees(device, heads, mtp_pattern, rollback, tree):
     model, prompts = tiny_model(heads, "MG*-", mtp_pattern, device), make_prompts()
     settings = dict(max_num_seqs=5, num_blocks=400, async_scheduling=True, state_rollback=rollback)
     llm = make_llm(model, 2 if "speculative_eagle_topk" in tree else None, **settings, **tree)
-    assert llm.engine.graphs is not None
+    assert llm.engine.executor.graphs is not None
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
-    assert llm.engine.graphs._graphs and llm.stats().acceptance.accepted > 0
+    assert llm.engine.executor.graphs._graphs and llm.stats().acceptance.accepted > 0
     sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
     plain = make_llm(model, 0, **settings)
     assert generate(llm, prompts, sampled) == generate(plain, prompts, sampled)
@@ -118,7 +119,7 @@ def test_plain_twins_run_without_graphs(pattern, monkeypatch):
     monkeypatch.setenv(CHOICE, "reference")
     model, prompts = tiny_model("repeated", pattern, "*", "cuda"), make_prompts()
     llm = make_llm(model, 3)
-    assert llm.engine.graphs is None
+    assert llm.engine.executor.graphs is None
     assert generate(llm, prompts, greedy(8)) == [decode(model, p, 8) for p in prompts]
 
 
@@ -142,10 +143,10 @@ def test_many_batch_sizes_arrivals_and_null_rows(device):
 
 def poison_null(engine) -> None:
     """The block that null rows own is NaN, and so is all state that no request holds."""
-    if engine.builder.device.type == "cuda":
+    if engine.executor.builder.device.type == "cuda":
         torch.cuda.synchronize()
     free = list(engine.scheduler.slots.free_ids)
-    for state in engine.states.all():
+    for state in engine.executor.states.all():
         for tensor in state.tensors.values():
             tensor[[-1] if state.unit == "block" else free] = math.nan
 
@@ -162,9 +163,9 @@ def test_null_rows_leave_all_state_as_it_is(device, heads, mtp_pattern, params):
             tensor[:16].fill_(7)
         before = [tensor[rows].clone() for tensor in states_of(engine)]
         generate(llm, make_prompts(range(2, 2 + count)), params, poison=False)
-        assert bucket_size(count) > count and engine.graphs._graphs
+        assert bucket_size(count) > count and engine.executor.graphs._graphs
         assert all(torch.equal(tensor[rows], old) for tensor, old in zip(states_of(engine), before, strict=True))
-        assert int(engine.state.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
+        assert int(engine.executor.state.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
 
 
 def test_sampling_in_a_graph_equals_sampling_outside(device):
@@ -209,7 +210,7 @@ def test_each_k_and_kind_of_sampling_has_its_graph(device):
     for params in (greedy(MAX_TOKENS), drawn, greedy(MAX_TOKENS)):
         exact = want if params is drawn else [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
         assert generate(llm, prompts, params, poison=False) == exact
-    keys = {(depths, use) for _, depths, use in llm.engine.graphs._graphs}
+    keys = {(depths, use) for _, depths, use in llm.engine.executor.graphs._graphs}
     assert keys == {(k, use) for k in range(4) for use in (GREEDY, for_graph(frozenset({"temperature"})))}
 
 
@@ -235,11 +236,11 @@ def test_penalties_in_graphs(device, heads, k, settings):
     llm = graphed(model, k, prompts, **settings)
     if k:  # some drafts are right: slots are given to prompts in their order
         truth = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
-        llm.engine.drafter = TruthOnDevice(llm.engine.drafter.inner, truth, device)
+        llm.engine.executor.drafter = TruthOnDevice(llm.engine.executor.drafter.inner, truth, device)
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == want
-    uses = {use for _, _, use in llm.engine.graphs._graphs}
+    uses = {use for _, _, use in llm.engine.executor.graphs._graphs}
     assert any("penalties" in use for use in uses)
     assert not k or llm.stats().acceptance.accepted > 10
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
@@ -259,7 +260,7 @@ def test_penalties_get_graphs_of_their_own(device):
     ):
         llm.generate(prompts, params)
         seen.add(use)
-        assert {use for shape, _, use in llm.engine.graphs._graphs if not shape.chunk_rows} == seen
+        assert {use for shape, _, use in llm.engine.executor.graphs._graphs if not shape.chunk_rows} == seen
 
 
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
@@ -270,7 +271,7 @@ def test_drafts_in_graphs_are_those_outside(device, heads, mtp_pattern):
     accepted = []
     for settings in ({"enforce_eager": True, "async_scheduling": False}, {}):
         llm = make_llm(model, k, num_blocks=400, **settings)
-        assert (llm.engine.graphs is None) == bool(settings)
+        assert (llm.engine.executor.graphs is None) == bool(settings)
         assert generate(llm, prompts, greedy(60), poison=False) == [decode(model, p, 60) for p in prompts]
         accepted.append((llm.stats().acceptance.steps, llm.stats().acceptance.accepted_per_depth))
     assert accepted[0] == accepted[1]
@@ -281,7 +282,7 @@ def test_auto_under_graphs(device, heads, mtp_pattern):
     """Step times are measured, and steps of any K leave the caches of all depths true for the next."""
     model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts()
     llm = make_llm(model, "auto", num_blocks=400)
-    assert llm.engine.graphs is not None and llm.engine.speculation.step_times
+    assert llm.engine.executor.graphs is not None and llm.engine.speculation.step_times
     turns = itertools.cycle(min(k, llm.engine.config.num_speculative_tokens) for k in (3, 0, 1, 3, 2, 0, 0))
     llm.engine.speculation.choose = lambda rows: next(turns)
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
@@ -295,12 +296,12 @@ def test_auto_with_trees_under_graphs(device, heads, tree):
     model, prompts = tiny_model(heads, distinct=2, device=device), make_prompts((1, 9))
     sizes = dict(max_num_seqs=2, max_num_batched_tokens=16, num_blocks=400)
     llm = make_llm(model, "auto", warm_up=True, **sizes, **tree)
-    captured, shapes = set(llm.engine.graphs._graphs), llm.engine.draft_shapes
+    captured, shapes = set(llm.engine.executor.graphs._graphs), llm.engine.draft_shapes
     assert {drafts for _, drafts, _ in captured} == set(shapes) and len(shapes) == 4
     turns = itertools.cycle(shapes[at] for at in (3, 3, 0, 3, 2, 2, 1, 3, 3, 0))
     llm.engine.speculation.choose = lambda rows: next(turns)
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
-    assert set(llm.engine.graphs._graphs) == captured
+    assert set(llm.engine.executor.graphs._graphs) == captured
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -331,7 +332,7 @@ def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(device, k, tempe
     with torch.no_grad():
         model.embedding.word_embeddings.weight[bad] = math.nan
     llm = make_llm(model, k, **settings)
-    assert llm.engine.config.async_scheduling and (llm.engine.graphs is None) == eager
+    assert llm.engine.config.async_scheduling and (llm.engine.executor.graphs is None) == eager
     mixed = [[bad], prompts[0], [1, 2, bad, 4], prompts[1], [*range(20), bad], prompts[2]]
     outputs = llm.generate(mixed, params)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"] * 3
@@ -344,7 +345,7 @@ def test_everything_is_captured_before_the_first_request(device):
     """Prompts, mixed steps and decode steps of all sizes, greedy and drawn: nothing is left to capture."""
     model, prompts = tiny_model(device=device), make_prompts()
     llm = make_llm(model, 3, warm_up=True, max_num_batched_tokens=40, max_num_seqs=6)
-    captured = set(llm.engine.graphs._graphs)
+    captured = set(llm.engine.executor.graphs._graphs)
     drawn = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
     params = [drawn, greedy(7), drawn, greedy(9), greedy(MAX_TOKENS)]
     outputs = llm.generate([*prompts, *prompts], [*params, *params])
@@ -352,14 +353,14 @@ def test_everything_is_captured_before_the_first_request(device):
         if one is not drawn:
             prompt = list(output.prompt_token_ids)
             assert output.outputs[0].token_ids == decode(model, prompt, one.max_tokens)
-    assert set(llm.engine.graphs._graphs) == captured
+    assert set(llm.engine.executor.graphs._graphs) == captured
 
 
 def test_auto_captures_each_k(device):
     llm = make_llm(tiny_model(device=device), "auto", warm_up=True, max_num_seqs=2, max_num_batched_tokens=16)
-    captured = set(llm.engine.graphs._graphs)
+    captured = set(llm.engine.executor.graphs._graphs)
     assert {depths for _, depths, _ in captured} == set(range(llm.engine.config.num_speculative_tokens + 1))
     turns = itertools.cycle((2, 0, 1))
     llm.engine.speculation.choose = lambda rows: next(turns)
     llm.generate(make_prompts((3,)), greedy(12))
-    assert set(llm.engine.graphs._graphs) == captured
+    assert set(llm.engine.executor.graphs._graphs) == captured

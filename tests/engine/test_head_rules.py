@@ -43,7 +43,7 @@ def test_tokens_and_drafts(heads, mtp_pattern, rules):
         if not k:
             assert generate(llm, PROMPTS, greedy(TOKENS)) == want
             continue
-        recorder = llm.engine.drafter = Recorder(llm.engine.drafter)
+        recorder = llm.engine.executor.drafter = Recorder(llm.engine.executor.drafter)
         assert generate(guide(llm, PROMPTS, TOKENS), PROMPTS, greedy(TOKENS)) == want
         assert same_drafts(model, recorder.drafts)
         preemptions += llm.stats().preemptions
@@ -67,7 +67,7 @@ def test_steps_that_graphs_replay(heads, device, monkeypatch):
     runs = []
     for settings in ({"enforce_eager": True}, {}):
         llm = make_llm(model, 3, max_num_batched_tokens=6, **settings)
-        assert bool(llm.engine.graphs) == (not settings)
+        assert bool(llm.engine.executor.graphs) == (not settings)
         runs.append((generate(llm, PROMPTS, poison=False), llm.stats().acceptance))
     assert runs[0] == runs[1] and runs[0][0] == [decode(model, prompt, 20) for prompt in PROMPTS]
 

@@ -96,7 +96,7 @@ def test_what_goes_wrong_in_the_cache_is_seen(broken, monkeypatch):
 
 def test_the_memory_plan_counts_one_row_a_token():
     llm = make_llm(latent_model(), 3, num_blocks=24, max_num_seqs=5)
-    own = sum(tensor.nbytes for tensor in llm.engine.state.tensors)
+    own = sum(tensor.nbytes for tensor in llm.engine.executor.state.tensors)
     assert llm.memory_plan.state_bytes + llm.memory_plan.kv_bytes == held_bytes(llm.engine) + own
-    rows = [state.rows for state in llm.engine.states.all() if isinstance(state, PagedLatent)]
+    rows = [state.rows for state in llm.engine.executor.states.all() if isinstance(state, PagedLatent)]
     assert [tuple(row.shape[1:]) for row in rows] == [(8, 20 + 4)] * 3

@@ -186,7 +186,7 @@ def test_an_engine_goes_with_its_last_user(device):
     """`LLM` is in no reference cycle, so that its memory is freed without a garbage collection."""
     llm = make_llm(tiny_model(device=device), 2)
     llm.generate(make_prompts((4,)), greedy())
-    engine, state = weakref.ref(llm.engine), weakref.ref(llm.engine.states.all()[0])
+    engine, state = weakref.ref(llm.engine), weakref.ref(llm.engine.executor.states.all()[0])
     del llm
     assert engine() is None and state() is None
 

@@ -166,8 +166,9 @@ def test_state_in_bf16_stays_near_that_in_fp32(k, rollback, device):
     for state_dtype in ("float32", "bfloat16"):
         llm = make_llm(model, k, state_rollback=rollback, state_dtype=state_dtype, enforce_eager=True)
         assert str(llm.engine.layout.sizes.state_dtype) == f"torch.{state_dtype}"
-        run, seen = llm.engine.runner.run, []
-        llm.engine.runner.run = lambda batch, run=run, seen=seen: seen.append((batch, run(batch))) or seen[-1][1]
+        runner, seen = llm.engine.executor.runner, []
+        run = runner.run
+        runner.run = lambda batch, run=run, seen=seen: seen.append((batch, run(batch))) or seen[-1][1]
         generate(llm, [PROMPTS[-1]], poison=False)
         logits[state_dtype] = [(batch.token_ids.tolist(), out.logits) for batch, out in seen]
     pairs = list(zip(*logits.values(), strict=False))

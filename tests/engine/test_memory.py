@@ -16,11 +16,11 @@ from tests.engine.tiny import VOCAB_SIZE, generate, greedy, held_bytes, make_llm
 def test_plan_counts_what_is_allocated(heads, mtp_pattern):
     llm = make_llm(tiny_model(heads, mtp_pattern=mtp_pattern), 3, num_blocks=24, max_num_seqs=5)
     plan = llm.memory_plan
-    own = sum(tensor.nbytes for tensor in llm.engine.state.tensors)
+    own = sum(tensor.nbytes for tensor in llm.engine.executor.state.tensors)
     assert plan.state_bytes + plan.kv_bytes == held_bytes(llm.engine) + own
     text = str(plan)
     assert "24 blocks of 8 tokens" in text and text.endswith("fit at once: 1 of 128 tokens")  # max_model_len
-    states = [state for state in llm.engine.states.all() if isinstance(state, Replay)]
+    states = [state for state in llm.engine.executor.states.all() if isinstance(state, Replay)]
     rings = sum(state.inputs(name).nbytes for state in states for name in ("x", "B", "dt"))
     assert states and plan.ring_bytes * 5 == rings
 
@@ -70,7 +70,7 @@ def test_null_rows_are_memory_but_no_requests():
     plan = plan_memory(tiny_model().mtpkit_config, llm.engine.layout, config, torch.device("cpu"), 0.9, 200)
     assert plan.requests_that_fit(8) == config.max_num_seqs == 8
     assert plan.kv_bytes == 201 * plan.block_bytes and plan.state_bytes == 8 * plan.slot_bytes
-    state = llm.engine.state
+    state = llm.engine.executor.state
     own = sum(tensor[0].nbytes for tensor in state.tensors)
     assert plan.slot_bytes == llm.engine.layout.slot_bytes + own
     assert own > state.draft_probs[0].nbytes + 5 * VOCAB_SIZE  # distributions of drafts, and counts of penalties
@@ -125,11 +125,11 @@ def test_states_that_depths_change_are_planned_for(rollback):
     """A copy of each row's for the depths after the first of a repeated head, as a step makes it."""
     llm = make_llm(tiny_model("repeated", "M*M-", "M-"), 3, state_rollback=rollback)
     engine, slots = llm.engine, torch.arange(8)
-    forked = engine.states.fork_heads(slots).layers
+    forked = engine.executor.states.fork_heads(slots).layers
     copied = [
         tensor.nbytes
         for name, states in forked.items()
-        for state, kept in zip(states, engine.states[name], strict=True)
+        for state, kept in zip(states, engine.executor.states[name], strict=True)
         for key, tensor in state.tensors.items()
         if tensor.data_ptr() != kept.tensors[key].data_ptr()
     ]

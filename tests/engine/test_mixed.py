@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine import engine as engine_module
+from mtpkit.engine import executor as executor_module
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.step import Verdict
 from tests.engine.replayed import replay_on_cpu
@@ -42,13 +42,13 @@ def shapes(request, monkeypatch):
 
 def watch(llm) -> list[tuple[int, int]]:
     """[decode rows, chunk tokens] of each launch."""
-    seen, launch = [], llm.engine._launch
+    seen, launch = [], llm.engine.executor.launch
 
     def noted(plan):
         seen.append((plan.num_decode_rows, plan.num_chunk_tokens))
         return launch(plan)
 
-    llm.engine._launch = noted
+    llm.engine.executor.launch = noted
     return seen
 
 
@@ -56,7 +56,7 @@ def watch_preemptions(llm) -> list[tuple[str, bool]]:
     """Of each request that loses its blocks: whether it is in the middle of its prompt or of its answer, and whether
     the newest step that it was in carried decode rows and chunks."""
     lost, newest, engine = [], {}, llm.engine
-    launch, preempt = engine._launch, engine.scheduler._preempt
+    launch, preempt = engine.executor.launch, engine.scheduler._preempt
 
     def noted_launch(plan):
         newest.update({row.request.request_id: bool(plan.decode_rows and plan.chunks) for row in plan.rows})
@@ -66,7 +66,7 @@ def watch_preemptions(llm) -> list[tuple[str, bool]]:
         lost.append(("answer" if request.decoding else "prompt", newest[request.request_id]))
         preempt(request)
 
-    engine._launch, engine.scheduler._preempt = noted_launch, noted_preempt
+    engine.executor.launch, engine.scheduler._preempt = noted_launch, noted_preempt
     return lost
 
 
@@ -132,7 +132,7 @@ def test_what_decodes_does_not_depend_on_the_chunk_beside_it(monkeypatch):
     """Logits of decode rows with a chunk beside them and without: only the rounding of a larger batch may differ."""
     found = []
     for mixed in (0, 512):
-        logits, verify = {}, engine_module.verify
+        logits, verify = {}, executor_module.verify
 
         def noted(values, batch, logits=logits, verify=verify):
             positions = batch.inputs.positions[batch.logit_indices].tolist()
@@ -142,10 +142,10 @@ def test_what_decodes_does_not_depend_on_the_chunk_beside_it(monkeypatch):
                     logits[batch.plan.rows[row].request.request_id, position] = one.clone()
             return verify(values, batch)
 
-        monkeypatch.setattr(engine_module, "verify", noted)
+        monkeypatch.setattr(executor_module, "verify", noted)
         llm = make_llm(tiny_model(), 0, max_mixed_tokens=mixed, max_num_batched_tokens=9)
         generate(llm, PROMPTS, poison=False)
-        monkeypatch.setattr(engine_module, "verify", verify)
+        monkeypatch.setattr(executor_module, "verify", verify)
         found.append(logits)
     assert found[0].keys() == found[1].keys() and len(found[0]) > 100
     for key, value in found[0].items():
@@ -173,7 +173,7 @@ def _swapped(values, batch):
 
 @pytest.mark.parametrize("what", ["slots", "tables", "verdict"])
 def test_a_chunk_in_the_place_of_a_decode_row(monkeypatch, what):
-    assemble, verify = BatchBuilder.assemble, engine_module.verify
+    assemble, verify = BatchBuilder.assemble, executor_module.verify
 
     def wrong(self, plan, *args):
         batch = assemble(self, plan, *args)
@@ -185,7 +185,7 @@ def test_a_chunk_in_the_place_of_a_decode_row(monkeypatch, what):
         return Verdict(_swapped(verdict.accepted, batch), _swapped(verdict.token_ids, batch))
 
     if what == "verdict":
-        monkeypatch.setattr(engine_module, "verify", wrong_verdict)
+        monkeypatch.setattr(executor_module, "verify", wrong_verdict)
     else:
         monkeypatch.setattr(BatchBuilder, "assemble", wrong)
     assert not mixing_survives()

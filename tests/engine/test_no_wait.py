@@ -51,7 +51,7 @@ def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings
     """What `Watch` found in the decode steps of requests."""
     llm = make_llm(model, k, async_scheduling=True, **settings)
     engine, watch, steps = llm.engine, Watch(), 0
-    execute = engine._execute
+    execute = engine.executor._execute
 
     def execute_watched(batch):
         nonlocal steps
@@ -59,7 +59,7 @@ def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings
         with watch:
             return execute(batch)
 
-    engine._execute = execute_watched
+    engine.executor._execute = execute_watched
     llm.generate(make_prompts(), params)
     assert steps > 5
     return watch.found

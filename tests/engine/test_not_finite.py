@@ -155,7 +155,7 @@ def test_heads_that_break_end_the_request_after_its_own_tokens(depth, ahead):
     model = HashModel()
     want = {name: model.decode(prompt, params_of(name, 0.0)) for name, prompt in PROMPTS.items()}
     engine = fake_engine(model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, max_num_seqs=2)
-    engine.drafter = BadDrafts(engine.drafter, depth)
+    engine.executor.drafter = BadDrafts(engine.executor.drafter, depth)
     finished = serve(engine, 0.0)
     doomed = finished.pop("doomed").outputs[0]
     count = len(doomed.token_ids)
@@ -181,7 +181,7 @@ def test_heads_that_break_after_a_preemption_end_the_request_too(ahead):
     model, blocks = HashModel(), {"num_blocks": 16, "block_size": 2}
     want = {name: model.decode(prompt, params_of(name, 0.0)) for name, prompt in PROMPTS.items()}
     engine = fake_engine(model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, **blocks)
-    engine.drafter = BadAfterPreemption(engine.drafter, 2)
+    engine.executor.drafter = BadAfterPreemption(engine.executor.drafter, 2)
     finished = serve(engine, 0.0)
     engine.scheduler.check_integrity()
     preempted = {name for name, output in finished.items() if output.stats.preemptions}
@@ -240,7 +240,7 @@ def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, setting
     assert [o.outputs[0].token_ids for o in outputs[1::2]] == want[:3]
     for output in outputs[::2]:
         assert not output.outputs[0].token_ids and f"request {output.request_id})" in output.error
-    assert any(t.isnan().any() for state in llm.engine.states.all() for t in state.tensors.values())
+    assert any(t.isnan().any() for state in llm.engine.executor.states.all() for t in state.tensors.values())
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, sampling)] == want
     llm.engine.scheduler.check_integrity()
 

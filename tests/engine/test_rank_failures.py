@@ -119,7 +119,7 @@ class Ending:
     """A drafter at whose third step something happens to rank 1."""
 
     def __init__(self, llm: LLM, rank: int, what: str) -> None:
-        self.inner, self.rank, self.what, self.steps = llm.engine.drafter, rank, what, 0
+        self.inner, self.rank, self.what, self.steps = llm.engine.executor.drafter, rank, what, 0
         self.earlier = self.inner.earlier
 
     def draft(self, hidden, batch, verdict):
@@ -142,7 +142,7 @@ def ends(rank: int, path: Path, out: Path, what: str, split: str = "tensor_paral
 
     def work() -> None:
         llm = LLM(path / "hf", 2, num_blocks=40, max_num_seqs=2, warm_up=False, **{split: 2})
-        llm.engine.drafter = Ending(llm, rank, what)
+        llm.engine.executor.drafter = Ending(llm, rank, what)
         (out / f"{rank}.began").touch()
         prompts = [[7] * (3 + rank)] if what == "other prompts" else PROMPTS
         llm.generate([dict(prompt_token_ids=prompt) for prompt in prompts], SamplingParams(max_tokens=40, seed=0))

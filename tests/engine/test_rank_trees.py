@@ -72,7 +72,7 @@ def decode(model, case: Case, truth: list[list[int]] | None) -> dict:
     """
     llm = make_llm(model, case.k, **case.settings)
     trees = watched(llm, [prompt + tokens for prompt, tokens in zip(PROMPTS, truth or [], strict=False)])
-    for _ in range(2 if llm.engine.checkpoints else 1):
+    for _ in range(2 if llm.engine.executor.checkpoints else 1):
         outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
         llm.engine.scheduler.check_integrity()
     stats = llm.stats()

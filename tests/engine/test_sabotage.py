@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtpkit.engine import engine as engine_module
+from mtpkit.engine import executor as executor_module
 from mtpkit.engine.batch import BatchBuilder
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import repeated
@@ -105,7 +105,7 @@ def test_state_left_unrestored_after_a_rejection(monkeypatch, rollback):
 
 
 def test_rows_swapped_between_verify_and_commit(monkeypatch):
-    verify = engine_module.verify
+    verify = executor_module.verify
 
     def swapped(logits, batch):
         verdict = verify(logits, batch)
@@ -114,7 +114,7 @@ def test_rows_swapped_between_verify_and_commit(monkeypatch):
             order[:2] = order[:2].flip(0)
         return Verdict(verdict.accepted[order], verdict.token_ids[order])
 
-    monkeypatch.setattr(engine_module, "verify", swapped)
+    monkeypatch.setattr(executor_module, "verify", swapped)
     assert not tokens_survive()
 
 

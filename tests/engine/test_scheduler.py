@@ -74,7 +74,7 @@ def test_random_histories(arrivals, settings, depths, spare_blocks, abort_at):
             assert not {output.request_id for output in outputs} & set(finished)
             finished |= {output.request_id: output for output in outputs if output.finished}
         scheduler.check_integrity()
-        engine.runner.forget(scheduler.blocks.free_ids, scheduler.slots.free_ids)
+        engine.executor.runner.forget(scheduler.blocks.free_ids, scheduler.slots.free_ids)
         step += 1
     assert scheduler.blocks.num_free == num_blocks and scheduler.slots.num_free == settings["max_num_seqs"]
     assert set(finished) == {str(index) for index in range(len(arrivals))} - {aborted}
@@ -159,7 +159,7 @@ def test_rows_that_sample_have_room_for_what_the_drafts_write(k, ahead):
     engine = fake_engine(
         MODEL, num_blocks=60, block_size=2, num_speculative_tokens=k, max_num_batched_tokens=9, async_scheduling=ahead
     )
-    launch, seen = engine._launch, []
+    launch, seen = engine.executor.launch, []
 
     def watch(plan):
         for row in plan.rows:
@@ -169,7 +169,7 @@ def test_rows_that_sample_have_room_for_what_the_drafts_write(k, ahead):
             seen.append((row.samples, plan.num_decode_rows > 0))
         return launch(plan)
 
-    engine._launch = watch
+    engine.executor.launch = watch
     for length in (1, 2, 5, 12):
         engine.add_request([1] * length, GREEDY)
     run(engine)
@@ -209,7 +209,7 @@ def test_chunks_follow_the_budget_and_decode_rows_come_first(mixed):
         assert decode is chunks or not chunks.num_decode_rows
         shapes.append([(row.start, row.length, row.samples) for row in chunks.chunks])
         for plan in plans:
-            engine.scheduler.commit(plan, engine._launch(plan).wait())
+            engine.scheduler.commit(plan, engine.executor.launch(plan).wait())
     assert shapes == [[(0, 4, False)], [(4, 4, False)], [(8, 1, True)]]
 
 
@@ -219,8 +219,8 @@ def test_a_step_runs_before_the_results_of_the_last_are_known():
     tokens = MODEL.decode([1, 2], SamplingParams(temperature=0, max_tokens=12))
     params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[tokens[3]])
     engine.add_request([1, 2], params, "a")
-    launched, launch = [], engine._launch
-    engine._launch = lambda plan: launched.append(plan) or launch(plan)
+    launched, launch = [], engine.executor.launch
+    engine.executor.launch = lambda plan: launched.append(plan) or launch(plan)
     assert engine.step() == [] and len(launched) == 1
     counts = []
     while engine.has_unfinished:

@@ -18,8 +18,9 @@ import typer
 
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.cli import bench, generate
-from mtpkit.engine import LLM, Engine
-from mtpkit.engine import engine as engine_module
+from mtpkit.engine import LLM
+from mtpkit.engine import executor as executor_module
+from mtpkit.engine.executor import Executor
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.ranks.stages import PipelineStage
@@ -78,8 +79,8 @@ SABOTAGE = {
     "nothing of gated delta nets": (SAMPLED, None),
     "a rejected draft that stays in states": (GREEDY, (StepInput, "committed_after", one_more)),
     "a rejected draft that stays in gated delta nets": (SAMPLED, (StepInput, "committed_after", one_more)),
-    "accepted drafts that go": (GREEDY, (engine_module, "unpack_result", none_accepted)),
-    "drafts of other rows": (GREEDY, (engine_module, "unpack_result", of_other_rows)),
+    "accepted drafts that go": (GREEDY, (executor_module, "unpack_result", none_accepted)),
+    "drafts of other rows": (GREEDY, (executor_module, "unpack_result", of_other_rows)),
 }
 """What is broken on the first stage, the case in which it must show, and how."""
 
@@ -96,17 +97,18 @@ def halves(config, stages, balance="memory") -> list[str]:
 
 
 def measured(model, case: Case, truth) -> dict:
-    launch, opened = Engine._launch, []
+    launch, opened = Executor.launch, []
 
-    def counted(engine: Engine, plan: Plan):
-        launched = launch(engine, plan)
-        opened.append(len(engine._open))
+    def counted(executor: Executor, plan: Plan):
+        launched = launch(executor, plan)
+        opened.append(len(executor._open))
         return launched
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_launch", counted)
+        patch.setattr(Executor, "launch", counted)
         tokens, llm = decode(model, case, truth)
-    assert not llm.engine._open and not getattr(llm.engine.stage, "_sends", ()), "a message that is dropped is lost"
+    executor = llm.engine.executor
+    assert not executor._open and not getattr(executor.stage, "_sends", ()), "a message that is dropped is lost"
     stats = llm.stats()
     return dict(
         tokens=tokens,
@@ -117,18 +119,18 @@ def measured(model, case: Case, truth) -> dict:
         weights=sum(parameter.nbytes for parameter in llm.model.parameters()),
         held=held_bytes(llm.engine),
         planned=llm.memory_plan.slot_bytes * llm.memory_plan.max_num_seqs + llm.memory_plan.kv_bytes,
-        columns=sum(column.nbytes for column in llm.engine.state.columns.values()),
+        columns=sum(column.nbytes for column in llm.engine.executor.state.columns.values()),
     )
 
 
 def replayed(model, case: Case, truth) -> dict:
     llm = make_llm(model, case.k, **case.settings)
     following = [prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)]
-    llm.engine.drafter = TruthOnDevice(llm.engine.drafter, following, "cpu")
+    llm.engine.executor.drafter = TruthOnDevice(llm.engine.executor.drafter, following, "cpu")
     outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
     accepted = sum(llm.stats().acceptance.accepted_per_depth)
     tokens = [output.outputs[0].token_ids for output in outputs]
-    return dict(tokens=tokens, accepted=accepted, graphs=len(llm.engine.graphs._graphs))
+    return dict(tokens=tokens, accepted=accepted, graphs=len(llm.engine.executor.graphs._graphs))
 
 
 def after_aborts(model) -> list[list[int]]:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from mtpkit.engine import Engine, SamplingParams
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.executor import Executor
 from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
@@ -67,7 +68,7 @@ def tree_llm(model, tree: dict, **settings):
 
 def watched(llm, truth=()) -> Trees:
     """The drafter that watches the one of an LLM from now on."""
-    trees = llm.engine.drafter = Trees(llm.engine.drafter, llm.engine.config.tree, truth)
+    trees = llm.engine.executor.drafter = Trees(llm.engine.executor.drafter, llm.engine.config.tree, truth)
     return trees
 
 
@@ -187,12 +188,12 @@ def test_steps_of_trees_and_of_chains(heads, pattern, tree, rollback):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_auto_learns_of_drafts_that_were_made_for_the_step(ahead, monkeypatch):
     """What stands in the places of a tree after a step of chains says nothing; a tree's first draft is a chain's."""
-    monkeypatch.setattr(Engine, "_time_step", lambda *args: 1.0)
+    monkeypatch.setattr(Executor, "time_step", lambda *args: 1.0)
     llm = tree_llm(tiny_model(), FIXED, num_speculative_tokens="auto", async_scheduling=ahead)
     tree, made, told = llm.engine.config.tree, [], []
-    launch, speculation = llm.engine._launch, changing(llm).engine.speculation
+    launch, speculation = llm.engine.executor.launch, changing(llm).engine.speculation
     assert {drafts for _, drafts in speculation.step_times} == {0, 1, 2, 3, tree}
-    monkeypatch.setattr(llm.engine, "_launch", lambda plan: made.append(plan) or launch(plan))
+    monkeypatch.setattr(llm.engine.executor, "launch", lambda plan: made.append(plan) or launch(plan))
     monkeypatch.setattr(speculation, "observe", lambda accepted, fresh: told.append(fresh))
     monkeypatch.setattr(speculation, "observe_trees", lambda ranks: told.append([len(one) for one in ranks]))
     generate(llm, PROMPTS[1:2], greedy(30))
@@ -238,13 +239,13 @@ def test_a_chain_that_is_given_as_a_tree_is_the_chain(base, rollback, monkeypatc
     tree = make_llm(model, None, speculative_token_tree=[1, 1, 1], **settings)
     assert tree.engine.config.tree is not None
     for llm in (chain, tree):
-        for state in llm.engine.states.all():
+        for state in llm.engine.executor.states.all():
             for tensor in state.tensors.values():
                 tensor.zero_()
     assert generate(chain, PROMPTS, poison=False) == generate(tree, PROMPTS, poison=False)
-    assert chain.engine.state.tokens.equal(tree.engine.state.tokens)
-    for name, states in tree.engine.states.layers.items():
-        for have, want in zip(states, chain.engine.states.layers[name], strict=True):
+    assert chain.engine.executor.state.tokens.equal(tree.engine.executor.state.tokens)
+    for name, states in tree.engine.executor.states.layers.items():
+        for have, want in zip(states, chain.engine.executor.states.layers[name], strict=True):
             # Behind what is committed, heads leave other entries that nothing reads.
             same = (tensor.equal(want.tensors[part]) for part, tensor in have.tensors.items())
             assert name.startswith("mtp.") or all(same), name

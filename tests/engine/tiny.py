@@ -130,19 +130,19 @@ def poison_free(engine) -> None:
     """Fill free blocks and slots with NaN, and with tokens that were nobody's."""
     slots = engine.scheduler.slots.free_ids
     free = {"block": engine.scheduler.blocks.free_ids, "slot": slots}
-    for state in engine.states.all():
+    for state in engine.executor.states.all():
         for tensor in state.tensors.values():
             tensor[free[state.unit]] = math.nan
-    if engine.state.earlier is not None:
-        engine.state.earlier.hidden[slots] = math.nan
-        engine.state.earlier.token_ids[slots] = VOCAB_SIZE - 1
-    engine.state.columns["output_counts"][slots] = 1 << 20
-    engine.state.columns["in_prompt"][slots] = True
+    if engine.executor.state.earlier is not None:
+        engine.executor.state.earlier.hidden[slots] = math.nan
+        engine.executor.state.earlier.token_ids[slots] = VOCAB_SIZE - 1
+    engine.executor.state.columns["output_counts"][slots] = 1 << 20
+    engine.executor.state.columns["in_prompt"][slots] = True
 
 
 def held_bytes(engine) -> int:
     """Bytes of the states of all layers."""
-    return sum(tensor.nbytes for state in engine.states.all() for tensor in state.tensors.values())
+    return sum(tensor.nbytes for state in engine.executor.states.all() for tensor in state.tensors.values())
 
 
 class Guided:
@@ -172,7 +172,7 @@ def guide(llm: LLM, prompts, max_tokens: int = 20, truth: list[list[int]] | None
     """
     count = max_tokens + 2 * llm.engine.config.num_speculative_tokens
     truth = truth or [prompt + decode(llm.model, prompt, count) for prompt in prompts]
-    llm.engine.drafter = Guided(llm.engine.drafter, truth)
+    llm.engine.executor.drafter = Guided(llm.engine.executor.drafter, truth)
     return llm
 
 
@@ -191,7 +191,7 @@ class Recorder:
 
 def record_drafts(llm: LLM, prompts, max_tokens: int = 20, guided: bool = True) -> dict[tuple, list[int]]:
     """The heads' own drafts after each sequence of known tokens."""
-    recorder = llm.engine.drafter = Recorder(llm.engine.drafter)
+    recorder = llm.engine.executor.drafter = Recorder(llm.engine.executor.drafter)
     if guided:
         guide(llm, prompts, max_tokens)
     generate(llm, prompts, greedy(max_tokens))

@@ -49,7 +49,7 @@ def heads(tmp_path_factory):
 
 def decode(model, prompts, k):
     llm = LLM(model, k, max_num_seqs=48, max_model_len=512, max_num_batched_tokens=512)
-    assert llm.engine.graphs is not None and llm.engine.config.async_scheduling
+    assert llm.engine.executor.graphs is not None and llm.engine.config.async_scheduling
     tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(TOKENS))]
     return tokens, llm.stats().acceptance_length
 

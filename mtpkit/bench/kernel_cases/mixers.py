@@ -160,7 +160,7 @@ def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> 
 
 
 def ssm_fold(shapes: Shapes) -> Case:
-    """Of a Mamba2 layer, whose ring has step sizes."""
+    """Folding the ring of a Mamba2 layer, which holds step sizes too."""
 
     def contents(length: int) -> tuple[Tensor, ...]:
         x, _, A_log, B, *_ = scan_inputs(shapes, shapes.rows, length)

@@ -61,7 +61,7 @@ def nested(model_type: str) -> Nested:
 
 UNQUANTIZED = (qwen3_next.PROJECTION, Unquantized(r"^mtp\.fc$", ("vllm",), "NVFP4"), WITH_NVFP4)
 RULES = (qwen_serving.interval("text_config."), qwen_serving.tied_at_both_levels, qwen_serving.vision_tower)
-"""Of lint, for dense models and those with experts."""
+"""What lint checks, for dense models and those with experts."""
 CARRIED = (qwen_serving.VISION,)
 """Prefix of the vision tower's tensors."""
 FP32 = (r"A_log$", r"linear_attn\.norm\.weight$")

@@ -42,7 +42,7 @@ def dense_layers(subject: Subject) -> Iterator[Finding]:
 
 
 def no_packed_experts(subject: Subject) -> Iterator[Finding]:
-    """Of Qwen3-Next servers read experts one by one."""
+    """Servers read the experts of Qwen3-Next one by one."""
     if packed := sorted(name for name in subject.expected if re.search(_PACKED, name)):
         yield Finding(f"{len(packed)} tensors of packed experts, which are read one by one: {', '.join(packed[:4])}")
 

@@ -51,7 +51,7 @@ class Decision:
     chunks: int
     chunk_tokens: int
     preemptions: int
-    """Of all steps so far."""
+    """In all steps so far."""
     digest: int
     """CRC-32 of requests, places, lengths, slots and blocks of all rows."""
 

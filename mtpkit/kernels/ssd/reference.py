@@ -177,8 +177,7 @@ def ssd_varlen(
         while begin < end:
             stop = min(end, begin + chunk_size - context % chunk_size)
             span = slice(begin, stop)
-            tokens = x[span], dt[span], B[span], C[span]
-            y[span], state = _scan_chunk(*tokens, A, D, dt_bias, dt_limit, state)
+            y[span], state = _scan_chunk(x[span], dt[span], B[span], C[span], A, D, dt_bias, dt_limit, state)
             context, begin = context + stop - begin, stop
             if kept is not None and first >= 0 and context % kept.every == 0:
                 kept.states[first] = state.to(kept.states)

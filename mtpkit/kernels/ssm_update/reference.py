@@ -113,14 +113,11 @@ def ssm_replay_update(
         live = slots >= 0
         y = x.new_zeros(x.shape)
         own = (slots[live], context_lens[live], ring_lens[live], x[live], dt[live])
-        masks, own_B, own_C = None if ancestors is None else ancestors[live], B[live], C[live]
-        rest = (state, ring_x, ring_B, ring_dt, *own, A_log, own_B, own_C, D, dt_bias)
-        y[live] = ssm_replay_update(*rest, dt_limit=dt_limit, ancestors=masks)
+        rest = (state, ring_x, ring_B, ring_dt, *own, A_log, B[live], C[live], D, dt_bias, dt_limit)
+        y[live] = ssm_replay_update(*rest, None if ancestors is None else ancestors[live])
         return y
-    rows, tokens, heads, width = x.shape
-    groups, state_dim = B.shape[2:]
-    rep, length = heads // groups, ring_x.shape[1]
-    capacity = ring_capacity(length)
+    tokens, groups = x.shape[1], B.shape[2]
+    rep, length, capacity = x.shape[2] // groups, ring_x.shape[1], ring_capacity(ring_x.shape[1])
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
     entries = torch.arange(capacity, device=x.device)
     stored = entries < ring_lens[:, None]  # [R, E]
@@ -132,19 +129,21 @@ def ssm_replay_update(
     # Log decay since the stored state, [R, E + T, g, r]; in fp64 since small decays are differences of large sums.
     A = -torch.exp(A_log.float()).view(groups, rep)
     decay, seen = _paths((all_dt * A).double(), tokens, ancestors)
-    current = state[slots].float().view(rows, groups, rep, width, state_dim)
-
+    current = state[slots].float().unflatten(1, (groups, rep))
     y = _replayed(current, scaled_x, all_B, C.float(), decay, seen)
-    y = y.reshape(rows, tokens, heads, width) + x.float() * D.float()[:, None]
-
-    full = ring_lens + tokens > capacity
-    if bool(full.any()):
+    y = y.reshape(x.shape) + x.float() * D.float()[:, None]
+    if bool((full := ring_lens + tokens > capacity).any()):
         folded = _folded(current, *(t[:, :capacity] for t in (scaled_x, all_B, decay)))
-        state[slots[full]] = folded.view(rows, heads, width, state_dim)[full].to(state.dtype)
-    places = (slots[:, None], (context_lens[:, None] + torch.arange(tokens, device=x.device)) % length)
-    for ring, new in ((ring_x, x), (ring_B, B), (ring_dt, steps)):
-        ring[places] = new.to(ring.dtype)
+        state[slots[full]] = folded.flatten(1, 2)[full].to(state.dtype)
+    _write_inputs(slots, context_lens, (ring_x, x), (ring_B, B), (ring_dt, steps))
     return y.to(x.dtype)
+
+
+def _write_inputs(slots: Tensor, context_lens: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    """Write [R, T, ...] inputs at the places of their positions in [slots, L, ...] rings."""
+    for ring, new in pairs:
+        positions = context_lens[:, None] + torch.arange(new.shape[1], device=new.device)
+        ring[slots[:, None], positions % ring.shape[1]] = new.to(ring.dtype)
 
 
 def _joined(old: Tensor, new: Tensor, stored: Tensor) -> Tensor:

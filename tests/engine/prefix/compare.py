@@ -20,8 +20,8 @@ class Observed:
         self.known: list[list[int]] = []
         self._tokens = KnownTokens()
         engine = llm.engine
-        self._verify, self._drafter = engine.verifier, engine.drafter
-        engine.verifier, engine.drafter = self.verify, self
+        self._verify, self._drafter = engine.executor.verifier, engine.executor.drafter
+        engine.executor.verifier, engine.executor.drafter = self.verify, self
         heads = getattr(self._drafter, "inner", self._drafter)
         if hasattr(heads, "choose"):
             self._choose, heads.choose = heads.choose, self.choose

@@ -134,16 +134,16 @@ class History:
         self.check()
 
     def check(self) -> None:
-        scheduler, runner = self.engine.scheduler, self.engine.runner
+        scheduler, runner = self.engine.scheduler, self.engine.executor.runner
         scheduler.check_integrity()
         free, slots = scheduler.blocks.free_ids, scheduler.slots.free_ids
         runner.forget(free, slots)
-        self.engine.state.earlier.hidden[slots] = math.nan
+        self.engine.executor.state.earlier.hidden[slots] = math.nan
         size, nothing = self.block_size, [None] * self.block_size
         for block in free if self.k else ():
-            self.engine.drafter.entries[block * size : (block + 1) * size] = nothing
+            self.engine.executor.drafter.entries[block * size : (block + 1) * size] = nothing
         for checkpoint in scheduler.prefix.slots.free_ids:
-            self.engine.checkpoints.kept[checkpoint] = None
+            self.engine.executor.checkpoints.kept[checkpoint] = None
 
     def counts(self) -> Counter[str]:
         """What has happened."""

@@ -31,7 +31,7 @@ def test_conversations_in_graphs(device, heads, k, pattern, mtp_pattern, rollbac
     model = tiny_model(heads, pattern, mtp_pattern, device=device)
     settings = dict(max_num_seqs=3, state_rollback=rollback, max_num_batched_tokens=24)
     llms = [make_llm(model, k, enable_prefix_caching=cached, **settings) for cached in (False, True)]
-    assert llms[1].engine.graphs and llms[1].engine.config.async_scheduling
+    assert llms[1].engine.executor.graphs and llms[1].engine.config.async_scheduling
     histories = make_prompts((21, 4, 9))
     for turn in range(3):
         off, on = (generate(llm, histories, greedy(7)) for llm in llms)

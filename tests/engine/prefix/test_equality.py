@@ -86,7 +86,7 @@ def test_prompts_at_the_edges_of_blocks_and_checkpoints(heads, length):
 def test_an_identical_prompt_needs_no_forward_pass(monkeypatch):
     pair = Pair(tiny_model(), 3)
     pair.run([START], greedy(1))
-    runner = pair.on.engine.runner
+    runner = pair.on.engine.executor.runner
     monkeypatch.setattr(runner, "run", lambda batch: pytest.fail("the base ran"))
     (output,) = pair.on.generate([{"prompt_token_ids": START}], greedy(1))
     assert output.num_cached_tokens == len(START)
@@ -219,12 +219,12 @@ def test_steps_that_are_timed_end_no_request():
     """Free slots of earlier requests are used for it."""
     engine = make_llm(tiny_model(), 2, enable_prefix_caching=True, max_num_seqs=2).engine
     engine.adapt([2], repeats=2)
-    assert engine.state.ends is not None and not engine.state.ends.reached.any()
+    assert engine.executor.state.ends is not None and not engine.executor.state.ends.reached.any()
 
 
 def test_the_plan_counts_checkpoints():
     llm = make_llm(tiny_model(), 3, enable_prefix_caching=True, max_num_seqs=3)
-    plan, store = llm.memory_plan, llm.engine.checkpoints
+    plan, store = llm.memory_plan, llm.engine.executor.checkpoints
     assert plan.num_checkpoints == 6 and plan.prefix_bytes == sum(tensor.nbytes for tensor in store.tensors)
     assert "prefix cache 0.00 GB (6 checkpoints x" in str(plan)
     assert make_llm(tiny_model(), 3).memory_plan.prefix_bytes == 0

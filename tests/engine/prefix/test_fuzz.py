@@ -3,7 +3,7 @@
 import pytest
 
 from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.engine import Engine
+from mtpkit.engine.executor import Executor
 from mtpkit.engine.prefix import CachedBlocks, PrefixCache
 from mtpkit.engine.prefix import cache as cache_module
 from mtpkit.engine.scheduler import Scheduler
@@ -52,7 +52,7 @@ def tail_shared(patch):
 
 def heads_not_resumed(patch):
     """The heads' entry before the checkpoint is left as it was."""
-    finish = Engine._finish
+    finish = Executor._finish
 
     def skipped(self, batch, out: StepOutput):
         if not batch.plan.restores:
@@ -65,7 +65,7 @@ def heads_not_resumed(patch):
             if entries:
                 self.drafter.entries, self.drafter.draft = entries, draft
 
-    patch.setattr(Engine, "_finish", skipped)
+    patch.setattr(Executor, "_finish", skipped)
 
 
 def another_position(patch):

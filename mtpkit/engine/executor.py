@@ -1,0 +1,243 @@
+"""What the device does in a step: the base, verification, drafting and state, in graphs and across pipeline stages."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape
+from mtpkit.engine.device_state import DeviceState
+from mtpkit.engine.drafting import Drafter
+from mtpkit.engine.graphs import StepGraphs
+from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.prefix import CheckpointStore
+from mtpkit.engine.processors import GREEDY
+from mtpkit.engine.ranks import Ranks
+from mtpkit.engine.runner import CachingRunner, Runner, StepRunner
+from mtpkit.engine.step import Batch, Plan, Restore, Save, StepOutput, StepResult, Verdict, pack_result, unpack_result
+from mtpkit.engine.tree import DraftShape
+from mtpkit.engine.verifier import verify
+from mtpkit.model.state import StateLayout
+
+Verifier = Callable[[Tensor, Batch], Verdict]
+
+
+class Launched:
+    """A launched plan, whose result is being copied to the host or, on an earlier pipeline stage, has yet to come."""
+
+    def __init__(self, plan: Plan, values: Tensor | None = None) -> None:
+        self.plan = plan
+        self.began = time.perf_counter()
+        self.fetched = False
+        """Whether the result is being copied."""
+        if values is not None:
+            self.fetch(values)
+
+    def fetch(self, values: Tensor) -> None:
+        """Begin to copy the result."""
+        self.fetched = True
+        self._arrived = torch.cuda.Event() if values.is_cuda else None
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self, check: Callable[[np.ndarray, int], None] | None = None) -> StepResult:
+        """Wait for the result and return it.
+
+        Args:
+            check: refuses what no step with K drafts results in, given [S, 2 + 2K] and K.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        packed, depths = self._values.numpy(), self.plan.num_speculative_tokens
+        if check is not None:
+            check(packed, depths)
+        return StepResult.unpack(packed, depths, self.plan.trees)
+
+
+class _Open(NamedTuple):
+    """A plan that a pipeline stage has run and whose results it has not stored."""
+
+    launched: Launched
+    slots: frozenset[int | None]
+    """The slots of its rows: until it is stored no other plan with one of them may begin."""
+    batch: Batch
+
+
+class Executor:
+    """Runs plans on the device. All that a step reads and writes there is made here; nothing is decided here.
+
+    Attributes:
+        states: caches of the layers.
+        state: what the device knows of the requests.
+        checkpoints: those of a prefix cache, if there is one.
+        graphs: the captured steps, if there are graphs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: StateLayout,
+        num_blocks: int,
+        runner: StepRunner,
+        drafter: Drafter,
+        vocab_size: int,
+        device: torch.device,
+        verifier: Verifier | None,
+        ranks: Ranks,
+    ) -> None:
+        self.config = config
+        self.runner, self.drafter, self.verifier = runner, drafter, verifier or verify
+        self.stage, self.vocab_size = ranks.stage, vocab_size
+        null, cached = int(config.graphs), config.enable_prefix_caching
+        self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
+        self.state = DeviceState.allocate(
+            config.max_num_seqs + int(config.graphs or cached),
+            config,
+            ranks.vocabulary(vocab_size),
+            device,
+            counters=layout.counters,
+            earlier=drafter.earlier,
+            dtype=layout.sizes.dtype,
+            hidden_size=cast(CachingRunner, runner).hidden_size if cached else 0,
+        )
+        self.builder = BatchBuilder(config.block_size, self.states, self.state, device, config.tree)
+        self.checkpoints: CheckpointStore | None = None
+        if cached:
+            kept = getattr(torch, config.prefix_cache_dtype)
+            fold = cast(CachingRunner, runner).fold
+            self.checkpoints = CheckpointStore(layout, self.states, self.state, config.num_checkpoints, kept, fold)
+        self.graphs = None
+        if config.graphs:
+            width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
+            self.graphs = StepGraphs(self.builder, config, width, num_blocks)
+        self._open: deque[_Open] = deque()
+
+    def launch(self, plan: Plan) -> Launched | None:
+        """Launch a plan; None if it has no rows: checkpoints were restored."""
+        slots = frozenset(row.request.slot for row in plan.rows)
+        while self._open and (len(self._open) >= self.stage.stages or any(slots & one.slots for one in self._open)):
+            self._store_first()
+        self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
+        if plan.restores and self.checkpoints:
+            self.checkpoints.restore(plan.restores)
+            if not plan.rows:
+                return None
+            return Launched(plan, self._resume(self.builder.build(plan)))
+        if self.stage.stages > 1:
+            launched = self._launch_stage(plan, slots)
+        elif self.graphs:
+            launched = Launched(plan, self.graphs.run(self._execute, plan))
+        else:
+            launched = Launched(plan, self._execute(self.builder.build(plan)))
+        self.save(plan.saves)
+        return launched
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Keep checkpoints of requests as they are after the last launched step."""
+        if saves and self.checkpoints:
+            self.checkpoints.save(saves)
+
+    def _resume(self, batch: Batch) -> Tensor:
+        """Run a step of rows that begin at checkpoints, without the base; see `Plan`."""
+        runner, earlier = cast(CachingRunner, self.runner), self.state.earlier
+        assert earlier is not None
+        hidden = earlier.hidden[batch.inputs.state_slots, -1][:, None]
+        return self._finish(batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden))
+
+    def _launch_stage(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
+        """Launch what a pipeline stage does of a plan: all transfers are outside of graphs."""
+        shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
+        cast(Runner, self.runner).receive(shape.tokens(1 + plan.num_speculative_tokens))
+        if self.stage.last:
+            packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
+            self.stage.tell(packed)
+            return Launched(plan, packed)
+        # What is stored later is built now: replays of other plans overwrite what this one's leaves.
+        launched, batch = Launched(plan), self.builder.build(plan)
+        hidden = self.graphs.replay(self._execute, plan) if self.graphs else self._execute(batch)
+        self.stage.send(hidden.clone())
+        self._open.append(_Open(launched, slots, batch))
+        return launched
+
+    def collect(self, launched: Sequence[Launched]) -> list[StepResult]:
+        """Wait for the results of launched plans, the oldest that are under way."""
+        while not all(one.fetched for one in launched):
+            self._store_first()
+        return [one.wait(partial(self.stage.check, vocab_size=self.vocab_size)) for one in launched]
+
+    def settle(self) -> None:
+        """Exchange with other pipeline stages all that is under way."""
+        while self._open:
+            self._store_first()
+        self.stage.settle()
+
+    def _store_first(self) -> None:
+        """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
+        launched, _, batch = self._open.popleft()
+        packed = self.stage.hear(batch)
+        self.state.step(batch, *unpack_result(packed, batch))
+        launched.fetch(packed)
+
+    def _execute(self, batch: Batch) -> Tensor:
+        """Run the device's part of a step; returns the tensor of `pack_result`, but on a pipeline stage before the last
+        one the hidden states that it hands on."""
+        out = self.runner.run(batch)
+        return self._finish(batch, out) if self.stage.last else out.hidden
+
+    def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
+        """Verify, draft and store, given the results of the base."""
+        verdict = self.verifier(out.logits, batch)
+        batch, hidden = batch.along(verdict, out.hidden)
+        drafts = self.drafter.draft(hidden, batch, verdict)
+        self.state.step(batch, verdict, drafts, hidden)
+        return pack_result(verdict, drafts)
+
+    @torch.inference_mode()
+    def warm_up(self, shapes: Sequence[DraftShape]) -> None:
+        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each of these shapes of drafts. With
+        a prefix cache, compile what it runs without graphs.
+
+        Slots and blocks must be free.
+        """
+        if self.checkpoints:
+            self.checkpoints.warm_up()
+            shape = StepShape(0, 1, 1)
+            numbers = self.builder.ints(self.builder.null_numbers(shape))
+            plan = replace(Plan.without_rows(0, 1, self.config.drafts), restores=(Restore(0, NULL_SLOT, 1),))
+            tables = numbers.new_zeros(1, self.config.decode_width + self.config.lookahead)
+            self._resume(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
+        if self.graphs:
+            self.graphs.capture_all(self._execute, shapes)
+
+    @torch.inference_mode()
+    def time_step(self, rows: int, drafts: DraftShape, repeats: int) -> float:
+        """Seconds of a greedy decode step on free slots, the median of `repeats`; see `warm_up`."""
+
+        def step() -> None:
+            if self.graphs:
+                self.graphs.replay_free_slots(self._execute, rows, drafts)
+            else:
+                shape, plan = StepShape(rows, 0, 0), Plan.without_rows(rows, rows, drafts)
+                self.state.restart()
+                numbers = self.builder.ints(self.builder.null_numbers(shape, range(rows)))
+                tables = numbers.new_zeros(rows, self.config.decode_width + self.config.lookahead)
+                self._execute(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
+            if self.builder.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        step()
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)

@@ -1,0 +1,79 @@
+"""The base model as the engine runs it, and what a stand-in for it must offer."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mtpkit.engine.ranks import Stage
+from mtpkit.engine.step import Batch, StepOutput
+from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
+from mtpkit.model.state import Committed, States
+
+
+class StepRunner(Protocol):
+    """Runs the base over a batch: `Runner`, or a stand-in for a model in tests."""
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Compute hidden states of all tokens and logits at `batch.logit_indices`."""
+        ...
+
+
+class CachingRunner(StepRunner, Protocol):
+    """What a prefix cache needs besides."""
+
+    hidden_size: int
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] the logits of hidden states [N, h], as the base hands them on."""
+        ...
+
+    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+        """See `mtpkit.model.fold_rings`."""
+        ...
+
+
+class Runner:
+    """Runs a base model, or the layers of it that a pipeline stage has.
+
+    Args:
+        most_tokens: the most tokens of a step, where there are several stages.
+    """
+
+    def __init__(self, model: Any, stage: Stage | None = None, most_tokens: int = 0) -> None:
+        self.model, self.stage = model, stage or Stage()
+        self.hidden_size: int = model.mtpkit_config.hidden_size
+        weight, stage = next(model.parameters()), self.stage
+
+        def buffer(tokens: int) -> Tensor:  # zeros, as graphs are captured with it
+            size = tokens, 1, self.hidden_size
+            return torch.zeros(size, dtype=model.config.params_dtype, device=weight.device)
+
+        self._received = buffer(0 if stage.first else most_tokens)
+        """Hidden states of the stage before."""
+        self._handed_on = buffer(0 if stage.last else most_tokens)
+        """Those for the next stage; each graph would keep its own otherwise."""
+
+    def receive(self, tokens: int) -> None:
+        """Take the hidden states of a step from the pipeline stage before, if there is one; `run` reads them."""
+        if not self.stage.first:
+            self.stage.receive(self._received[:tokens])
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`. Only the last stage
+        has logits; what another one hands on is valid until the next run."""
+        if not self.stage.first:
+            # A copy: layers add to it in place, also where a graph is captured between a transfer and its replay.
+            self.model.set_input_tensor(self._received[: len(batch.token_ids)].clone())
+        hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
+        if not self.stage.last:
+            return StepOutput(hidden.new_empty(0, 0), self._handed_on[: len(hidden)].copy_(hidden))
+        return StepOutput(self.logits(hidden[batch.logit_indices, 0]), hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CachingRunner.logits`."""
+        return local_logits(self.model, normed_states(self.model, hidden))
+
+    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+        """See `CachingRunner.fold`."""
+        fold_rings(self.model, states, slots, context_lens, committed)
