@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +31,7 @@ def lacks_vocabulary(directory: Path) -> str:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Load the transformers tokenizer of a model directory of either layout.
+    """Load the transformers tokenizer of a model directory of either layout. Code in the directory is never run.
 
     Raises:
         UserError: the directory does not exist, has no tokenizer, or has one that transformers cannot read.
@@ -44,7 +47,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        with _without_config_warnings():
+            # Unless told, transformers asks in a terminal whether to run the code that `auto_map` of MiMo names.
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of a wrong type fail only here
         return tokenizer
     except Exception as error:  # transformers passes on exceptions of many kinds
@@ -52,6 +57,19 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise UserError(
             lacks_vocabulary(directory) or f"the tokenizer in {directory} cannot be read: {reason}"
         ) from error
+
+
+@contextmanager
+def _without_config_warnings() -> Iterator[None]:
+    """Keep transformers from warning of a `config.json` of a model type that it lacks, such as `mimo`: all that it
+    needs of that file is which class the tokenizer has, and only if the tokenizer's own files do not say so."""
+    logger = logging.getLogger("transformers.configuration_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
