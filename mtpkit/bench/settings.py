@@ -115,6 +115,7 @@ class DecodeConfig:
     depths. None: drafts are verified."""
     draft_vocab: Path | Positive | None = None
     """File of the tokens to draft among, or how many of the first ones. By default all tokens."""
+    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(EngineOptions, "draft_embedding_dtype")
     speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
     speculative_eagle_topk: Positive | None = field_of(EngineOptions, "speculative_eagle_topk")
     speculative_num_draft_tokens: Positive | None = field_of(EngineOptions, "speculative_num_draft_tokens")

@@ -43,6 +43,7 @@ _ENGINE = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "draft_vocab",
+    "draft_embedding_dtype",
     "enforce_eager",
     "tensor_parallel_size",
     "pipeline_parallel_size",

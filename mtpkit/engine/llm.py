@@ -27,7 +27,7 @@ from mtpkit.engine.runner import Runner
 from mtpkit.engine.tree import Tree, width_of
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
-from mtpkit.model import stack_experts, state_specs
+from mtpkit.model import draft_embedding_bytes, stack_experts, state_specs
 from mtpkit.model.state import StateLayout, StateSizes
 
 _logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class LLM:
             options.enable_expert_parallel and self.ranks.tensor_size > 1,
             stages,
         )
+        loading.round_embedding(self.model, options.draft_embedding_dtype, depths, stages)
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
         ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager, stages)
         config = _engine_config(options, model_config, depths, tree, self.ranks, ahead, graphs)
@@ -89,6 +90,7 @@ class LLM:
             drafter.earlier,
             options.prefix_cache_bytes,
             self.ranks,
+            draft_embedding_bytes(self.model),
         )
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)

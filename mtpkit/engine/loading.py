@@ -15,9 +15,12 @@ from mtpkit.engine.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.kernels import MOST_TREE_TOKENS
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
+from mtpkit.kernels.integer_rows import IntegerBits
+from mtpkit.model import round_draft_embedding
 from mtpkit.platform import default_device, resolve_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DRAFT_EMBEDDING_BITS: dict[str, IntegerBits] = {"int8": 8, "int4": 4}
 _logger = logging.getLogger(__name__)
 
 
@@ -201,6 +204,34 @@ def check_stages(stages: int, tree: Tree | None, prefix_cache: bool, adaptive: b
     for name, used in asked.items():
         if used and stages > 1:
             raise UserError(f"{name} cannot be combined with pipeline_parallel_size {stages}: leave one out")
+
+
+def round_embedding(model: Any, dtype: str, depths: int, stages: int) -> None:
+    """Give the embedding that a model's last pipeline stage has for drafts another type, or say why that has no effect.
+
+    Args:
+        dtype: a key of `DRAFT_EMBEDDING_BITS`, or "auto".
+        depths: the largest K.
+        stages: pipeline stages.
+
+    Raises:
+        UserError: a model that is given has an embedding of yet another type, or rows that cannot be rounded.
+    """
+    if dtype == "auto":
+        return
+    config, bits, reason = model.mtpkit_config, DRAFT_EMBEDDING_BITS[dtype], ""
+    if bits == 4 and config.hidden_size % 2:
+        raise UserError(f"draft_embedding_dtype int4 stores pairs of numbers, hidden_size {config.hidden_size} is odd")
+    if not depths:
+        reason = "num_speculative_tokens is 0"
+    elif stages == 1:
+        reason = "with one pipeline stage the heads read the embedding of the base"
+    elif config.tie_word_embeddings:
+        reason = "the heads read the lm_head, which is the embedding of this model, too"
+    if reason:
+        _logger.warning("draft_embedding_dtype has no effect: %s", reason)
+    else:
+        round_draft_embedding(model, bits)
 
 
 @functools.cache

@@ -49,6 +49,8 @@ class MemoryPlan:
     checkpoint_bytes: int
     """One checkpoint of the prefix cache."""
     num_checkpoints: int
+    draft_embedding: int
+    """Part of `in_use`: the embedding that each rank of the last of several pipeline stages has for drafts."""
     null_blocks: int
     """Blocks besides those of requests: one for the null rows of CUDA graphs, or 0."""
 
@@ -91,6 +93,8 @@ class MemoryPlan:
             else ""
         )
         device = f"device {gb(self.total)}: weights and what others hold {gb(self.in_use)}, " if self.total else ""
+        drafts = f"embedding for drafts {self.draft_embedding / 1e6:.1f} MB of them on the last stage, "
+        device += drafts if self.draft_embedding else ""
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)}, state "
             f"{gb(self.state_bytes)} ({slots}), {cache}keys and values {gb(self.kv_bytes)} ("
@@ -108,6 +112,7 @@ def plan_memory(
     earlier: tuple[int, int] = (0, 0),
     prefix_bytes: int | None = None,
     ranks: Ranks | None = None,
+    draft_embedding: int = 0,
 ) -> MemoryPlan:
     """Divide the memory that the loaded weights leave free. Of several ranks each plans its own; the number of blocks
     is that of the rank with the fewest.
@@ -117,6 +122,7 @@ def plan_memory(
         earlier: see `Drafter.earlier`.
         prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None: `_CHECKPOINTS` for each
             request.
+        draft_embedding: see `draft_embedding_bytes`.
 
     Raises:
         UserError: `num_blocks`, or one request of full length, does not fit; with the numbers and what to change.
@@ -163,6 +169,7 @@ def plan_memory(
         lookahead=config.lookahead,
         checkpoint_bytes=checkpoint,
         num_checkpoints=num_checkpoints,
+        draft_embedding=ranks.most(draft_embedding),
         null_blocks=int(config.graphs),
     )
     fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(1, layout.block_bytes) - config.graphs

@@ -111,6 +111,9 @@ class EngineOptions:
     )
     """Tokens that drafts are chosen from: a file written by `mtpkit data draft-vocab`, or ids; by default all tokens.
     The output stays the base's own."""
+    draft_embedding_dtype: Literal["auto", "int8", "int4"] = "auto"
+    """Type of the embedding that the last of several pipeline stages has for drafts: "int8" or "int4" with scales take
+    a half or about a quarter of bfloat16's memory, and change drafts alone. "auto": that of the model."""
     async_scheduling: bool | None = None
     """Launch a step before the results of the last one are read; by default on a GPU, and with pipeline stages."""
     enforce_eager: bool = False

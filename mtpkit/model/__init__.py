@@ -3,6 +3,7 @@
 import mtpkit.platform  # noqa: F401  (quiets megatron-core, so it comes first)
 from mtpkit.model.build import build_model, init_weights, state_specs
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.layers.embedding import draft_embedding_bytes, round_draft_embedding
 from mtpkit.model.layers.moe import stack_experts
 from mtpkit.model.layers.recurrent import fold_rings
 from mtpkit.model.mtp import (
@@ -30,6 +31,7 @@ __all__ = [
     "build_model",
     "compute_logits",
     "depth_embedding",
+    "draft_embedding_bytes",
     "draft_output_weight",
     "embed",
     "first_token",
@@ -41,6 +43,7 @@ __all__ = [
     "mtp_forward",
     "normed_states",
     "output_weight",
+    "round_draft_embedding",
     "shift_tokens",
     "stack_experts",
     "state_specs",

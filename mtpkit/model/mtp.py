@@ -29,6 +29,7 @@ from mtpkit.model.collectives import best_of_ranks
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.layers.base import keeping_inputs, linear_of
+from mtpkit.model.layers.embedding import IntegerEmbedding
 
 DepthAttention = Literal["serving", "per_depth"]
 
@@ -208,7 +209,8 @@ def mtp_forward(
     layer = head_of(model, depth)
     if isinstance(inputs, StepInput) and _is_alone(model):
         zeroed = inputs.positions if model.mtpkit_config.mtp.zero_first_embedding else None
-        embedding, norms = model.embedding.word_embeddings.weight, (layer.enorm.weight, layer.hnorm.weight)
+        table, norms = model.embedding.word_embeddings, (layer.enorm.weight, layer.hnorm.weight)
+        embedding = table.rows if isinstance(table, IntegerEmbedding) else table.weight
         zero_centered = model.config.layernorm_zero_centered_gamma
         x = mtp_input(token_ids[0], hidden[:, 0], embedding, *norms, layer.enorm.eps, zero_centered, zeroed)[:, None]
         x, _unused = layer.eh_proj(x)

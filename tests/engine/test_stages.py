@@ -42,7 +42,7 @@ TESTED += [
     Case("distinct heads", 3, settings=PREEMPTED),
 ]
 FOUR = [
-    (Case("mamba2", 3, settings=MIXED), 2, 2),
+    (Case("mamba2", 3, settings=dict(draft_embedding_dtype="int4", **MIXED)), 2, 2),
     (Case("latent", 2, True, settings=MIXED), 2, 2),
     (Case("delta", 3, settings=PREEMPTED), 1, 4),
 ]

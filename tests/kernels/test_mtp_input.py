@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mtpkit.kernels.integer_rows import IntegerRows
 from mtpkit.kernels.norm import reference
 from tests.kernels.recurrence import relative
 
@@ -41,6 +42,24 @@ def test_mtp_input(twin, dtype, tokens, width, zero_centered):
     bound = 2 * relative(reference.mtp_input(*arguments, *rest), want) + (2**-7 if twin.name == "interpreter" else 1e-6)
     assert have.dtype == dtype and have.shape == (tokens, 2 * width)
     assert relative(have.cpu(), want) < (1e-5 if dtype == torch.float32 else bound)
+
+
+@pytest.mark.parametrize(("bits", "width"), [(8, 1), (8, 63), (8, 500), (4, 2), (4, 62), (4, 256), (4, 500)])
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_an_embedding_of_integers(twin, bits, width, zero_first):
+    """The rows that are read have scales of their own."""
+    token_ids, hidden, _, *weights = draw(5, width, torch.float32)
+    rows = IntegerRows.of(torch.randn(VOCAB, width) * torch.arange(1, VOCAB + 1)[:, None], bits)
+    positions = torch.tensor([3, 0, 1, 9, 0]) if zero_first else None
+    table = IntegerRows(*(part.to(twin.device) for part in rows))
+    on_device = [t.to(twin.device) for t in (token_ids, hidden, *weights)]
+    have = twin("norm").mtp_input(
+        *on_device[:2], table, *on_device[2:], EPS, False, None if positions is None else positions.to(twin.device)
+    )
+    want = definition(token_ids, hidden, rows.at(torch.arange(VOCAB), torch.float32), *weights)
+    if positions is not None:
+        want[positions == 0, :width] = 0
+    assert have.dtype == torch.float32 and relative(have.cpu(), want) < 1e-5
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

@@ -128,6 +128,10 @@ class Ranks:
         """The smallest `value` of all ranks."""
         return value
 
+    def most(self, value: int) -> int:
+        """The largest `value` of all ranks."""
+        return -self.least(-value)
+
     def of_first(self, value: int) -> int:
         """The `value` of rank 0."""
         return value

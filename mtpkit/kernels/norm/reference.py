@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels.integer_rows import IntegerRows
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight for x [..., h] and weight [h], in the dtype of x.
@@ -50,7 +52,7 @@ def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: b
 def mtp_input(
     token_ids: Tensor,
     hidden: Tensor,
-    embedding: Tensor,
+    embedding: Tensor | IntegerRows,
     enorm_weight: Tensor,
     hnorm_weight: Tensor,
     eps: float,
@@ -63,7 +65,7 @@ def mtp_input(
     Args:
         token_ids: [T] int64, the token `depth` places after each position.
         hidden: [T, h] of any row stride, hidden states of the depth before.
-        embedding: [V, h].
+        embedding: [V, h], or a table of integers.
         enorm_weight, hnorm_weight: [h], weights of the two RMS norms.
         zero_centered: as for `rms_norm`.
         positions: [T] int64; at position 0 zeros take the embedding's place. None: nowhere.
@@ -71,7 +73,10 @@ def mtp_input(
     Returns:
         [T, 2h] in the dtype of `hidden`, embedding first.
     """
-    embedded = F.embedding(token_ids, embedding)
+    if isinstance(embedding, IntegerRows):
+        embedded = embedding.at(token_ids, hidden.dtype)
+    else:
+        embedded = F.embedding(token_ids, embedding)
     if positions is not None:
         embedded = embedded.masked_fill((positions == 0)[:, None], 0)
     embedded = rms_norm(embedded, enorm_weight, eps, zero_centered)

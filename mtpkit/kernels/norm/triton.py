@@ -7,7 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import as_rows, strided
+from mtpkit.kernels.integer_rows import OFFSET, IntegerRows
 
+_OFFSET = tl.constexpr(OFFSET)
 TILE = 2048
 """Elements per program where it takes several narrow rows."""
 
@@ -77,12 +79,32 @@ def _norm_gate_kernel(
 
 
 @triton.jit
-def _norm_row(source, weight, out, eps, width, known, ZERO_CENTERED, BLOCK):
-    """Normalise the row at `source`, of which the first `known` of `width` values are read and the others are zero."""
-    column = tl.arange(0, BLOCK)[None, :]
-    value = tl.load(source + column, mask=column < known, other=0.0).to(tl.float32)
+def _norm_row(value, weight, out, column, width, eps, ZERO_CENTERED):
+    """Normalise value [1, block], fp32, and store its first `width` columns."""
     normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED)
     tl.store(out + column, normed.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _embedding_row(rows, scales, row, column, known, BITS):
+    """[1, block] fp32, the row of a table of which the first `known` values are read and the others are zero.
+
+    BITS: those of `IntegerRows`, or 0: the table has plain numbers.
+    """
+    table, stride = rows
+    values, mask = table + row * stride, column < known
+    if BITS == 0:
+        value = tl.load(values + column, mask=mask, other=0.0).to(tl.float32)
+    else:
+        factors, groups, width = scales
+        if BITS == 4:
+            byte = tl.load(values + column // 2, mask=mask, other=0).to(tl.int32)
+            number = ((byte >> (column % 2 * 4)) & 15) - _OFFSET
+        else:
+            number = tl.load(values + column, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(factors + row * groups + column // width, mask=mask, other=0.0)
+        value = number.to(tl.float32) * scale
+    return value
 
 
 @triton.jit
@@ -91,27 +113,31 @@ def _mtp_input_kernel(
     positions,
     hidden_rows,
     embedding_rows,
+    embedding_scales,
     norms,
     out,
     eps,
     width,
     ZERO_FIRST: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     hidden, hidden_stride = hidden_rows
-    embedding, embedding_stride = embedding_rows
     enorm_weight, hnorm_weight = norms
     token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
     out += token * 2 * width
     if tl.program_id(1) == 0:
         row = tl.load(token_ids + token).to(tl.int64)
         known = width
         if ZERO_FIRST:
             known = tl.where(tl.load(positions + token) == 0, 0, width)
-        _norm_row(embedding + row * embedding_stride, enorm_weight, out, eps, width, known, ZERO_CENTERED, BLOCK)
+        embedded = _embedding_row(embedding_rows, embedding_scales, row, column, known, BITS)
+        _norm_row(embedded, enorm_weight, out, column, width, eps, ZERO_CENTERED)
     else:
-        _norm_row(hidden + token * hidden_stride, hnorm_weight, out + width, eps, width, width, ZERO_CENTERED, BLOCK)
+        value = tl.load(hidden + token * hidden_stride + column, mask=column < width, other=0.0).to(tl.float32)
+        _norm_row(value, hnorm_weight, out + width, column, width, eps, ZERO_CENTERED)
 
 
 def _tile(width: int) -> dict[str, int]:
@@ -162,7 +188,7 @@ def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: b
 def mtp_input(
     token_ids: Tensor,
     hidden: Tensor,
-    embedding: Tensor,
+    embedding: Tensor | IntegerRows,
     enorm_weight: Tensor,
     hnorm_weight: Tensor,
     eps: float,
@@ -174,17 +200,24 @@ def mtp_input(
     tokens, width = hidden.shape
     out = torch.empty(tokens, 2 * width, dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(width)
+    if isinstance(embedding, IntegerRows):
+        groups = embedding.scales.shape[1]
+        table, scales, bits = embedding.values, (embedding.scales, groups, width // groups), int(embedding.bits)
+    else:
+        table, scales, bits = embedding, (enorm_weight, 1, width), 0
     _mtp_input_kernel[(tokens, 2)](
         token_ids,
         token_ids if positions is None else positions.contiguous(),
         strided(hidden),
-        strided(embedding),
+        strided(table),
+        scales,
         (enorm_weight, hnorm_weight),
         out,
         eps,
         width,
         ZERO_FIRST=positions is not None,
         ZERO_CENTERED=zero_centered,
+        BITS=bits,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )

@@ -1,0 +1,79 @@
+"""Tables of numbers as integers of 8 or 4 bits with scales, for tables of which single rows are looked up.
+
+Numbers are rounded to the nearest multiple of a scale, symmetrically around zero (absmax quantisation: Dettmers et al.
+2022, arXiv:2208.07339). 8 bits have one scale per row; 4 bits have one per group of neighbouring columns.
+
+Shape legend: V rows, h columns, G groups of h / G columns.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+IntegerBits = Literal[8, 4]
+_MOST_COLUMNS = 128
+"""Columns of a group of 4-bit numbers."""
+_ROWS_AT_ONCE = 4096
+"""Rows that are rounded at a time, which bounds the memory that it takes."""
+OFFSET = 8
+"""Added to 4-bit numbers, which are stored without a sign."""
+
+
+class IntegerRows(NamedTuple):
+    """A table of integers with scales."""
+
+    values: Tensor
+    """[V, h] int8; or [V, h / 2] uint8, two numbers plus `OFFSET` to a byte, the even column's in the low half."""
+    scales: Tensor
+    """[V, G] float32."""
+
+    @property
+    def bits(self) -> IntegerBits:
+        """Bits of a number."""
+        return 8 if self.values.dtype == torch.int8 else 4
+
+    @property
+    def columns(self) -> int:
+        """h."""
+        return self.values.shape[1] * 8 // self.bits
+
+    @classmethod
+    def of(cls, table: Tensor, bits: IntegerBits) -> "IntegerRows":
+        """Round a table [V, h]. Rows that hold NaN or infinities become NaN (4 bits: the group does).
+
+        Raises:
+            ValueError: 4 bits of an odd number of columns.
+        """
+        columns = table.shape[1]
+        if bits == 4 and columns % 2:
+            raise ValueError(f"{columns} columns are odd: 4-bit numbers are stored in pairs")
+        groups = 1 if bits == 8 else columns // _group_columns(columns)
+        parts = [_rounded(rows, bits, groups) for rows in table.split(_ROWS_AT_ONCE)]
+        return cls(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def at(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., h] the rows at `index` [...], in `dtype`."""
+        values, scales = self.values[index], self.scales[index]
+        if self.bits == 4:
+            values = torch.stack([values & 15, values >> 4], -1).flatten(-2).to(torch.int8) - OFFSET
+        grouped = values.float().unflatten(-1, (scales.shape[-1], -1))
+        return (grouped * scales[..., None]).flatten(-2).to(dtype)
+
+
+def _group_columns(columns: int) -> int:
+    """Columns of a group: the largest divisor that is small enough."""
+    return next(count for count in range(_MOST_COLUMNS, 0, -1) if columns % count == 0)
+
+
+def _rounded(table: Tensor, bits: IntegerBits, groups: int) -> tuple[Tensor, Tensor]:
+    """`IntegerRows.values` and `.scales` of some rows."""
+    grouped = table.detach().float().unflatten(1, (groups, -1))
+    largest = 2 ** (bits - 1) - 1
+    scales = grouped.abs().amax(-1) / largest
+    numbers = (grouped / scales.where(scales != 0, 1)[..., None]).nan_to_num(0).round()
+    values = numbers.clamp(-largest, largest).flatten(1).to(torch.int8)
+    if bits == 4:
+        low, high = (values + OFFSET).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
+        values = low | high << 4
+    return values, scales
