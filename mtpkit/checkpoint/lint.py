@@ -90,6 +90,8 @@ def _rules(family: Family) -> list[Rule]:
         pattern = subject.config.mtp.pattern
         if stored and facts.head_patterns and pattern not in facts.head_patterns:
             yield Finding(f"heads of layers {pattern!r}: servers build {listed(facts.head_patterns)} only")
+        if stored and facts.head_letters and set(pattern) - set(facts.head_letters):
+            yield Finding(f"heads of layers {pattern!r}: servers build layers {listed(facts.head_letters)} only")
 
     def tied(subject: Subject) -> Iterator[Finding]:
         deaf = tuple(server for server in SERVERS if server not in facts.ties)
@@ -128,12 +130,14 @@ def _rules(family: Family) -> list[Rule]:
 
 
 def _fed(subject: Subject, family: Family) -> Iterator[Finding]:
-    """Heads that read something else than published ones, and something else than a server feeds them; and any that
-    read another hidden state of the base, which costs the most."""
-    usual, feeds = MtpConfig().rules, family.serving.feeds
-    for key, value in subject.config.mtp.rules.items() if subject.config.mtp.num_layers else ():
+    """Heads that read something else than published ones, and something else than a server feeds them; any that read
+    another hidden state of the base, which costs the most; and any that were trained for several depths, and read
+    another hidden state of the one before."""
+    usual, feeds, heads = MtpConfig().rules, family.serving.feeds, subject.config.mtp
+    costly = {"mtp_reads_of_base"} | ({"mtp_reads_of_depth"} if heads.depths_known and heads.num_depths > 1 else set())
+    for key, value in heads.rules.items() if heads.num_layers else ():
         deaf = tuple(server for server in SERVERS if feeds.get(server, {}).get(key, usual[key]) != value)
-        if deaf and (value != family.usual_rules[key] or key == "mtp_reads_of_base"):
+        if deaf and (value != family.usual_rules[key] or key in costly):
             text = (
                 f"the heads have {key} {json.dumps(value)}, which is not what they are fed: fewer drafts are accepted"
             )

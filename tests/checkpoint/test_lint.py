@@ -117,9 +117,20 @@ def test_depths_are_no_layers(tmp_path, server):
     assert "2 MTP layers are stored: vLLM runs only the first" in texts(lint(tmp_path / "hf", server))
 
 
-def test_letters_of_the_heads(tmp_path):
-    found = texts(lint(made(tmp_path / "hf", heads="*-")))
-    assert found == "heads of layers '*-': servers build *E only"
+@pytest.mark.parametrize(
+    ("heads", "found"),
+    [
+        ("*-", ["heads of layers '*-': servers build layers *, E only"] * 2),
+        ("M*", ["heads of layers 'M*': servers build layers *, E only"] * 2),
+        ("*", ["", ""]),
+        ("E*", ["", ""]),
+        ("E", ["heads of layers 'E': without attention they have no cache", ""]),
+    ],
+)
+def test_letters_of_the_heads(tmp_path, heads, found):
+    """Servers build them one by one, in any order; vLLM needs a cache to find the heads by."""
+    made(tmp_path / "hf", heads=heads)
+    assert [texts(lint(tmp_path / "hf", server)) for server in ("vllm", "sglang")] == found
 
 
 @pytest.mark.parametrize(("ranks", "keys"), [(1, []), (2, []), (3, ["num_attention_heads 4", "mamba_num_heads 4"])])

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import Need, Serving
+from mtpkit.checkpoint.families.serving import Finding, Need, Serving, Subject
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
+from mtpkit.config.sections import AttentionConfig
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.model.kinds import mamba2
 
@@ -186,6 +187,13 @@ LINES = (
 """Transformers never ties Nemotron-H's embeddings; defaults are those of transformers."""
 
 
+def _heads_without_attention(subject: Subject) -> Iterator[Finding]:
+    """vLLM looks for a cache of the heads."""
+    pattern = subject.config.mtp.pattern
+    if pattern and AttentionConfig.letter not in pattern:
+        yield Finding(f"heads of layers {pattern!r}: without attention they have no cache", True, ("vllm",))
+
+
 def _published_name(name: str) -> str:
     """Transformers 5 calls the `backbone.` prefix `model.` in memory."""
     return re.sub(r"^model\.", "backbone.", name)
@@ -249,15 +257,16 @@ def _moe(c: ModelConfig) -> Iterator[Entry]:
 
 
 SERVING = Serving(
-    head_patterns=("*E",),
+    head_letters="*E",
     fp32=(r"e_score_correction_bias$", r"A_log$"),
     needs=(
         Need("hybrid_override_pattern", "the words of layers_block_type are refused", servers=("sglang",)),
         Need("mtp_hybrid_override_pattern", "the layers of the heads are read from it", heads_only=True),
         Need("mamba_ssm_cache_dtype", "servers choose the dtype of Mamba's state", fatal=False, kind="mamba2"),
     ),
+    rules=(_heads_without_attention,),
 )
-"""vLLM 0.24 and SGLang 0.5.23 build heads of attention and experts alone."""
+"""vLLM 0.24 and SGLang 0.5.23 build heads of attention and experts alone, letter by letter."""
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",

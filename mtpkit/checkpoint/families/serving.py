@@ -102,7 +102,9 @@ class Serving:
     count_default: int = 0
     """What servers take where that key is absent."""
     head_patterns: tuple[str, ...] = ()
-    """Patterns of a depth that servers can build; empty: every pattern."""
+    """Patterns of a depth that servers can build; empty: every pattern of `head_letters`."""
+    head_letters: str = ""
+    """Letters of layers that servers can build in a depth, in any order; empty: all."""
     ties: tuple[Server, ...] = ()
     """Servers that tie the embeddings of this family."""
     norm_means: tuple[tuple[str, float], ...] = ((r"norm", 1.0),)
