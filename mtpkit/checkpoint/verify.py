@@ -13,7 +13,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.directory import detect_layout, find_torch_dist, open_weights
+from mtpkit.checkpoint.directory import detect_layout, find_torch_dist, load_config, open_weights
 from mtpkit.checkpoint.load import load_model
 from mtpkit.checkpoint.original import find_carried
 from mtpkit.checkpoint.tensors import SeveralSources, TensorSource, bits_equal, is_finite
@@ -103,19 +103,22 @@ class Agreement(NamedTuple):
 def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed: int = 0) -> dict[str, Agreement]:
     """Compare logits and greedy tokens, in fp32, on random tokens: `base` and `depth 1` to `depth K`.
 
+    K is the larger number of depths, a repeated head being unrolled that far, but no more than distinct heads have; 0
+    if one of them has no heads.
+
     Raises:
-        UserError: the two have different vocabularies or numbers of depths.
+        UserError: the two have different vocabularies.
     """
-    outputs = []
-    for directory in (first, second):
-        model = load_model(directory)
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(model.mtpkit_config.vocab_size, (1, length), generator=generator)
-        outputs.append(_all_logits(model, tokens))
-        del model
-    if {k: v.shape for k, v in outputs[0].items()} != {k: v.shape for k, v in outputs[1].items()}:
-        raise UserError(f"{first} and {second} differ in vocabulary or MTP depths; their logits cannot be compared")
-    return {name: _agreement(logits, outputs[1][name]) for name, logits in outputs[0].items()}
+    configs = [load_config(directory) for directory in (first, second)]
+    if configs[0].vocab_size != configs[1].vocab_size:
+        raise UserError(f"{first} and {second} differ in vocabulary; their logits cannot be compared")
+    heads = [config.mtp for config in configs]
+    most = max(one.num_depths for one in heads)
+    depths = min(most if one.num_depths and one.repeated else one.num_depths for one in heads)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(configs[0].vocab_size, (1, length), generator=generator)
+    a, b = (_all_logits(load_model(directory), tokens, depths) for directory in (first, second))
+    return {name: _agreement(logits, b[name]) for name, logits in a.items()}
 
 
 def _agreement(a: Tensor, b: Tensor) -> Agreement:
@@ -123,11 +126,10 @@ def _agreement(a: Tensor, b: Tensor) -> Agreement:
     return Agreement(((b - a).abs().max() / a.abs().max()).item(), same.item())
 
 
-def _all_logits(model: HybridModel, tokens: Tensor) -> dict[str, Tensor]:
+def _all_logits(model: HybridModel, tokens: Tensor, depths: int) -> dict[str, Tensor]:
     """Logits [s, 1, v] of the base and of each depth; a depth's last positions, which lack tokens, are cut off."""
     hidden = base_forward(model, tokens, SequenceInput())
     logits = {"base": compute_logits(model, normed_states(model, hidden))}
-    depths = model.mtpkit_config.mtp.num_depths
     for depth, g in enumerate(unroll_depths(model, hidden, tokens, depths), start=1):
         logits[f"depth {depth}"] = compute_logits(model, g)[: tokens.shape[1] - depth]
     return logits

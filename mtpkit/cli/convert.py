@@ -58,7 +58,7 @@ def export(
 
 def _list_carried(names: Sequence[str]) -> None:
     if names:
-        print(f"carried {counted(len(names), 'tensor')} that are not the text model's: {listed(names, most=40)}")
+        print(f"carried {counted(len(names), 'tensor')} outside the text model: {listed(names, most=40)}")
 
 
 @app.command("stitch", cls=Command)

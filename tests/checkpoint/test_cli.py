@@ -11,7 +11,7 @@ from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.cli import run
 from mtpkit.cli.convert import app
-from tests.checkpoint.builders import edit
+from tests.checkpoint.builders import add_heads, edit, edit_config, write_base
 
 
 def convert(*args: object) -> int:
@@ -54,6 +54,30 @@ def test_verify_names_what_differs(hf_dir, tmp_path, capsys):
     shares = [float(share) for share in re.findall(r"([0-9.]+)% of tokens the same", out)]
     assert len(shares) == 4 and 0 <= min(shares) < 100
     assert "1 differ: decoder.layers.1.self_attention.linear_qkv.weight (differs by up to 1)" in out
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "depths"),
+    [
+        (dict(depths=3), None, 3),
+        (None, dict(depths=2), 2),
+        (dict(physical=2, depths=2, repeated=False), dict(depths=3), 2),
+        (dict(depths=2), {}, 0),
+    ],
+)
+def test_logits_of_heads_for_other_numbers_of_depths(tmp_path, capsys, first, second, depths):
+    """Repeated heads, as published (None: of unknown depths) and trained, distinct heads and none."""
+    for name, options in (("first", first), ("second", second)):
+        write_base(tmp_path / name, "M*")
+        if options != {}:
+            add_heads(tmp_path / name, "*", **(options or {}))
+        if options is None:
+            edit_config(tmp_path / name, mtpkit=None)
+    same_heads = first is None or second is None
+    assert convert("verify", tmp_path / "first", tmp_path / "second", "--logits") == (0 if same_heads else 1)
+    out = capsys.readouterr().out
+    assert "logits of base: largest relative difference 0, 100.0% of tokens the same" in out
+    assert re.findall(r"logits of ([a-z0-9 ]+):", out) == ["base", *(f"depth {n + 1}" for n in range(depths))]
 
 
 def test_user_errors_are_one_line_and_exit_2(tmp_path, capsys):

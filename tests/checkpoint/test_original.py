@@ -35,7 +35,7 @@ def test_each_original_comes_back(tmp_path, packed, copies, capsys):
     before = write_odd(tmp_path / "hf", packed, copies)
     assert convert("import", tmp_path / "hf", tmp_path / "megatron") == 0
     assert convert("export", tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.001") == 0
-    listing = "carried 5 tensors that are not the text model's: audio.mask, audio.small, visual.bad"
+    listing = "carried 5 tensors outside the text model: audio.mask, audio.small, visual.bad"
     assert capsys.readouterr().out.count(listing) == 2
     after = read_all(tmp_path / "back")
     assert before.keys() == after.keys()
