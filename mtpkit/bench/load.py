@@ -71,6 +71,8 @@ class LoadRow:
     """Share of the limit's speed."""
     run_seconds: list[float]
     """Each run, in order."""
+    sustained_share: Annotated[float | None, Column("of it, sustained", ".0%")] = None
+    """`limit_share` with the limit at `Machine.sustained_rate`, which a GPU keeps up for the seconds of a run."""
     hit_rate: Annotated[float | None, Column("hit rate", ".1%")] = None
     """Share of the prompts' tokens that the prefix cache had; None without one."""
     gpu_idle_share: Annotated[float | None, Column("GPU idle", ".1%")] = None
@@ -103,7 +105,7 @@ def measure_load(
     """
     weight, shape = next(model.parameters()), model.mtpkit_config
     config = replace(config, ks=choose_drafts(shape, config.ks, LOAD_DRAFTS))
-    machine, used = measure_machine(weight.device), clock or WallClock()
+    machine, used = measure_machine(weight.device, sustained=True), clock or WallClock()
     requests = draw_requests(config)
     sums = token_sums(requests)
     title = (
@@ -159,7 +161,9 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
     itl = percentiles_ms([gap for stream in streams for gap in stream.gaps])
     per_token = [each for stream in streams if (each := stream.seconds_per_token) is not None]
     last_arrival = streams[-1].arrival
-    limit = max(_limit(engine, machine), last_arrival)
+    rates = machine.matrix_rate, machine.sustained_rate
+    limit, sustained = (rate and max(_limit(engine, machine.copy_bandwidth, rate), last_arrival) for rate in rates)
+    assert limit is not None
     return LoadRow(
         request_rate=shown_rate(rate),
         k=engine.k,
@@ -178,6 +182,7 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
         limit_seconds=limit,
         limit_share=limit / seconds,
         run_seconds=run_seconds,
+        sustained_share=sustained and sustained / seconds,
         hit_rate=_hit_rate(runs) if config.enable_prefix_caching else None,
     )
 
@@ -193,11 +198,11 @@ def _hit_rate(runs: Sequence[Run]) -> float:
     return sum(run.stats.cached_tokens for run in runs) / sum(run.stats.prompt_tokens for run in runs)
 
 
-def _limit(engine: LoadEngine, machine: Machine) -> float:
-    """Least seconds of a run at the machine's rates, whatever the arrivals."""
+def _limit(engine: LoadEngine, bandwidth: float, matrix_rate: float) -> float:
+    """Least seconds of a run, whatever the arrivals."""
     config = engine.config
     weight = next(engine.llm.model.parameters())
     roofline = Roofline(engine.llm.model.mtpkit_config, weight.dtype, DTYPES[config.state_dtype], config.state_rollback)
     ks = range(engine.depths + 1) if engine.k == "auto" else [engine.k]
-    rates = machine.copy_bandwidth, machine.matrix_rate
-    return min(limit_seconds(roofline, engine.requests, config.max_num_seqs, config.rates(k), *rates) for k in ks)
+    given = roofline, engine.requests, config.max_num_seqs
+    return min(limit_seconds(*given, config.rates(k), bandwidth, matrix_rate) for k in ks)

@@ -1,7 +1,9 @@
-"""The machine of a measurement, with its copy bandwidth, read bandwidth and matrix rate."""
+"""The machine of a measurement, with its copy bandwidth, read bandwidth and matrix rates."""
 
 import datetime
+import math
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,9 @@ import torch
 
 from mtpkit.bench.timing import median_seconds, release_memory
 from mtpkit.platform import device_name
+
+_SUSTAINED_SECONDS = 2.0
+"""A GPU that is busy for so long has come down to the clock that its power limit allows."""
 
 
 def describe_device(device: torch.device) -> str:
@@ -53,32 +58,52 @@ class Machine:
     read_bandwidth: float
     """Bytes per second of a sum over as much: work that writes little may come close to it, past a copy."""
     matrix_rate: float
-    """FLOPs per second of a large bf16 (on a CPU: fp32) product of random matrices."""
+    """FLOPs per second of a large bf16 (on a CPU: fp32) product of random matrices, for some milliseconds."""
+    sustained_rate: float | None = None
+    """The same product on a GPU again and again, for seconds, in which it comes to its power limit; None: not
+    measured."""
 
     def __str__(self) -> str:
         """One line for people."""
         rates = f"copy {self.copy_bandwidth / 1e12:.3g} TB/s, reads alone {self.read_bandwidth / 1e12:.3g} TB/s"
         where = f"{self.device}, commit {self.commit or 'unknown'}, {self.date}"
-        return f"{where}: {rates}, matrix product {self.matrix_rate / 1e12:.3g} TFLOP/s"
+        sustained = f", {self.sustained_rate / 1e12:.3g} for seconds" if self.sustained_rate else ""
+        return f"{where}: {rates}, matrix product {self.matrix_rate / 1e12:.3g} TFLOP/s{sustained}"
 
 
-def measure_machine(device: torch.device) -> Machine:
-    """Describe the device and time a copy, a sum and a product, larger than its caches on a GPU and small on a CPU."""
-    rates = _measure_rates(device)
+def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
+    """Describe the device and time a copy, a sum and a product, larger than its caches on a GPU and small on a CPU.
+
+    Args:
+        sustained: measure `Machine.sustained_rate` too, for what keeps the matrix units busy for seconds.
+    """
+    rates = _measure_rates(device, sustained)
     release_memory(device)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Machine(describe_device(device), commit(), date, *rates)
 
 
-def _measure_rates(device: torch.device) -> tuple[float, float, float]:
-    """Copy bandwidth, read bandwidth and matrix rate."""
+def _measure_rates(device: torch.device, sustained: bool) -> tuple[float, float, float, float | None]:
+    """Copy bandwidth, read bandwidth, matrix rate and, if it is asked for, sustained rate."""
     large = device.type == "cuda"
     size, width = (1 << 31, 8192) if large else (1 << 24, 512)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     numbers = torch.ones(size // 4, device=device)
     left, right = torch.randn(2, width, width, device=device, dtype=torch.bfloat16 if large else torch.float32)
-    return (
-        2 * size / median_seconds(partial(torch.empty_like(source).copy_, source), device),
-        size / median_seconds(numbers.sum, device),
-        2 * width**3 / median_seconds(partial(torch.matmul, left, right), device),
-    )
+    copied = median_seconds(partial(torch.empty_like(source).copy_, source), device)
+    summed = median_seconds(numbers.sum, device)
+    product, flops = partial(torch.matmul, left, right, out=torch.empty_like(left)), 2 * width**3
+    alone = median_seconds(product, device)
+    lasting = _sustained_seconds(product, device, alone) if sustained and large else None
+    return 2 * size / copied, size / summed, flops / alone, lasting and flops / lasting
+
+
+def _sustained_seconds(product: Callable[[], object], device: torch.device, alone: float) -> float:
+    """Time of a product in the second half of a run of `_SUSTAINED_SECONDS`, given its time alone."""
+    count = max(1, math.ceil(_SUSTAINED_SECONDS / 2 / alone))
+
+    def half() -> None:
+        for _ in range(count):
+            product()
+
+    return median_seconds(half, device, repeats=1, warm_up=1) / count

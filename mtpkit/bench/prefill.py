@@ -42,6 +42,8 @@ class PrefillRow:
     """Share of the matrix rate measured in the same run."""
     limit_share: Annotated[float, Column("of the roofline", ".1%")]
     """Share of the tokens/s that `Roofline` gives for the copy bandwidth and the matrix rate."""
+    sustained_share: Annotated[float | None, Column("of the sustained rate", ".1%")] = None
+    """Share of `Machine.sustained_rate`: prompts keep the matrix units busy for longer than a single product does."""
 
 
 def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "model") -> Result[PrefillRow]:
@@ -57,7 +59,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
         MtpkitError: a first token is not that of a plain forward pass.
     """
     weight = next(model.parameters())
-    machine = measure_machine(weight.device)
+    machine = measure_machine(weight.device, sustained=True)
     vocab_size, count = model.mtpkit_config.vocab_size, config.batch_size * (config.repeats + 1)
     prompts = random_prompts(count, config.prompt_len, vocab_size, config.seed)
     llm = LLM(
@@ -85,6 +87,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
         flops_per_s=cost.flops / seconds,
         matrix_share=cost.flops / seconds / machine.matrix_rate,
         limit_share=cost.seconds(machine.copy_bandwidth, machine.matrix_rate) / seconds,
+        sustained_share=machine.sustained_rate and cost.flops / seconds / machine.sustained_rate,
     )
     title = f"prefill: {name}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
     return Result("prefill", title, PrefillRow, [row], machine, {"model": name, **asdict(config)})

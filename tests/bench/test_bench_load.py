@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtpkit.bench import load_run
+from mtpkit.bench import load, load_run
 from mtpkit.bench.load import measure_load
 from mtpkit.bench.load_requests import draw_prompts, draw_requests, limit_seconds, save_requests, token_sums
 from mtpkit.bench.roofline import Roofline
@@ -146,7 +146,21 @@ def test_every_rate_and_k_is_measured(model, device):
     assert {"device", "commit", "date", "copy_bandwidth", "matrix_rate"} <= set(found)
     (table,) = result.tables()
     assert "load of 9 requests" in result.title and f"{sums['prompt_tokens']:,} prompt" in result.title
-    assert len(table.columns) == 16
+    assert len(table.columns) == 17
+
+
+def test_the_limit_at_a_rate_that_lasts_is_nearer(model, monkeypatch):
+    """Share of the limit with the matrices of the prompts and of the steps at that rate."""
+    slow = load.measure_machine(torch.device("cpu"))
+    machines = iter([slow, replace(slow, sustained_rate=slow.matrix_rate), replace(slow, sustained_rate=1e8)])
+    monkeypatch.setattr(load, "measure_machine", lambda device, sustained: next(machines))
+    config = replace(SMALL, ks=(0,), repeats=1, trace=False)
+    rows = [measure_load(model, config).rows[0] for _ in range(3)]
+    assert rows[0].sustained_share is None and rows[1].sustained_share == rows[1].limit_share
+    roofline, requests = Roofline(model.mtpkit_config, torch.float32), draw_requests(config)
+    limit = limit_seconds(roofline, requests, config.max_num_seqs, [], slow.copy_bandwidth, 1e8)
+    assert rows[2].sustained_share == pytest.approx(limit / rows[2].seconds)
+    assert rows[2].sustained_share > rows[2].limit_share
 
 
 def test_each_run_is_counted_by_itself(model):

@@ -15,14 +15,17 @@ def model(device):
     return open_model("nemotron-h-tiny", torch.device(device))
 
 
-def test_the_figures_hang_together(model):
+def test_the_figures_hang_together(model, device):
     result = measure_prefill(model, PrefillConfig(batch_size=3, prompt_len=20, max_num_batched_tokens=24, k=2), "tiny")
     (row,) = result.rows
     assert row.tokens_per_s == pytest.approx(60 / row.seconds)
     assert result.machine is not None
     assert row.matrix_share == pytest.approx(row.flops_per_s / result.machine.matrix_rate)
     assert 0 < row.matrix_share < row.limit_share < 1
-    assert result.title.startswith("prefill: tiny") and len(result.tables()[0].columns) == 8
+    rate = result.machine.sustained_rate
+    assert (rate is None) == (device == "cpu")
+    assert row.sustained_share == (rate and pytest.approx(row.flops_per_s / rate))
+    assert result.title.startswith("prefill: tiny") and len(result.tables()[0].columns) == 9
 
 
 def test_a_wrong_first_token_is_refused(model, monkeypatch):

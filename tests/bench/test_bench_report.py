@@ -8,6 +8,7 @@ from typing import Annotated
 import pytest
 import torch
 
+from mtpkit.bench import machine
 from mtpkit.bench.machine import Machine, measure_machine
 from mtpkit.bench.report import Column, Result, significant
 from mtpkit.bench.timing import mean_seconds, median_seconds
@@ -38,6 +39,7 @@ def test_the_object_is_the_last_line(capsys):
         "copy_bandwidth": 4e12,
         "read_bandwidth": 4.5e12,
         "matrix_rate": 8e14,
+        "sustained_rate": None,
         "settings": {"k": 3},
     }
     assert ["4", "8.0"] in [line.split() for line in lines]
@@ -91,6 +93,23 @@ def test_a_copy_counts_twice_and_a_sum_once(monkeypatch):
     assert (machine.copy_bandwidth, machine.read_bandwidth) == (2 << 24, 1 << 24)
 
 
+def test_a_sustained_rate_is_that_of_a_second_half(monkeypatch):
+    """A GPU's clock falls while it multiplies: the first half is not counted."""
+    counts = []
+
+    def timed(function, device, repeats, warm_up):
+        assert (repeats, warm_up) == (1, 1)
+        function()
+        return 1.25
+
+    monkeypatch.setattr(machine, "median_seconds", timed)
+    device = torch.device("cpu")
+    assert machine._sustained_seconds(lambda: counts.append(1), device, 0.04) == 1.25 / 25 and len(counts) == 25
+    monkeypatch.undo()
+    assert measure_machine(device, sustained=True).sustained_rate is None
+    assert str(replace(MACHINE, sustained_rate=6.8e14)).endswith("matrix product 800 TFLOP/s, 680 for seconds")
+
+
 def test_each_of_several_calls_counts_alike(device):
     x = torch.ones(1 << 16, device=device)
     counts = [0, 0, 0]
@@ -123,3 +142,5 @@ def test_outputs_are_kept_until_the_last_call():
 def test_a_copy_a_sum_and_a_product_reach_what_a_gpu_can():
     machine = measure_machine(torch.device("cuda"))
     assert min(machine.copy_bandwidth, machine.read_bandwidth) > 1e11 and machine.matrix_rate > 1e13
+    sustained = measure_machine(torch.device("cuda"), sustained=True).sustained_rate
+    assert sustained is not None and 0.5 < sustained / machine.matrix_rate < 1.05
