@@ -1,5 +1,6 @@
 """Devices, process groups, and all patches of megatron-core, most of which let it run without a GPU."""
 
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -250,6 +251,30 @@ def _own_gpu() -> int:
     if place >= gpus:
         raise UserError(f"process {place} has no GPU, there are {gpus} here; start --nproc-per-node={gpus} processes")
     return place
+
+
+_NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver."""
+
+
+def gpu_uuid(device: int) -> str:
+    """The number that tells a GPU from all others, on every host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def shares_memory(device: int, peer: int) -> bool:
+    """Whether kernels on a GPU can read memory of another one and set flags there, as over NVLink; True of one GPU."""
+    return device == peer or (torch.cuda.can_device_access_peer(device, peer) and _has_peer_atomics(device, peer))
+
+
+def _has_peer_atomics(device: int, peer: int) -> bool:
+    """Whether atomic operations of a GPU work in the memory of another one, which torch does not tell."""
+    found = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, device, peer) == 0 and bool(found.value)
 
 
 def on_first_rank[T](action: Callable[[], T]) -> T:

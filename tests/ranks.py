@@ -8,6 +8,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mtpkit.platform import close_distributed
@@ -46,6 +47,12 @@ def in_rank(rank: int, ranks: int, port: int, function: Callable[..., object], a
     torch.set_num_threads(1)
     function(rank, *args)
     close_distributed()
+
+
+def share_gpu() -> None:
+    """Have this process take the first GPU, whatever others do, and gloo, since NCCL refuses two ranks on one GPU."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
 
 
 def free_port() -> int:

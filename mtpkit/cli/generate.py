@@ -48,6 +48,7 @@ _ENGINE = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "enable_expert_parallel",
+    "disable_custom_all_reduce",
 )
 """Settings of the engine that are options."""
 

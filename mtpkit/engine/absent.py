@@ -44,9 +44,6 @@ LLM_ARGUMENTS = _absent(
     {
         "use mtpkit generate --data-parallel, or mtpkit.engine.Replicas": dict(data_parallel_size=1),
         "start the processes with torchrun": dict(distributed_executor_backend=("mp", "uni", "external_launcher")),
-        "sums over ranks are NCCL's": dict(
-            disable_custom_all_reduce=(False, True),
-        ),
         "weights are not quantised, see dtype": dict(quantization=None, quantization_param_path=None),
         "keys and values have the dtype of the weights": dict(kv_cache_dtype="auto", calculate_kv_scales=False),
         "use state_dtype": dict(mamba_ssm_cache_dtype="auto", mamba_cache_dtype="auto"),

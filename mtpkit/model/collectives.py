@@ -28,19 +28,22 @@ def all_reduce_by_group(values: Tensor, group: Any) -> Tensor:
     return values
 
 
-_chosen: list[AllReduce] = [all_reduce_by_group]
+_chosen: dict[Any, AllReduce] = {}
+"""What sums over a group, where that is not its backend."""
 
 
-def use_all_reduce(function: AllReduce) -> AllReduce:
-    """Let `all_reduce` call `function`, such as a kernel that sums small tensors through peer memory; returns what it
-    called before. All ranks must choose the same one, before graphs are captured."""
-    before, _chosen[0] = _chosen[0], function
-    return before
+def use_all_reduce(group: Any, function: AllReduce | None) -> None:
+    """Let `all_reduce` over a group call `function`, such as a kernel that sums small tensors through peer memory;
+    None: the group's backend. All ranks must choose the same one, before graphs are captured."""
+    if function is None:
+        _chosen.pop(group, None)
+    else:
+        _chosen[group] = function
 
 
 def all_reduce(values: Tensor, group: Any) -> Tensor:
     """Sum `values` over the ranks of a group, perhaps in place; of one rank they are the sum."""
-    return values if group.size() == 1 else _chosen[0](values, group)
+    return values if group.size() == 1 else _chosen.get(group, all_reduce_by_group)(values, group)
 
 
 def all_gather(values: Tensor, group: Any) -> Tensor:

@@ -27,7 +27,7 @@ from mtpkit.engine.ranks.join import _problems
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
-from tests.ranks import free_port, in_rank, run_ranks
+from tests.ranks import free_port, in_rank, run_ranks, share_gpu
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 LIMIT = 10.0
@@ -134,14 +134,14 @@ class Ending:
         return self.inner.draft(hidden, batch, verdict)
 
 
-def ends(rank: int, path: Path, out: Path, what: str, split: str = "tensor_parallel_size") -> None:
+def ends(rank: int, path: Path, out: Path, what: str, split: str = "tensor_parallel_size", **settings) -> None:
     """Decode, in which rank 1 does what it is told; what rank 0 says goes to a file."""
     file = os.open(out / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     watch._PATIENCE, watch._GRACE = 1.0, 0.2
 
     def work() -> None:
-        llm = LLM(path / "hf", 2, num_blocks=40, max_num_seqs=2, warm_up=False, **{split: 2})
+        llm = LLM(path / "hf", 2, num_blocks=40, max_num_seqs=2, warm_up=False, **{split: 2}, **settings)
         llm.engine.executor.drafter = Ending(llm, rank, what)
         (out / f"{rank}.began").touch()
         prompts = [[7] * (3 + rank)] if what == "other prompts" else PROMPTS
@@ -170,11 +170,23 @@ def test_a_stage_that_dies_ends_the_others(model_dir, tmp_path):
     require_end(model_dir, tmp_path, "killed", "rank 1 has died", "pipeline_parallel_size")
 
 
-def require_end(model_dir, tmp_path, what, said, *more) -> None:
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    context.set_forkserver_preload(["tests.preload", __name__])
+def ends_on_gpu(rank: int, *args) -> None:
+    share_gpu()
+    ends(rank, *args, disable_custom_all_reduce=False, enforce_eager=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what, said", [("killed", "rank 1 has died"), ("fails", "rank 1 failed: the paper ran out")])
+def test_a_rank_that_waits_in_a_kernel_is_ended(model_dir, tmp_path, what, said):
+    require_end(model_dir, tmp_path, what, said, function=ends_on_gpu, method="spawn")
+
+
+def require_end(model_dir, tmp_path, what, said, *more, function=ends, method="forkserver") -> None:
+    context, port = multiprocessing.get_context(method), free_port()
+    if method == "forkserver":
+        context.set_forkserver_preload(["tests.preload", __name__])
     ranks = [
-        context.Process(target=in_rank, args=(rank, 2, port, ends, (model_dir, tmp_path, what, *more)))
+        context.Process(target=in_rank, args=(rank, 2, port, function, (model_dir, tmp_path, what, *more)))
         for rank in (0, 1)
     ]
     for process in ranks:

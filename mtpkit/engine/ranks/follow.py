@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
+from mtpkit.engine.ranks.peers import sum_in_peer_memory
 from mtpkit.engine.ranks.stages import Stage
 from mtpkit.engine.ranks.watch import Watch
 from mtpkit.engine.scheduler import Scheduler
@@ -136,6 +137,9 @@ class Ranks:
         """The `value` of rank 0."""
         return value
 
+    def sum_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
+        """Choose what sums over tensor-parallel ranks, see `peers.sum_in_peer_memory`."""
+
     def settle(self) -> None:
         """Wait until all ranks know what this one has announced, before it may end."""
 
@@ -201,6 +205,10 @@ class SplitRanks(Ranks):
     def of_first(self, value: int) -> int:
         """See `Ranks.of_first`."""
         return self._tell([value])[0]
+
+    def sum_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
+        """See `Ranks.sum_in_peer_memory`."""
+        sum_in_peer_memory(self._tensor_group, self._control, weight, wanted)
 
     def settle(self) -> None:
         """See `Ranks.settle`."""

@@ -1,0 +1,140 @@
+"""Sums over tensor-parallel ranks in the memory of GPUs that reach each other: one kernel, in place of NCCL."""
+
+import logging
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtpkit.errors import listed
+from mtpkit.kernels.all_reduce import CHANNELS, MOST_RANKS, Windows, sum_over_ranks
+from mtpkit.kernels.dispatch import CHOICE, on_kernels
+from mtpkit.model.collectives import all_reduce_by_group, use_all_reduce
+from mtpkit.platform import before_closing, gpu_uuid, shares_memory
+
+_MOST_BYTES = 512 << 10
+"""Largest tensor that is summed here: every rank reads those of all, which for larger ones takes longer than NCCL."""
+_MOST_READ = 2 << 20
+"""Most bytes that a rank reads: many ranks sum only smaller tensors here."""
+_CLOSING = timedelta(seconds=5)
+"""How long a rank that ends waits for the others, which may still read its memory."""
+_logger = logging.getLogger(__name__)
+
+
+def limit_of(ranks: int) -> int:
+    """Most bytes of a tensor that so many ranks sum in peer memory."""
+    return min(_MOST_BYTES, _MOST_READ // ranks)
+
+
+def sum_in_peer_memory(group: Any, control: Any, weight: Tensor, wanted: bool) -> None:
+    """Choose what `collectives.all_reduce` over a group does. All ranks of `control` call it together.
+
+    Where ranks of the group cannot reach each other's memory, a line of the log says why, and its backend sums.
+
+    Args:
+        group: this rank's tensor-parallel group.
+        control: the group of all hosts.
+        weight: a tensor on this rank's device.
+        wanted: whether small tensors are to be summed in peer memory.
+    """
+    if group.size() > 1:
+        use_all_reduce(group, _peers(group, control, weight.device) if wanted else None)
+
+
+class PeerMemory:
+    """Sums tensors over a group: small ones through windows of memory that all ranks map, others by its backend."""
+
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+
+    def __call__(self, values: Tensor, group: Any) -> Tensor:
+        """See `collectives.AllReduce`."""
+        if not values.is_cuda or not self.windows.fit(values):
+            return all_reduce_by_group(values, group)
+        return sum_over_ranks(values.contiguous(), self.windows)
+
+
+@cache
+def _peers(group: Any, control: Any, device: torch.device) -> PeerMemory | None:
+    """The peer memory of a group, made with the first engine that wants it; None: there cannot be any."""
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
+    limit = limit_of(len(ranks))
+    held: dict[int, Tensor] = {}
+    offer, problem = None, _own_problem(device, len(ranks))
+    if not problem:
+        try:
+            held[me] = torch.zeros(Windows.nbytes(limit), dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)  # its flags must be zero before a peer sets one
+            offer = gpu_uuid(device.index), held[me].untyped_storage()._share_cuda_()
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+    offers: list[Any] = _of_all(control, offer)
+    if all(offers[rank] for rank in ranks):
+        try:
+            held |= {rank: _open(offers[rank], device) for rank in ranks if rank != me}
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+    if any(offers):
+        before_closing.append(partial(_close, group, control, held))
+    problems = _of_all(control, problem)
+    if found := [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]:
+        if me == ranks[0]:
+            _logger.info("sums over ranks are left to %s: %s", dist.get_backend(group), listed(found))
+        return None
+    windows = tuple(held[rank] for rank in ranks)
+    epochs = torch.zeros(CHANNELS, dtype=torch.int64, device=device)
+    return PeerMemory(Windows(ranks.index(me), windows, epochs, limit))
+
+
+def _own_problem(device: torch.device, ranks: int) -> str:
+    """Why this rank cannot sum in peer memory, whatever the others have."""
+    if device.type != "cuda":
+        return f"decodes on {device.type}"
+    if ranks > MOST_RANKS:
+        return f"is one of {ranks}, more than {MOST_RANKS}"
+    return "" if on_kernels(torch.empty(0, device=device)) else f"has {CHOICE} set"
+
+
+def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
+    """The window of another rank, in the address space of this process.
+
+    Args:
+        offer: the GPU on which it lies, and the handle of its storage, as `_share_cuda_` has it.
+
+    Raises:
+        RuntimeError: it cannot be reached.
+    """
+    gpu, handle = offer
+    index = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}.get(gpu)
+    if index is None:
+        raise RuntimeError(f"does not see GPU {gpu}, which is on another host or hidden by CUDA_VISIBLE_DEVICES")
+    if not shares_memory(device.index, index):
+        raise RuntimeError(f"has no peer access from GPU {device.index} to GPU {index}")
+    _, *place, _ = handle
+    # Opened on this device, which maps the other one's memory; no event of the other stream has to be waited for.
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *place, False)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _of_all[T](control: Any, own: T) -> list[T]:
+    """What each rank has."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own, group=control)
+    return every
+
+
+def _close(group: Any, control: Any, held: dict[int, Tensor]) -> None:
+    """Give the windows back in order: when all ranks have read what they will, those of others, then the own one."""
+    use_all_reduce(group, None)
+    _peers.cache_clear()
+    own = held.pop(dist.get_rank(), None)
+    if own is not None:
+        torch.cuda.synchronize(own.device)
+    for _ in range(2):
+        with suppress(RuntimeError):  # one that has failed, or is busy; its memory goes with it
+            dist.monitored_barrier(control, timeout=_CLOSING)
+        held.clear()

@@ -1,0 +1,113 @@
+"""Sums over ranks through windows that all of them read, to the bit: processes that share memory of the host."""
+
+import importlib
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from mtpkit.kernels.all_reduce.window import BUFFERS_AT, CHANNELS, Windows
+from tests.ranks import run_ranks
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64)
+LIMIT = 300_000
+"""Bytes: not a multiple of blocks, and two blocks in some channels."""
+RANKS = 3
+"""With two, the order would not matter."""
+SIZES = [1, 3, 500, 2049, 4096, 5000, 1, 4097, LIMIT // 4]
+"""One value, odd numbers of them, several channels, and as many as there is room for."""
+RACE = [5, 4097, 7, 2500] * 3
+REFERENCE, TRITON = ("reference",) * RANKS, ("triton",) * RANKS
+CASES = {
+    "reference": (REFERENCE, SIZES, {}),
+    "triton": (TRITON, SIZES, {}),
+    "both": (("triton", "reference", "triton"), SIZES[:4], {}),
+    "overtaking": (TRITON, RACE, {}),
+    "broken: both buffers at one place": (TRITON, RACE, {"CHANNELS": 0}),
+    "broken: no wait": (TRITON, RACE, {"_MOST_POLLS": 0}),
+}
+"""Twin of each rank, sizes of tensors, what is broken in the kernel."""
+
+
+def window(path: Path) -> torch.Tensor:
+    """A file that all processes map."""
+    return torch.from_file(str(path), shared=True, size=Windows.nbytes(LIMIT), dtype=torch.uint8)
+
+
+def draw(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Values of all ranks. Their sum depends on the order, but for bf16, to which the interpreter does not round."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bfloat16:
+        return list(torch.randint(-40, 40, (RANKS, count), generator=generator).to(dtype))
+    scale = 1e3 ** torch.randint(-1, 3, (RANKS, count), generator=generator)
+    return list((torch.randn(RANKS, count, generator=generator) * scale).to(dtype))
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    return sum(parts[1:], parts[0])
+
+
+def sums(rank: int, path: Path) -> None:
+    """Sum tensors of many sizes one after another, in each case; say which were right."""
+    # This process stops for a while at some barriers of a kernel, so that others overtake it.
+    interpreter.interpreter_builder.create_barrier = lambda: time.sleep(random.choice([0, 0, 0.01]))
+    found = {}
+    for number, (name, (twins, sizes, broken)) in enumerate(CASES.items()):
+        module = importlib.import_module(f"mtpkit.kernels.all_reduce.{twins[rank]}")
+        windows = tuple(window(path / f"{number}.{other}") for other in range(RANKS))
+        mine = Windows(rank, windows, torch.zeros(CHANNELS, dtype=torch.int64), LIMIT)
+        found[name] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for attribute, value in broken.items():
+                patch.setattr(module, attribute, value)
+            for seed, size in enumerate(sizes):
+                parts = draw(size, DTYPES[seed % len(DTYPES)], seed)
+                values = parts[rank].clone()
+                assert module.sum_over_ranks(values, mine) is values
+                found[name].append(torch.equal(values, in_order(parts)))
+    (path / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """Of each case, which sums of each rank were right."""
+    path = tmp_path_factory.mktemp("windows")
+    for number in range(len(CASES)):
+        for rank in range(RANKS):
+            poisoned = window(path / f"{number}.{rank}")
+            poisoned[:BUFFERS_AT], poisoned[BUFFERS_AT:] = 0, 255  # NaN
+    run_ranks(sums, path, ranks=RANKS)
+    every = [json.loads((path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return {name: [one for found in every for one in found[name]] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_are_exact(right, name):
+    assert len(right[name]) == RANKS * len(CASES[name][1])
+    assert all(right[name]) != name.startswith("broken")
+
+
+def test_what_fits():
+    windows = Windows(0, (), torch.zeros(CHANNELS, dtype=torch.int64), LIMIT)
+    fits = {1: True, LIMIT // 4: True, LIMIT // 4 + 1: False, 0: False}
+    assert {count: windows.fit(torch.empty(count)) for count in fits} == fits
+    assert windows.fit(torch.empty(LIMIT // 2, dtype=torch.bfloat16))
+    assert not windows.fit(torch.empty(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_channels_hold_what_they_are_given(dtype):
+    """Also at the edges of blocks, and of as many blocks as there are channels."""
+    for limit in (1000, LIMIT, 512 << 10):
+        windows = Windows(0, (), torch.zeros(CHANNELS, dtype=torch.int64), limit)
+        assert Windows.nbytes(limit) == BUFFERS_AT + 2 * CHANNELS * windows.capacity
+        most = limit // dtype.itemsize
+        edges = (8192 // dtype.itemsize * blocks + more for blocks in (1, 2, 31, 32, 33) for more in (-1, 0, 1))
+        for count in {1, most, *(min(most, edge) for edge in edges)}:
+            block, channels, share = windows.shares(torch.empty(count, dtype=dtype))
+            assert share % block == 0 and share * dtype.itemsize <= windows.capacity
+            assert channels <= CHANNELS and (channels - 1) * share < count <= channels * share
