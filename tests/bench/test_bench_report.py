@@ -143,4 +143,4 @@ def test_a_copy_a_sum_and_a_product_reach_what_a_gpu_can():
     machine = measure_machine(torch.device("cuda"))
     assert min(machine.copy_bandwidth, machine.read_bandwidth) > 1e11 and machine.matrix_rate > 1e13
     sustained = measure_machine(torch.device("cuda"), sustained=True).sustained_rate
-    assert sustained is not None and 0.5 < sustained / machine.matrix_rate < 1.05
+    assert sustained is not None and sustained > 1e13
