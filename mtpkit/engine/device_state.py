@@ -88,7 +88,8 @@ class DeviceState:
     """[slots, T] int64, of trees that grow; None: there are none."""
     earlier: Earlier | None
     """[slots, E, ...], the last E committed positions; None: the drafter does not read them. One more with a prefix
-    cache, whose checkpoints begin one position earlier for the heads."""
+    cache, whose checkpoints begin one position earlier for the heads; but of several pipeline stages the last one alone
+    has hidden states to keep."""
     ends: Ends | None
     """Where requests end; None: the host alone knows."""
     vocabulary: Vocabulary
@@ -111,10 +112,10 @@ class DeviceState:
             counters: counters that the states of the layers have for each request.
             earlier: E and the hidden size, see `Drafter.earlier`.
             dtype: dtype of hidden states.
-            hidden_size: that of the base, needed with a prefix cache.
+            hidden_size: that of the base, needed with a prefix cache; 0: this rank does not have its hidden states.
         """
         cached = config.enable_prefix_caching
-        positions, hidden_size = (earlier[0] + 1, hidden_size) if cached else earlier
+        positions, hidden_size = (earlier[0] + 1, hidden_size) if cached and hidden_size else earlier
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)

@@ -65,9 +65,11 @@ class Engine:
         blocks, prefix = IdPool(num_blocks), None
         if config.enable_prefix_caching:
             blocks = CachedBlocks(num_blocks)
-            ahead = drafter.earlier[0] + 1 if config.num_speculative_tokens else 0
+            # All stages of a pipeline find the same, and the last one alone has heads.
+            ahead = self.ranks.most(drafter.earlier[0] + 1 if config.num_speculative_tokens else 0)
+            successors = self.ranks.most(int(ahead > 0 and layout.head_slot_bytes > 0))
             room = config.num_checkpoints, ahead, config.prefix_cache_interval
-            prefix = PrefixCache(blocks, config.block_size, *room, bool(ahead and layout.head_slot_bytes))
+            prefix = PrefixCache(blocks, config.block_size, *room, bool(successors))
         graphs, slots = self.executor.graphs, IdPool(config.max_num_seqs)
         sizes = (graphs.chunk_sizes, graphs.sizes_beside) if graphs else ()
         self.pacing = pacing_for(config, device, *sizes)

@@ -107,7 +107,7 @@ class Executor:
             counters=layout.counters,
             earlier=drafter.earlier,
             dtype=layout.sizes.dtype,
-            hidden_size=cast(CachingRunner, runner).hidden_size if cached else 0,
+            hidden_size=cast(CachingRunner, runner).hidden_size if cached and self.stage.last else 0,
         )
         self.builder = BatchBuilder(config.block_size, self.states, self.state, device, config.tree)
         self.checkpoints: CheckpointStore | None = None
@@ -123,7 +123,7 @@ class Executor:
 
     def launch(self, plan: Plan) -> Launched | None:
         """Launch a plan; None if it has no rows: checkpoints were restored."""
-        slots = frozenset(row.request.slot for row in plan.rows)
+        slots = frozenset([*(row.request.slot for row in plan.rows), *(one.slot for one in plan.restores)])
         while self._open and (len(self._open) >= self.stage.stages or any(slots & one.slots for one in self._open)):
             self._store_first()
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
@@ -131,7 +131,7 @@ class Executor:
             self.checkpoints.restore(plan.restores)
             if not plan.rows:
                 return None
-            return Launched(plan, self._resume(self.builder.build(plan)))
+            return self._launch_resumed(plan, slots)
         if self.stage.stages > 1:
             launched = self._launch_stage(plan, slots)
         elif self.graphs:
@@ -145,6 +145,21 @@ class Executor:
         """Keep checkpoints of requests as they are after the last launched step."""
         if saves and self.checkpoints:
             self.checkpoints.save(saves)
+
+    def _launch_resumed(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
+        """Launch a step of rows that begin at checkpoints, see `Plan`: no hidden states go from stage to stage."""
+        batch = self.builder.build(plan)
+        if not self.stage.last:
+            return self._opened(plan, slots, batch)
+        packed = self._resume(batch)
+        self.stage.tell(packed)
+        return Launched(plan, packed)
+
+    def _opened(self, plan: Plan, slots: frozenset[int | None], batch: Batch) -> Launched:
+        """The launched plan whose results another stage will tell."""
+        launched = Launched(plan)
+        self._open.append(_Open(launched, slots, batch))
+        return launched
 
     def _resume(self, batch: Batch) -> Tensor:
         """Run a step of rows that begin at checkpoints, without the base; see `Plan`."""
@@ -162,10 +177,10 @@ class Executor:
             self.stage.tell(packed)
             return Launched(plan, packed)
         # What is stored later is built now: replays of other plans overwrite what this one's leaves.
-        launched, batch = Launched(plan), self.builder.build(plan)
+        batch = self.builder.build(plan)
+        launched = self._opened(plan, slots, batch)
         hidden = self.graphs.replay(self._execute, plan) if self.graphs else self._execute(batch)
         self.stage.send(hidden.clone())
-        self._open.append(_Open(launched, slots, batch))
         return launched
 
     def collect(self, launched: Sequence[Launched]) -> list[StepResult]:
@@ -210,6 +225,7 @@ class Executor:
         """
         if self.checkpoints:
             self.checkpoints.warm_up()
+        if self.checkpoints and self.stage.last:
             shape = StepShape(0, 1, 1)
             numbers = self.builder.ints(self.builder.null_numbers(shape))
             plan = replace(Plan.without_rows(0, 1, self.config.drafts), restores=(Restore(0, NULL_SLOT, 1),))

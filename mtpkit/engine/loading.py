@@ -194,13 +194,13 @@ def check_children(tree: Tree | None, tokens: int) -> None:
         )
 
 
-def check_stages(stages: int, tree: Tree | None, prefix_cache: bool, adaptive: bool) -> None:
+def check_stages(stages: int, tree: Tree | None, adaptive: bool) -> None:
     """Check that pipeline stages can decode with other settings.
 
     Raises:
         UserError: they cannot.
     """
-    asked = {"trees of drafts": tree is not None, "a prefix cache": prefix_cache, "K = 'auto'": adaptive}
+    asked = {"trees of drafts": tree is not None, "K = 'auto'": adaptive}
     for name, used in asked.items():
         if used and stages > 1:
             raise UserError(f"{name} cannot be combined with pipeline_parallel_size {stages}: leave one out")

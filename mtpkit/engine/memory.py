@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from mtpkit.config import ModelConfig
+from mtpkit.config import LARGEST_COUNT, ModelConfig
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.options import EngineConfig
@@ -147,13 +147,15 @@ def plan_memory(
         in_use = total - free
         available = int(total * utilization) - in_use - activations - transfers - graphs
     meta, sizes = torch.device("meta"), layout.sizes
-    state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, model.hidden_size)
+    hidden_size = model.hidden_size if ranks.stage.last else 0
+    state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, hidden_size)
     checkpoint = num_checkpoints = 0
-    if config.enable_prefix_caching and state.earlier is not None:
-        kept = list(vars(state.earlier).values())
+    if config.enable_prefix_caching:
+        kept = list(vars(state.earlier).values()) if state.earlier else []
         checkpoint = checkpoint_bytes(layout, getattr(torch, config.prefix_cache_dtype), kept)
-        wanted = _CHECKPOINTS * config.max_num_seqs * checkpoint if prefix_bytes is None else prefix_bytes
-        num_checkpoints = wanted // checkpoint
+        num_checkpoints = _CHECKPOINTS * config.max_num_seqs
+        if prefix_bytes is not None:  # a stage without recurrent layers keeps nothing of its own
+            num_checkpoints = ranks.least(prefix_bytes // checkpoint if checkpoint else LARGEST_COUNT)
     plan = MemoryPlan(
         total=total,
         in_use=in_use,

@@ -197,8 +197,6 @@ def refused(model) -> None:
     """What cannot be combined with stages yet."""
     with pytest.raises(UserError, match="trees of drafts cannot be combined with pipeline_parallel_size 2: leave one"):
         make_llm(model, 2, speculative_token_tree="[2, 1]")
-    with pytest.raises(UserError, match="a prefix cache cannot be combined with pipeline_parallel_size 2: leave one"):
-        make_llm(model, 2, enable_prefix_caching=True)
     with pytest.raises(UserError, match="K = 'auto' cannot be combined with pipeline_parallel_size 2: leave one out"):
         make_llm(model, "auto")
     with pytest.raises(

@@ -2,9 +2,10 @@
 
 A checkpoint of the first P tokens holds, per layer of the base, the convolution window and the recurrent state as a
 prefill chunk leaves them, with the ring folded in; the last base hidden states up to position P - 1, from which the
-heads go on and the next token is chosen; and their tokens. All copies run in the order of launches: those of a request
-that begins at a checkpoint before its first step, those that leave one after the step that comes to it and before any
-later one. No copy waits for the device.
+heads go on and the next token is chosen; and their tokens. Of several pipeline stages each has checkpoints of its own
+layers, and the last one the hidden states. All copies run in the order of launches: those of a request that begins at a
+checkpoint before its first step, those that leave one after the step that comes to it and before any later one. No copy
+waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,18 +36,17 @@ class CheckpointStore:
         self, layout: StateLayout, states: States, state: DeviceState, count: int, dtype: torch.dtype, fold: Fold
     ) -> None:
         self.states, self.state, self.fold = states, state, fold
-        assert state.earlier is not None
-        self.tensors = [
-            *_saved_tensors(layout, states, count, dtype),
-            *_like(list(vars(state.earlier).values()), count),
-        ]
+        self.tensors = [*_saved_tensors(layout, states, count, dtype), *_like(self._earlier, count)]
         """[count, ...] each, in the order of `_held`."""
 
     def _held(self) -> list[Tensor]:
         """[slots, ...], what the slots hold of what a checkpoint has."""
-        assert self.state.earlier is not None
         parts = [part for state in _slot_states(self.states) for part in state.chunk_end.values()]
-        return [*parts, *vars(self.state.earlier).values()]
+        return [*parts, *self._earlier]
+
+    @property
+    def _earlier(self) -> list[Tensor]:
+        return list(vars(self.state.earlier).values()) if self.state.earlier else []
 
     def restore(self, restores: Sequence[Restore]) -> None:
         """Copy checkpoints to slots, and the blocks of their tails; all blocks are read before any is written."""
