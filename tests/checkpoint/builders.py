@@ -58,11 +58,12 @@ def add_heads(directory: Path, pattern: str = "*E", physical: int = 1, depths: i
     donor = directory / "donor"
     tensors = load_file(directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    changes = {key: config[key] for key in ("moe_latent_size",)}
+    routing = ("moe_latent_size", "n_group", "topk_group", "norm_topk_prob", "layer_norm_epsilon")
+    changes = {key: config[key] for key in (*SIZES, *routing) if key in config}
     write_base(donor, pattern * physical, seed=1, dtype=tensors["lm_head.weight"].dtype, **changes)
     heads = load_file(donor / "model.safetensors")
     tensors |= {n.replace("backbone.", "mtp."): t for n, t in heads.items() if n.startswith("backbone.layers.")}
-    hidden, length, dtype = SIZES["hidden_size"], len(pattern), tensors["lm_head.weight"].dtype
+    hidden, length, dtype = config["hidden_size"], len(pattern), tensors["lm_head.weight"].dtype
     for depth in range(physical):
         first, last = f"mtp.layers.{depth * length}", f"mtp.layers.{depth * length + length - 1}"
         tensors[f"{first}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden).to(dtype)

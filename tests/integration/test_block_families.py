@@ -1,4 +1,4 @@
-"""GLM-4-MoE and MiMo: drafts against transformers and a recurrence in fp64, decoding. These and Qwen: several ranks."""
+"""GLM-4-MoE and MiMo: drafts against transformers and a recurrence in fp64, decoding. Every family: several ranks."""
 
 import math
 from pathlib import Path
@@ -15,6 +15,7 @@ from mtpkit.engine import LLM
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, write_glm, write_mimo
+from tests.checkpoint.family_models import FAMILIES, write_family
 from tests.checkpoint.qwen_models import add_heads, write
 from tests.engine.tiny import decode, generate, greedy, make_llm, record_drafts, teacher_forced_drafts
 from tests.kernels.recurrence import relative
@@ -61,6 +62,13 @@ def qwen(tmp_path_factory) -> dict[str, Path]:
         write(family, found[family], num_hidden_layers=2, full_attention_interval=2, **sizes)
         add_heads(family, found[family])
     return found
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict[str, Path]:
+    """Families whose drafts are compared elsewhere; Nemotron's experts work in a latent width."""
+    sizes = {"nemotron_h": dict(moe_latent_size=12), "deepseek_v3": dict(num_hidden_layers=2)}
+    return {name: write_family(name, tmp_path_factory.mktemp(name), **changes) for name, changes in sizes.items()}
 
 
 @pytest.fixture
@@ -208,27 +216,33 @@ def outputs(model, depths):
 
 
 BOTH = ("tensor_parallel", "expert_parallel")
-SPLITS = {"glm": BOTH, "mimo": BOTH[:1], "qwen3_next": BOTH[:1], "qwen3_5": BOTH[:1], "qwen3_5_moe": BOTH}
+ALONE = {"mimo", "qwen3_5"}
+"""Families without experts."""
+
+
+def splits(name: str) -> tuple[str, ...]:
+    return BOTH[:1] if name in ALONE else BOTH
 
 
 def split_rank(rank: int, out: Path, directories: dict[str, Path]) -> None:
     for name, directory in directories.items():
         depths = load_config(directory).mtp.num_layers
-        for split in SPLITS[name]:
+        for split in splits(name):
             parallel_state.destroy_model_parallel()
             found = outputs(load_model(directory, **{split: 2}), depths)
             save_file({n: t.contiguous() for n, t in found.items()}, out / f"{name}.{split}.{rank}.st")
 
 
-def test_two_ranks_compute_what_one_does(glm, mimo, qwen, tmp_path):
+def test_two_ranks_compute_what_one_does(glm, mimo, qwen, others, tmp_path):
     """Loaded from the published layout, split over tensor-parallel ranks (MiMo's one group of heads too) or over
     expert-parallel ones."""
-    directories = {"glm": glm, "mimo": mimo, **qwen}
+    directories = {"glm": glm, "mimo": mimo, **qwen, **others}
+    assert len(directories) == len(FAMILIES)
     run_ranks(split_rank, tmp_path, directories)
     for name, directory in directories.items():
         want = outputs(load_model(directory), load_config(directory).mtp.num_layers)
         files = sorted(tmp_path.glob(f"{name}.*.st"))
-        assert len(files) == 2 * len(SPLITS[name])
+        assert len(files) == 2 * len(splits(name))
         for file in files:
             have = load_file(file)
             assert have.keys() == want.keys()
