@@ -26,6 +26,7 @@ from mtpkit.checkpoint.layouts.huggingface import (
     read_total_metadata,
     write_shard,
 )
+from mtpkit.checkpoint.layouts.parallel import Budget
 from mtpkit.checkpoint.stitch_quantized import check_base, list_heads
 from mtpkit.checkpoint.tensors import CheckedTensors, TensorInfo, TensorSource
 from mtpkit.config import ModelConfig
@@ -267,14 +268,17 @@ def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
         if (before.directory / file).samefile(after.directory / plan.names.get(file, file))
     }
     hashed = [name for name in plan.others if name not in missing and before.places[name].file not in same]
+    budget = Budget()
     with (
         progress("hashing", sum(before.info(name).nbytes for name in hashed)) as bar,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
 
         def differs(name: str) -> bool:
-            bar.update(before.info(name).nbytes)
-            return _sha256(before.read(name)) != _sha256(after.read(name))
+            nbytes = before.info(name).nbytes
+            bar.update(nbytes)
+            with budget.hold(2 * nbytes):
+                return _sha256(before.read(name)) != _sha256(after.read(name))
 
         odd = [name for name, wrong in zip(hashed, pool.map(differs, hashed), strict=True) if wrong]
     if missing or odd:

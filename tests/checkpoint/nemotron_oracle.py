@@ -1,5 +1,5 @@
-"""MTP depths of Nemotron 3 in fp64, straight from the tensors of a directory, written from what is published about them:
-attention without positions, experts with squared ReLU in a latent width, routers that choose by biased scores."""
+"""MTP depths of Nemotron 3 in fp64, straight from the tensors of a directory, written from what is published: attention
+without positions, experts with squared ReLU in a latent width, routers that choose by biased scores."""
 
 import json
 import math

@@ -4,13 +4,17 @@ import errno
 import json
 import os
 import shutil
+import threading
+import time
 
 import pytest
 import torch
 
 from mtpkit.checkpoint import load_config
+from mtpkit.checkpoint import stitch as stitching
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.layouts.parallel import Budget
 from mtpkit.checkpoint.stitch import BASE_FILE, HEADS_FILE, stitch
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import MtpkitError, StorageError, UserError
@@ -161,6 +165,27 @@ def test_files_that_cannot_be_linked(place, tmp_path, monkeypatch):
     action = lambda: stitch(place / "hf", place / "run", tmp_path / "out", link=True)  # noqa: E731
     refused(action, "leave --link out", error=StorageError)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("held", [1, 2**30])
+def test_hashing_holds_no_more_than_its_budget(place, tmp_path, monkeypatch, held):
+    """Four threads that hash a large tensor each, before and after, would hold eight."""
+    running, most, lock, plain = 0, 0, threading.Lock(), stitching._sha256
+
+    def watched(tensor: torch.Tensor) -> bytes:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return plain(tensor)
+
+    monkeypatch.setattr(stitching, "_sha256", watched)
+    monkeypatch.setattr(stitching, "Budget", lambda: Budget(held))
+    assert stitch(place / "bare", place / "run", tmp_path / "out").hashed > 8
+    assert most == 1 if held == 1 else most > 1
 
 
 def test_a_disk_that_changes_a_byte_is_noticed(place, tmp_path, monkeypatch):
