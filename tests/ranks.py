@@ -34,6 +34,13 @@ def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2, de
     mp.start_processes(in_rank, (ranks, free_port(), function, args), nprocs=ranks, start_method=method)
 
 
+def fork_ranks(function: Callable[..., object], *args: object, ranks: int = 2) -> list[ForkServerProcess]:
+    """Start a function of args in so many processes at once, in the environment that torchrun would give them."""
+    preload(function.__module__)
+    port = free_port()
+    return [fork(as_rank, rank, ranks, port, function, *args) for rank in range(ranks)]
+
+
 def preload(module: str) -> None:
     """Start the process that others are forked from, unless there is one, and import a module there."""
     mp.get_context("forkserver").set_forkserver_preload(["tests.preload", module])
@@ -42,11 +49,16 @@ def preload(module: str) -> None:
 
 def in_rank(rank: int, ranks: int, port: int, function: Callable[..., object], args: tuple) -> None:
     """What a process of `run_ranks` does."""
+    as_rank(rank, ranks, port, function, rank, *args)
+    close_distributed()
+
+
+def as_rank(rank: int, ranks: int, port: int, function: Callable[..., object], *args: object) -> None:
+    """Call a function of args in the environment of a rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    function(rank, *args)
-    close_distributed()
+    function(*args)
 
 
 def share_gpu() -> None:

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint import load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.cli import run as run_command
+from mtpkit.cli.main import app
 from mtpkit.data.build import build_dataset
 from mtpkit.data.loader import PackedLoader
 from mtpkit.data.tokenizer import load_tokenizer
@@ -29,11 +29,9 @@ from mtpkit.training.cache import HiddenStates, Split
 from mtpkit.training.cache_write import _share, attach_cache, write_cache
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.loop import train
-from tests.ranks import fork, run_ranks
+from tests.ranks import fork, fork_ranks, run_ranks
 from tests.training.parallel_ranks import EXPERTS, work
 from tests.training.toy import CONFIG
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -286,30 +284,12 @@ def test_a_damaged_shard_is_named_and_written_anew(cached, tmp_path, damage):
     assert shard.read_bytes() == good
 
 
-LAUNCH = """
-import sys
-from mtpkit.training import cache
-cache.SHARD_BYTES = 2 * 32 * 32 * 4
-from mtpkit.cli.main import main
-sys.argv[1:1] = ["data", "cache", "--config", "/dev/null"]
-main()
-"""
-
-
-def write_shards(settings):
-    """What `LAUNCH` does, with shards of two sequences, in one process."""
+def write_shards(settings, printed=None):
+    """`mtpkit data cache` in a fork, with shards of two sequences; prints into a file."""
     cache_format.SHARD_BYTES = 2 * 32 * 32 * 4
-    write_cache(load_config(None, settings))
-
-
-def start_ranks(settings, tmp_path, **changes):
-    """`mtpkit data cache` in two processes, with shards of two sequences."""
-    (tmp_path / "launch.py").write_text(LAUNCH)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [*launcher, str(tmp_path / "launch.py"), *overrides(settings, **changes)]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
+    if printed:
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    run_command(app, ["data", "cache", "--config", "/dev/null", *settings])
 
 
 def contents(directory):
@@ -328,9 +308,12 @@ def test_killed_and_begun_again_on_two_ranks(settings, tmp_path, monkeypatch):
     assert process.exitcode == -signal.SIGKILL and 5 <= len(shards) < 74
     torn = directory / f".{shards[0]}.writing"
     torn.write_bytes(b"torn")
-    process = start_ranks(settings, tmp_path, cache=directory)
-    printed, _ = process.communicate()
-    assert process.returncode == 0 and f"{74 - len(shards)} of 74 shards" in printed
+    printed = tmp_path / "printed"
+    ranks = fork_ranks(write_shards, overrides(settings, cache=directory), printed)
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert printed.read_text().count(f"{74 - len(shards)} of 74 shards") == 1
     assert not torn.exists() and len(contents(directory)) == 74
     assert {name: files(directory)[name] for name in shards} == {name: kept[name] for name in shards}
     monkeypatch.setattr(cache_format, "SHARD_BYTES", 2 * 32 * 32 * 4)
