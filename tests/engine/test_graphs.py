@@ -1,5 +1,6 @@
 """Steps as CUDA graphs give the tokens of plain decoding, whatever fills the batch."""
 
+import functools
 import itertools
 import math
 
@@ -214,10 +215,19 @@ def test_each_k_and_kind_of_sampling_has_its_graph(device):
     assert keys == {(k, use) for k in range(4) for use in (GREEDY, for_graph(frozenset({"temperature"})))}
 
 
-def without_graphs(model, prompts, params) -> list[list[int]]:
-    """The output of each prompt decoded without drafts, eagerly, in an engine of its own."""
+TURNS = [
+    penalised(20),
+    greedy(18),
+    penalised(20, temperature=0.9, seed=3, top_p=0.9),
+    SamplingParams(temperature=0.8, seed=4, max_tokens=15, ignore_eos=True),
+]
+
+
+@functools.cache
+def without_graphs(model) -> list[list[int]]:
+    """The output of each prompt with one of `TURNS`, decoded without drafts, eagerly, in an engine of its own."""
     outputs = []
-    for prompt, one in zip(prompts, params, strict=True):
+    for prompt, one in zip(make_prompts(), itertools.cycle(TURNS), strict=False):
         llm = make_llm(model, 0, enforce_eager=True, async_scheduling=False)
         outputs.append(llm.generate(prompt, one)[0].outputs[0].token_ids)
     return outputs
@@ -228,10 +238,8 @@ def without_graphs(model, prompts, params) -> list[list[int]]:
 def test_penalties_in_graphs(device, heads, k, settings):
     """Requests with penalties, greedy and drawn, beside requests without; then all in slots that others had."""
     model, prompts = tiny_model(heads, device=device), make_prompts()
-    drawn = SamplingParams(temperature=0.8, seed=4, max_tokens=15, ignore_eos=True)
-    turns = itertools.cycle([penalised(20), greedy(18), penalised(20, temperature=0.9, seed=3, top_p=0.9), drawn])
-    params = [next(turns) for _ in prompts]
-    want = without_graphs(model, prompts, params)
+    params = list(itertools.islice(itertools.cycle(TURNS), len(prompts)))
+    want = without_graphs(model)
     assert want[0] != decode(model, prompts[0], 20)
     llm = graphed(model, k, prompts, **settings)
     if k:  # some drafts are right: slots are given to prompts in their order

@@ -84,18 +84,19 @@ def make_prompts(lengths=PROMPT_LENGTHS) -> list[list[int]]:
 
 
 @functools.cache
-def _decode(model, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    tokens, device = list(prompt), next(model.parameters()).device
-    with torch.inference_mode():
-        for _ in range(max_tokens):
-            hidden = base_forward(model, torch.tensor([tokens], device=device), SequenceInput())
-            tokens.append(int(compute_logits(model, normed_states(model, hidden[-1, 0])).argmax()))
-    return tuple(tokens[len(prompt) :])
+def _continued(model, prompt: tuple[int, ...]) -> list[int]:
+    """As many tokens after a prompt as any test has asked for so far, each of which takes a whole forward pass."""
+    return []
 
 
 def decode(model, prompt: list[int], max_tokens: int) -> list[int]:
     """Greedy decoding by computing the whole sequence anew for every token."""
-    return list(_decode(model, tuple(prompt), max_tokens))
+    found, device = _continued(model, tuple(prompt)), next(model.parameters()).device
+    with torch.inference_mode():
+        while len(found) < max_tokens:
+            hidden = base_forward(model, torch.tensor([[*prompt, *found]], device=device), SequenceInput())
+            found.append(int(compute_logits(model, normed_states(model, hidden[-1, 0])).argmax()))
+    return found[:max_tokens]
 
 
 def greedy(max_tokens: int = 20) -> SamplingParams:
@@ -199,14 +200,19 @@ def record_drafts(llm: LLM, prompts, max_tokens: int = 20, guided: bool = True) 
 
 
 @functools.cache
+def _forced(model, known: tuple[int, ...]) -> list[int]:
+    """The drafts after `known` tokens of as many depths as any test has asked for so far."""
+    return []
+
+
 @torch.inference_mode()
 def teacher_forced_drafts(model, known: tuple[int, ...], depths: int) -> list[int]:
     """The drafts after `known` tokens, from whole sequences without caches: each depth reads the drafts before it."""
     attention = "serving" if model.mtpkit_config.mtp.repeated else "per_depth"
-    newest, tokens = len(known) - 2, list(known)
-    for depth in range(1, depths + 1):
-        ids = torch.tensor([tokens])
+    newest, found = len(known) - 2, _forced(model, known)
+    while len(found) < depths:
+        ids = torch.tensor([[*known, *found]])
         hidden = base_forward(model, ids, SequenceInput())
-        *_, state = unroll_depths(model, hidden, ids, depth, attention)
-        tokens.append(int(compute_logits(model, state[newest, 0]).argmax()))
-    return tokens[-depths:]
+        *_, state = unroll_depths(model, hidden, ids, len(found) + 1, attention)
+        found.append(int(compute_logits(model, state[newest, 0]).argmax()))
+    return found[:depths]
