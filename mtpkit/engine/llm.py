@@ -112,9 +112,14 @@ class LLM:
         self._turn, self._making = _Turn(), threading.Lock()
         self._device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
         _freeze_objects()
-        if options.warm_up:
+        self._warm_up(options.warm_up, adaptive)
+
+    def _warm_up(self, capture: bool, adaptive: bool) -> None:
+        """Capture graphs, if that is asked for; and with K = "auto" time steps of batch sizes that double."""
+        config = self.engine.config
+        if capture:
             self.engine.warm_up(self.engine.draft_shapes if adaptive else [config.drafts])
-        if adaptive and depths:
+        if adaptive and config.num_speculative_tokens:
             most = config.max_num_seqs
             self.engine.adapt(sorted({min(2**power, most) for power in range(most.bit_length() + 1)}))
 

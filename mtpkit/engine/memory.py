@@ -139,13 +139,11 @@ def plan_memory(
     activations += rows * _draft_bytes(vocabulary.width, layout, config, earlier)
     transfers = ranks.stage.copies * tokens * model.hidden_size * layout.sizes.dtype.itemsize
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
-    total = in_use = 0
-    available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        in_use = total - free
+    total, in_use = _device_bytes(device)
+    if total:
         available = int(total * utilization) - in_use - activations - transfers - graphs
+    else:
+        available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
     meta, sizes = torch.device("meta"), layout.sizes
     hidden_size = model.hidden_size if ranks.stage.last else 0
     state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, hidden_size)
@@ -176,6 +174,15 @@ def plan_memory(
     )
     fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(1, layout.block_bytes) - config.graphs
     return replace(plan, num_blocks=ranks.least(_blocks(plan, fitting, available, num_blocks)))
+
+
+def _device_bytes(device: torch.device) -> tuple[int, int]:
+    """All memory of a GPU, and what is in use of it; what torch keeps for itself counts as free. A CPU: (0, 0)."""
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return total, total - free
 
 
 def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | None) -> int:

@@ -107,7 +107,8 @@ def _linear_kernel(
     NARROW: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of all rows per program, summed over SPAN of the WIDTH input channels. The weight is the
-    left operand of the product, whose other side may be as narrow as 16."""
+    left operand of the product, whose other side may be as narrow as 16. Longer than 70 lines because its parts share
+    nearly all pointers."""
     SPLITS: tl.constexpr = WIDTH // SPAN
     NORMED: tl.constexpr = norm_ptr is not None
     tile, split = tl.program_id(0), tl.program_id(1)
