@@ -147,13 +147,7 @@ def plan_memory(
     meta, sizes = torch.device("meta"), layout.sizes
     hidden_size = model.hidden_size if ranks.stage.last else 0
     state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, hidden_size)
-    checkpoint = num_checkpoints = 0
-    if config.enable_prefix_caching:
-        kept = list(vars(state.earlier).values()) if state.earlier else []
-        checkpoint = checkpoint_bytes(layout, getattr(torch, config.prefix_cache_dtype), kept)
-        num_checkpoints = _CHECKPOINTS * config.max_num_seqs
-        if prefix_bytes is not None:  # a stage without recurrent layers keeps nothing of its own
-            num_checkpoints = ranks.least(prefix_bytes // checkpoint if checkpoint else LARGEST_COUNT)
+    checkpoint, num_checkpoints = _checkpoints(layout, config, state, prefix_bytes, ranks)
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
@@ -174,6 +168,20 @@ def plan_memory(
     )
     fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(1, layout.block_bytes) - config.graphs
     return replace(plan, num_blocks=ranks.least(_blocks(plan, fitting, available, num_blocks)))
+
+
+def _checkpoints(
+    layout: StateLayout, config: EngineConfig, state: DeviceState, prefix_bytes: int | None, ranks: Ranks
+) -> tuple[int, int]:
+    """Bytes of a checkpoint of the prefix cache and their number, the same on all ranks; (0, 0) without the cache."""
+    if not config.enable_prefix_caching:
+        return 0, 0
+    kept = list(vars(state.earlier).values()) if state.earlier else []
+    size = checkpoint_bytes(layout, getattr(torch, config.prefix_cache_dtype), kept)
+    if prefix_bytes is None:
+        return size, _CHECKPOINTS * config.max_num_seqs
+    # A stage without recurrent layers keeps nothing of its own.
+    return size, ranks.least(prefix_bytes // size if size else LARGEST_COUNT)
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int]:
