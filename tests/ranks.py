@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import socket
+import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
@@ -58,12 +60,18 @@ def as_rank(rank: int, ranks: int, port: int, function: Callable[..., object], *
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    function(*args)
+    try:
+        function(*args)
+    except Exception:  # said at once: the others may wait for this one until somebody ends them
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise
 
 
-def share_gpu() -> None:
-    """Have this process take the first GPU, whatever others do, and gloo, since NCCL refuses two ranks on one GPU."""
-    torch.cuda.set_device(0)
+def share_device(device: str) -> None:
+    """Join the others by gloo, all on the first GPU or all on the CPU: NCCL refuses two ranks on one GPU."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
     dist.init_process_group("gloo")
 
 

@@ -27,7 +27,7 @@ from mtpkit.engine.ranks.join import _problems
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
-from tests.ranks import free_port, in_rank, run_ranks, share_gpu
+from tests.ranks import free_port, in_rank, run_ranks, share_device
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 LIMIT = 10.0
@@ -171,7 +171,7 @@ def test_a_stage_that_dies_ends_the_others(model_dir, tmp_path):
 
 
 def ends_on_gpu(rank: int, *args) -> None:
-    share_gpu()
+    share_device("cuda")
     ends(rank, *args, disable_custom_all_reduce=False, enforce_eager=True)
 
 

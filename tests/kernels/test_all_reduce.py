@@ -18,7 +18,7 @@ LIMIT = 300_000
 """Bytes: not a multiple of blocks, and two blocks in some channels."""
 RANKS = 3
 """With two, the order would not matter."""
-SIZES = [1, 3, 500, 2049, 4096, 5000, 1, 4097, LIMIT // 4]
+SIZES = [1, 3, 500, 2049, 4096, 5000, 1, 4097, LIMIT // 2]
 """One value, odd numbers of them, several channels, and as many as there is room for."""
 RACE = [5, 4097, 7, 2500] * 3
 REFERENCE, TRITON = ("reference",) * RANKS, ("triton",) * RANKS

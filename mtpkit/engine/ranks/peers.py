@@ -53,7 +53,7 @@ class PeerMemory:
 
     def __call__(self, values: Tensor, group: Any) -> Tensor:
         """See `collectives.AllReduce`."""
-        if not values.is_cuda or not self.windows.fit(values):
+        if values.device != self.windows.epochs.device or not self.windows.fit(values):
             return all_reduce_by_group(values, group)
         return sum_over_ranks(values.contiguous(), self.windows)
 
