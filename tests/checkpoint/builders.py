@@ -1,14 +1,17 @@
 """Tiny Nemotron-H checkpoints as transformers itself writes them, with heads added under the published names."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from mtpkit.checkpoint.directory import load_config, open_weights
+from mtpkit.checkpoint.families import get_family
+from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
-from mtpkit.checkpoint.tensors import TensorInfo
+from mtpkit.checkpoint.tensors import CheckedTensors, TensorInfo, bits_equal
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -89,6 +92,18 @@ def edit(directory: Path, change) -> None:
 def edit_config(directory: Path, **changes) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def differing_after_round_trip(directory: Path) -> list[str]:
+    """Names of the tensors of a published directory that are not the same bits after both conversions, of which there
+    must be some tensors at all."""
+    config = load_config(directory)
+    family = get_family(config.family)
+    reader, table = HFReader(directory, family.published_name, family.carried), family.table(config)
+    stored = replace(table.stored_in(reader.tensors), rounded=table.rounded_in(reader))
+    back = table.to_hf(table.to_megatron(CheckedTensors(reader, directory), directory), directory, stored)
+    assert back.tensors.keys() == reader.tensors.keys() and len(back.tensors) > 5
+    return [name for name in back.tensors if not bits_equal(back.read(name), reader.read(name))]
 
 
 class Unchecked:

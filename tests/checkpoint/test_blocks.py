@@ -16,7 +16,7 @@ from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, edit_config, write_glm, write_mimo
-from tests.checkpoint.builders import edit
+from tests.checkpoint.builders import differing_after_round_trip, edit
 from tests.kernels.recurrence import relative
 
 IDS = torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(4))
@@ -62,9 +62,11 @@ def own_logits(directory):
 
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_logits_are_those_of_transformers(tmp_path, family, case):
+    """And all tensors come back to the bit."""
     write, _, cases = FAMILIES[family]
     write(tmp_path, **cases[case])
     assert relative(own_logits(tmp_path), transformers_logits(tmp_path).double()) < 1e-5
+    assert differing_after_round_trip(tmp_path) == []
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from mtpkit.kernels.rotary.reference import rotate
 from mtpkit.model import SequenceInput, base_forward, compute_logits
 from mtpkit.model.layers import mla
 from tests.checkpoint.block_models import add_glm_heads, edit_config, write_deepseek
-from tests.checkpoint.builders import GOLDEN
+from tests.checkpoint.builders import GOLDEN, differing_after_round_trip
 from tests.engine.tiny import generate, greedy, record_drafts
 from tests.kernels.recurrence import relative
 from tests.ranks import run_ranks
@@ -61,8 +61,10 @@ def own_logits(directory, **sizes):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(tmp_path, case):
+    """And all tensors come back to the bit."""
     write_deepseek(tmp_path, **CASES[case])
     assert relative(own_logits(tmp_path), transformers_logits(tmp_path)[:, :12].double()) < 1e-5
+    assert differing_after_round_trip(tmp_path) == []
 
 
 @pytest.mark.parametrize("wrong", ["halves", "megatron's mscale_all_dim", "plain frequencies"])

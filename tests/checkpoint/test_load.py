@@ -29,9 +29,17 @@ from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, unroll_depths
+from mtpkit.model.layers.norm import GatedRMSNorm
 from mtpkit.training.config.settings import DataConfig, TrainConfig
 from mtpkit.training.heads import build_with_heads
-from tests.checkpoint.builders import GOLDEN, edit, edit_config, write_base, write_megatron_copy
+from tests.checkpoint.builders import (
+    GOLDEN,
+    differing_after_round_trip,
+    edit,
+    edit_config,
+    write_base,
+    write_megatron_copy,
+)
 from tests.toy_config import toy_config
 
 CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp"]
@@ -102,6 +110,7 @@ def test_logits_equal_transformers(tmp_path, changes):
             model = load_model(tmp_path / layout)
             have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
             assert relative(have, want) < 1e-4, layout
+    assert differing_after_round_trip(tmp_path / "hf") == []
 
 
 def test_several_shared_experts_are_one_network(tmp_path):
@@ -265,6 +274,26 @@ def test_swapped_queries_and_keys_would_show(hf_dir, tmp_path):
     with torch.no_grad():
         have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
     assert relative(have, want) > 1e-3
+
+
+def test_a_gate_after_the_norm_of_mamba_would_show(hf_dir, monkeypatch):
+    """Mamba2 gates before it norms; gated delta nets the other way round."""
+    from transformers import NemotronHForCausalLM
+
+    tokens, plain = torch.randint(96, (1, 17)), GatedRMSNorm.forward
+    want = NemotronHForCausalLM.from_pretrained(hf_dir)(tokens).logits.detach()
+
+    def gate_last(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return plain(self, y, torch.full_like(z, 30.0)) * torch.nn.functional.silu(z)  # the norm undoes a factor
+
+    errors = []
+    for forward in (plain, gate_last):
+        monkeypatch.setattr(GatedRMSNorm, "forward", forward)
+        model = load_model(hf_dir)
+        with torch.no_grad():
+            have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
+        errors.append(relative(have, want))
+    assert errors[0] < 1e-4 and errors[1] > 1e-3
 
 
 def test_saving_starts_no_process(hf_dir, tmp_path):

@@ -19,7 +19,7 @@ from mtpkit.kernels.norm import norm_gate
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.model.layers.delta import GatedDeltaNet
 from tests.checkpoint.block_models import edit_config
-from tests.checkpoint.builders import edit, write_megatron_copy
+from tests.checkpoint.builders import differing_after_round_trip, edit, write_megatron_copy
 from tests.checkpoint.qwen_models import VISION, add_heads, edit_text, text_config, write
 from tests.checkpoint.qwen_oracle import Head
 from tests.checkpoint.test_blocks import read_all
@@ -80,9 +80,11 @@ def own_logits(directory, ids=IDS):
 
 @pytest.mark.parametrize(("variant", "case"), CASES)
 def test_logits_are_those_of_transformers(tmp_path, variant, case):
+    """And all tensors come back to the bit."""
     model = write_variant(variant, tmp_path, case)
     with torch.no_grad():
         assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) < 1e-5
+    assert differing_after_round_trip(tmp_path) == []
 
 
 OUT_NORM = "model.language_model.layers.0.linear_attn.norm.weight"
