@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,9 +19,10 @@ from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.prefix import CheckpointStore
 from mtpkit.engine.processors import GREEDY
 from mtpkit.engine.ranks import Ranks
+from mtpkit.engine.ranks.returned import Column, check_returned, columns_of, pack_returned, unpack_returned
 from mtpkit.engine.runner import CachingRunner, Runner, StepRunner
-from mtpkit.engine.step import Batch, Plan, Restore, Save, StepOutput, StepResult, Verdict, pack_result, unpack_result
-from mtpkit.engine.tree import DraftShape
+from mtpkit.engine.step import Batch, Plan, Restore, Save, StepOutput, StepResult, Verdict, pack_result
+from mtpkit.engine.tree import DraftShape, width_of
 from mtpkit.engine.verifier import verify
 from mtpkit.model.state import StateLayout
 
@@ -49,18 +49,18 @@ class Launched:
         if self._arrived is not None:
             self._arrived.record()
 
-    def wait(self, check: Callable[[np.ndarray, int], None] | None = None) -> StepResult:
+    def wait(self, check: Callable[[np.ndarray, Plan], None] | None = None) -> StepResult:
         """Wait for the result and return it.
 
         Args:
-            check: refuses what no step with K drafts results in, given [S, 2 + 2K] and K.
+            check: refuses what no step of a plan results in, given [S, columns] and the plan.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        packed, depths = self._values.numpy(), self.plan.num_speculative_tokens
+        packed, plan = self._values.numpy(), self.plan
         if check is not None:
-            check(packed, depths)
-        return StepResult.unpack(packed, depths, self.plan.trees)
+            check(packed, plan)
+        return StepResult.unpack(packed, plan.num_speculative_tokens, plan.trees and plan.num_decode_rows > 0)
 
 
 class _Open(NamedTuple):
@@ -70,6 +70,14 @@ class _Open(NamedTuple):
     slots: frozenset[int | None]
     """The slots of its rows: until it is stored no other plan with one of them may begin."""
     batch: Batch
+    held: list[int | None]
+    """The slots of its decode rows that are trees, in their order."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the request of a tree has left its slot. Its blocks may then get another owner, and what is moved in
+        them when the plan is stored must be moved before."""
+        return any(row.request.slot != slot for row, slot in zip(self.batch.plan.decode_rows, self.held, strict=False))
 
 
 class Executor:
@@ -124,7 +132,9 @@ class Executor:
     def launch(self, plan: Plan) -> Launched | None:
         """Launch a plan; None if it has no rows: checkpoints were restored."""
         slots = frozenset([*(row.request.slot for row in plan.rows), *(one.slot for one in plan.restores)])
-        while self._open and (len(self._open) >= self.stage.stages or any(slots & one.slots for one in self._open)):
+        while self._open and (
+            len(self._open) >= self.stage.stages or any(slots & one.slots or one.is_left for one in self._open)
+        ):
             self._store_first()
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
         if plan.restores and self.checkpoints:
@@ -158,7 +168,7 @@ class Executor:
     def _opened(self, plan: Plan, slots: frozenset[int | None], batch: Batch) -> Launched:
         """The launched plan whose results another stage will tell."""
         launched = Launched(plan)
-        self._open.append(_Open(launched, slots, batch))
+        self._open.append(_Open(launched, slots, batch, [row.request.slot for row in plan.decode_rows if plan.trees]))
         return launched
 
     def _resume(self, batch: Batch) -> Tensor:
@@ -171,7 +181,8 @@ class Executor:
     def _launch_stage(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
         """Launch what a pipeline stage does of a plan: all transfers are outside of graphs."""
         shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
-        cast(Runner, self.runner).receive(shape.tokens(1 + plan.num_speculative_tokens))
+        width = width_of(self.config.drafts) if plan.trees else 1 + plan.num_speculative_tokens
+        cast(Runner, self.runner).receive(shape.tokens(width))
         if self.stage.last:
             packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
             self.stage.tell(packed)
@@ -187,7 +198,14 @@ class Executor:
         """Wait for the results of launched plans, the oldest that are under way."""
         while not all(one.fetched for one in launched):
             self._store_first()
-        return [one.wait(partial(self.stage.check, vocab_size=self.vocab_size)) for one in launched]
+        return [one.wait(self._check if self.stage.stages > 1 else None) for one in launched]
+
+    def _check(self, packed: np.ndarray, plan: Plan) -> None:
+        """Check results that came from another stage, see `check_returned`."""
+        check_returned(packed, self._columns_of(plan))
+
+    def _columns_of(self, plan: Plan) -> dict[str, Column]:
+        return columns_of(plan, self.config.tree, self.vocab_size)
 
     def settle(self) -> None:
         """Exchange with other pipeline stages all that is under way."""
@@ -197,9 +215,11 @@ class Executor:
 
     def _store_first(self) -> None:
         """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
-        launched, _, batch = self._open.popleft()
-        packed = self.stage.hear(batch)
-        self.state.step(batch, *unpack_result(packed, batch))
+        launched, _, batch, _ = self._open.popleft()
+        packed = self.stage.hear(batch, sum(column.width for column in self._columns_of(batch.plan).values()))
+        verdict, drafts = unpack_returned(packed, batch, self.config.tree)
+        batch, _ = batch.along(verdict)
+        self.state.step(batch, verdict, drafts)
         launched.fetch(packed)
 
     def _execute(self, batch: Batch) -> Tensor:
@@ -211,10 +231,11 @@ class Executor:
     def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
         """Verify, draft and store, given the results of the base."""
         verdict = self.verifier(out.logits, batch)
-        batch, hidden = batch.along(verdict, out.hidden)
+        batch, order = batch.along(verdict)
+        hidden = out.hidden if order is None else out.hidden[order]
         drafts = self.drafter.draft(hidden, batch, verdict)
         self.state.step(batch, verdict, drafts, hidden)
-        return pack_result(verdict, drafts)
+        return pack_returned(verdict, drafts) if self.stage.stages > 1 else pack_result(verdict, drafts)
 
     @torch.inference_mode()
     def warm_up(self, shapes: Sequence[DraftShape]) -> None:

@@ -194,16 +194,14 @@ def check_children(tree: Tree | None, tokens: int) -> None:
         )
 
 
-def check_stages(stages: int, tree: Tree | None, adaptive: bool) -> None:
+def check_stages(stages: int, adaptive: bool) -> None:
     """Check that pipeline stages can decode with other settings.
 
     Raises:
         UserError: they cannot.
     """
-    asked = {"trees of drafts": tree is not None, "K = 'auto'": adaptive}
-    for name, used in asked.items():
-        if used and stages > 1:
-            raise UserError(f"{name} cannot be combined with pipeline_parallel_size {stages}: leave one out")
+    if adaptive and stages > 1:
+        raise UserError(f"K = 'auto' cannot be combined with pipeline_parallel_size {stages}: leave one out")
 
 
 def round_embedding(model: Any, dtype: str, depths: int, stages: int) -> None:

@@ -185,20 +185,20 @@ class Batch:
         newest = contexts + self.last_index(accepted)
         return torch.where(contexts < 0, 0, newest) if self.inputs.num_chunk_rows else newest
 
-    def along(self, verdict: "Verdict", hidden: Tensor) -> tuple["Batch", Tensor]:
+    def along(self, verdict: "Verdict") -> tuple["Batch", Tensor | None]:
         """Make chains of decode rows that are trees: what the states hold of a row's accepted path is moved together,
         and behind the path come tokens that nothing reads.
 
         Returns:
-            The batch and the base's hidden states [T, 1, h] in this order.
+            The batch, and the order [T] int64 that its tokens now have; None: as before.
         """
         inputs, width = self.inputs, self.inputs.decode_width
         if inputs.tree is None:
-            return self, hidden
+            return self, None
         assert verdict.path is not None
         rows = inputs.num_decode_rows
         inputs.keep_path(verdict.path, verdict.accepted[:rows])
-        index = torch.arange(len(self.rows), device=hidden.device)
+        index = torch.arange(len(self.rows), device=self.rows.device)
         path = F.pad(verdict.path, (0, width - verdict.path.shape[1]))
         order = (index[: rows * width : width, None] + path).flatten()
         chain = (inputs.context_lens[:rows, None] + index[:width]).flatten()
@@ -206,7 +206,7 @@ class Batch:
         order = order if count == len(index) else torch.cat([order, index[count:]])
         positions = chain if count == len(index) else torch.cat([chain, inputs.positions[count:]])
         chains = replace(inputs, positions=positions, tree=None)
-        return replace(self, token_ids=self.token_ids[order], inputs=chains), hidden[order]
+        return replace(self, token_ids=self.token_ids[order], inputs=chains), order
 
     def token_ids_at(self, rows: Tensor, index: Tensor) -> Tensor:
         """[...] tokens of `rows` at `index` within the row, both [...].
@@ -282,18 +282,6 @@ def pack_result(verdict: Verdict, drafts: Drafts) -> Tensor:
     return torch.cat([verdict.accepted[:count, None], verdict.token_ids[:count], tokens, *ranks], 1)
 
 
-def unpack_result(packed: Tensor, batch: Batch) -> tuple[Verdict, Drafts]:
-    """What `pack_result` packed of a batch of chains, as a pipeline stage needs that has neither lm_head nor heads.
-
-    Args:
-        packed: [S, 2 + 2K] int64.
-    """
-    depths, rows = batch.plan.num_speculative_tokens, len(batch.inputs.state_slots)
-    accepted, token_ids, drafts = packed.split([1, 1 + depths, depths], 1)
-    missing = (0, 0, 0, rows - len(packed))
-    return Verdict(F.pad(accepted.clamp(0, depths), missing)[:, 0], F.pad(token_ids, missing)), Drafts(drafts)
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Results of a step on the host, for the S rows that sample.
@@ -315,10 +303,14 @@ class StepResult:
     """[S, 1 + K] float32, log-probabilities of `token_ids`; None: not computed."""
 
     @classmethod
-    def unpack(cls, packed: np.ndarray, depths: int, trees: bool = False) -> "StepResult":
-        """Unpack the tensor of `pack_result`, for a step with K = `depths`, of trees or of chains."""
-        ends = [1, 2 + depths, 2 + 2 * depths if trees else packed.shape[1]]
-        accepted, token_ids, drafts, ranks = np.split(packed, ends, axis=1)
+    def unpack(cls, packed: np.ndarray, depths: int, ranked: bool = False) -> "StepResult":
+        """Unpack the tensor of `pack_result`, for a step with K = `depths`; what follows in it is left out.
+
+        Args:
+            ranked: whether it has ranks: rows that decode, with trees.
+        """
+        ends = [1, 2 + depths, 2 + 2 * depths, 2 + (3 if ranked else 2) * depths]
+        accepted, token_ids, drafts, ranks, _ = np.split(packed, ends, axis=1)
         place = np.arange(1 + depths)
         path = np.where(place <= accepted, place, -1)
         return cls(path, token_ids, drafts, ranks if ranks.shape[1] else None)

@@ -14,7 +14,7 @@ import pytest
 from mtpkit.engine import SamplingParams
 from mtpkit.engine import executor as executor_module
 from mtpkit.engine.prefix import CheckpointStore
-from mtpkit.engine.step import unpack_result
+from mtpkit.engine.ranks.returned import unpack_returned
 from mtpkit.model import build, build_model
 from tests.engine.rank_cases import MIXED, PROMPTS, Case, config, names, split_model
 from tests.engine.replayed import replay_on_cpu
@@ -43,8 +43,8 @@ GRAPHS = CASES[0]
 """The case that is run again with steps that are run as CUDA graphs are."""
 
 
-def other_tokens(packed, batch):
-    verdict, drafts = unpack_result(packed, batch)
+def other_tokens(packed, batch, tree):
+    verdict, drafts = unpack_returned(packed, batch, tree)
     return replace(verdict, token_ids=verdict.token_ids + int(bool(batch.plan.restores))), drafts
 
 
@@ -52,7 +52,7 @@ SABOTAGE: dict[str, list[Any]] = {
     "nothing": [],
     "states that are not restored": [CheckpointStore, "restore", lambda self, restores: None],
     "rings that are not folded": [CheckpointStore, "_settle", lambda self, slots: None],
-    "results of resumed rows": [executor_module, "unpack_result", other_tokens],
+    "results of resumed rows": [executor_module, "unpack_returned", other_tokens],
 }
 
 

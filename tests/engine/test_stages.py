@@ -23,8 +23,9 @@ from mtpkit.engine import executor as executor_module
 from mtpkit.engine.executor import Executor
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.ranks import Ranks
+from mtpkit.engine.ranks.returned import check_returned, columns_of, unpack_returned
 from mtpkit.engine.ranks.stages import PipelineStage
-from mtpkit.engine.step import Drafts, Plan, Verdict, unpack_result
+from mtpkit.engine.step import Drafts, Plan, Verdict
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import StepInput, build, build_model
 from tests.engine.rank_cases import MIXED, PREEMPTED, PROMPTS, Case, config, decode, names, one_rank, split_model
@@ -59,13 +60,13 @@ DRAFTING = ("mamba2", "distinct heads")
 GREEDY, SAMPLED = Case("mamba2", 3, settings=PREEMPTED), Case("delta", 2, settings=MIXED)
 
 
-def none_accepted(packed, batch):
-    verdict, drafts = unpack_result(packed, batch)
+def none_accepted(packed, batch, tree):
+    verdict, drafts = unpack_returned(packed, batch, tree)
     return Verdict(verdict.accepted * 0, verdict.token_ids), drafts
 
 
-def of_other_rows(packed, batch):
-    verdict, drafts = unpack_result(packed, batch)
+def of_other_rows(packed, batch, tree):
+    verdict, drafts = unpack_returned(packed, batch, tree)
     return verdict, Drafts(drafts.token_ids.roll(1, 0))
 
 
@@ -79,8 +80,8 @@ SABOTAGE = {
     "nothing of gated delta nets": (SAMPLED, None),
     "a rejected draft that stays in states": (GREEDY, (StepInput, "committed_after", one_more)),
     "a rejected draft that stays in gated delta nets": (SAMPLED, (StepInput, "committed_after", one_more)),
-    "accepted drafts that go": (GREEDY, (executor_module, "unpack_result", none_accepted)),
-    "drafts of other rows": (GREEDY, (executor_module, "unpack_result", of_other_rows)),
+    "accepted drafts that go": (GREEDY, (executor_module, "unpack_returned", none_accepted)),
+    "drafts of other rows": (GREEDY, (executor_module, "unpack_returned", of_other_rows)),
 }
 """What is broken on the first stage, the case in which it must show, and how."""
 
@@ -195,8 +196,6 @@ def say(path: Path, app: typer.Typer, arguments: list[str]) -> None:
 
 def refused(model) -> None:
     """What cannot be combined with stages yet."""
-    with pytest.raises(UserError, match="trees of drafts cannot be combined with pipeline_parallel_size 2: leave one"):
-        make_llm(model, 2, speculative_token_tree="[2, 1]")
     with pytest.raises(UserError, match="K = 'auto' cannot be combined with pipeline_parallel_size 2: leave one out"):
         make_llm(model, "auto")
     with pytest.raises(
@@ -335,14 +334,18 @@ def test_what_a_stage_hands_on_is_planned_for():
 
 
 def test_results_that_no_step_has_are_refused():
-    stage = stage_of(0, 2)
-    good = np.array([[2, 5, 6, 7, -1, 60, 63, 0]])
-    stage.check(good, 3, 64)
-    for column, value, what in ((0, 4, "accepted drafts"), (0, -1, "accepted drafts"), (2, 64, "tokens"), (7, -2, "t")):
+    good, columns = np.array([[2, 5, 6, 7, -1, 60, 63, 0]]), columns_of(Plan.without_rows(1, 1, 3), None, 64)
+    check_returned(good, columns)
+    for column, value, what in (
+        (0, 4, "accepted drafts"),
+        (0, -1, "accepted drafts"),
+        (2, 64, "tokens"),
+        (7, -2, "drafts"),
+    ):
         wrong = good.copy()
         wrong[0, column] = value
         with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which is not from"):
-            stage.check(wrong, 3, 64)
+            check_returned(wrong, columns)
 
 
 def test_more_stages_than_layers_or_processes(decoded):

@@ -1,22 +1,20 @@
 """Pipeline stages of decoding: each has some of the base's layers, the last one also the final norm, the lm_head, the
 heads and an embedding for their drafts.
 
-Hidden states go forward, from each stage to the next. What goes back are integers: for each row that samples how many
-drafts were accepted, the chosen tokens and the new drafts. Every stage stores these in its own `DeviceState`, from
-which its next step begins; so it takes back keys, windows and recurrent states by itself, as the only stage would.
+Hidden states go forward, from each stage to the next. What goes back are integers, see `mtpkit.engine.ranks.returned`:
+for each row that samples how many drafts were accepted, the chosen tokens and the new drafts, and of trees the accepted
+path. Every stage stores these in its own `DeviceState`, from which its next step begins; so it takes back keys, windows
+and recurrent states by itself, as the only stage would.
 """
 
 from collections import deque
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mtpkit.engine.step import Batch
-from mtpkit.errors import MtpkitError
-from mtpkit.kernels import NO_TOKEN
 
 _RESULT = torch.int32
 """Type of what goes back: counts and tokens of any vocabulary."""
@@ -41,24 +39,14 @@ class Stage:
         """Hand hidden states [T, 1, h] to the next stage; nothing may write to them afterwards."""
 
     def tell(self, results: Tensor) -> None:
-        """Send the results of a step, [S, 2 + 2K] as `pack_result` gives them, from the last stage to all others."""
+        """Send the results of a step, [S, C] as `pack_returned` gives them, from the last stage to all others."""
 
-    def hear(self, batch: Batch) -> Tensor:
-        """[S, 2 + 2K] int64, what `tell` sent of this step: on all stages but the last."""
+    def hear(self, batch: Batch, columns: int) -> Tensor:
+        """[S, C] int64, what `tell` sent of this step: on all stages but the last."""
         raise NotImplementedError("the last stage finds the results itself")
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived: what is dropped before is lost."""
-
-    def check(self, results: np.ndarray, depths: int, vocab_size: int) -> None:
-        """Check results [S, 2 + 2K] that came from another stage.
-
-        Args:
-            depths: K.
-
-        Raises:
-            MtpkitError: they cannot be those of a step.
-        """
 
 
 class PipelineStage(Stage):
@@ -96,22 +84,14 @@ class PipelineStage(Stage):
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
-    def hear(self, batch: Batch) -> Tensor:
+    def hear(self, batch: Batch, columns: int) -> Tensor:
         """See `Stage.hear`."""
-        rows, depths = batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
-        message = torch.empty(rows, 2 + 2 * depths, dtype=_RESULT, device=batch.token_ids.device)
+        rows = batch.plan.num_sampling_rows
+        message = torch.empty(rows, columns, dtype=_RESULT, device=batch.token_ids.device)
         if rows:
             dist.recv(message, group=self._back, group_src=self.stages - 1)
             self._count(message)
         return message.long()
-
-    def check(self, results: np.ndarray, depths: int, vocab_size: int) -> None:
-        """See `Stage.check`."""
-        limits = {"accepted drafts": (results[:, :1], 0, depths), "tokens": (results[:, 1:], NO_TOKEN, vocab_size - 1)}
-        for what, (values, least, most) in limits.items():
-            wrong = values[(values < least) | (values > most)]
-            if len(wrong):
-                raise MtpkitError(f"the last stage sent {wrong[0]} for {what}, which is not from {least} to {most}")
 
     def _begin(self, values: Tensor, group: Any, stage: int, most: int) -> None:
         """Begin a transfer and keep the tensor until it has left; of more than `most` wait for the oldest."""
