@@ -79,6 +79,12 @@ def plain(**params):
     return decode(0, **params)
 
 
+@functools.cache
+def drawn_drafts(heads, **params):
+    """[SEEDS, 3] tokens of decoding with drafts that are drawn."""
+    return decode(3, heads, draw=True, **params)
+
+
 def decoded(engine, seeds, params):
     """[N, 3] tokens after `START`, of a request for each seed."""
     for seed in seeds:
@@ -150,7 +156,7 @@ def test_plain_sampling_follows_the_law(params):
 @pytest.mark.parametrize("params", SETTINGS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_drawn_drafts_leave_the_law_alone(heads, params):
-    check(decode(3, heads, draw=True, **params), SamplingParams(**params))
+    check(drawn_drafts(heads, **params), SamplingParams(**params))
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -163,7 +169,7 @@ def test_best_token_drafts_leave_the_very_tokens_alone(heads, k):
 
 def test_the_law_is_checked_sharply_enough():
     """A temperature that is 10% off is found."""
-    drawn = decode(3, "bad", draw=True)
+    drawn = drawn_drafts("bad")
     with pytest.raises(AssertionError):
         check(drawn, SamplingParams(temperature=1.1))
 

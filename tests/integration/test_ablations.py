@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mtpkit.training.config.reading import load_config
-from tests.integration.front_doors import call_here
+from tests.integration.front_doors import call_here, call_in_fork
 
 TEXT = (
     "def add(left, right):\n    return left + right\n\n\nclass Sum:\n    def __init__(self):\n        self.value = 0\n"
@@ -24,7 +24,8 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def test_rows_of_text_and_of_the_bases_own_answers(corpus, capsys):
+def test_rows_of_text_and_of_the_bases_own_answers(corpus, capsys, monkeypatch):
+    monkeypatch.setattr("subprocess.run", call_in_fork)
     options = ["--corpus", corpus, "--output", corpus / "out", "--steps", 2, "--prompts", 2, "--rows", 1, 16]
     assert not call_here("examples/ablations.py", *options)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

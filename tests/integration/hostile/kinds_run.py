@@ -393,6 +393,7 @@ KINDS = (
         metrics,
         RUN_WRITES,
         ("resume",),
+        draws=True,
     ),
     Kind(
         "best.json",
