@@ -277,8 +277,12 @@ def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
         def differs(name: str) -> bool:
             nbytes = before.info(name).nbytes
             bar.update(nbytes)
-            with budget.hold(2 * nbytes):
-                return _sha256(before.read(name)) != _sha256(after.read(name))
+            with budget.hold(nbytes):
+                first = _sha256(before.read(name))
+                before.give_back()
+                second = _sha256(after.read(name))
+                after.give_back()
+            return first != second
 
         odd = [name for name, wrong in zip(hashed, pool.map(differs, hashed), strict=True) if wrong]
     if missing or odd:

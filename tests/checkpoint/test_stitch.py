@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mtpkit.checkpoint import load_config
 from mtpkit.checkpoint import stitch as stitching
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.layouts.parallel import Budget
 from mtpkit.checkpoint.stitch import BASE_FILE, HEADS_FILE, stitch
 from mtpkit.checkpoint.tensors import bits_equal
@@ -169,8 +171,10 @@ def test_files_that_cannot_be_linked(place, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("held", [1, 2**30])
 def test_hashing_holds_no_more_than_its_budget(place, tmp_path, monkeypatch, held):
-    """Four threads that hash a large tensor each, before and after, would hold eight."""
+    """Four threads that hash a large tensor each, before and after, would hold eight. What was hashed is given back."""
     running, most, lock, plain = 0, 0, threading.Lock(), stitching._sha256
+    given_back: list[Path] = []
+    monkeypatch.setattr(HFReader, "give_back", lambda reader: given_back.append(reader.directory))
 
     def watched(tensor: torch.Tensor) -> bytes:
         nonlocal running, most
@@ -184,7 +188,8 @@ def test_hashing_holds_no_more_than_its_budget(place, tmp_path, monkeypatch, hel
 
     monkeypatch.setattr(stitching, "_sha256", watched)
     monkeypatch.setattr(stitching, "Budget", lambda: Budget(held))
-    assert stitch(place / "bare", place / "run", tmp_path / "out").hashed > 8
+    hashed = stitch(place / "bare", place / "run", tmp_path / "out").hashed
+    assert hashed > 8 and given_back.count(place / "bare") == hashed and len(given_back) == 2 * hashed
     assert most == 1 if held == 1 else most > 1
 
 

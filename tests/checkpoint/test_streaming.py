@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mtpkit.checkpoint import load_checkpoint, load_config
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.layouts import mapped, parallel, torch_dist_write
+from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.layouts.mapped import Mappings
 from mtpkit.checkpoint.layouts.parallel import THREADS, Budget, Stopped, write_all
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
@@ -41,6 +43,15 @@ def test_little_of_a_file_stays_resident(tmp_path, monkeypatch):
     assert read_all() > piece * pieces // 2048
     monkeypatch.setattr(mapped, "RESIDENT_BYTES", 2 * piece)
     assert read_all() < 4 * piece // 1024
+
+
+def test_a_reader_gives_back_what_it_read(tmp_path):
+    save_file({"a": torch.ones(2**25, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    reader, before = HFReader(tmp_path), resident_kilobytes()
+    tensor = reader.read("a")
+    assert tensor.all() and resident_kilobytes() - before > 30_000
+    reader.give_back()
+    assert resident_kilobytes() - before < 16_000 and tensor[-1] == 1
 
 
 def test_views_stay_valid_when_pages_are_given_back(tmp_path, monkeypatch):

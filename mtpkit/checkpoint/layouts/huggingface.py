@@ -133,6 +133,10 @@ class HFReader:
         place = self.places[name]
         return self._maps.tensor(place.file, place.start, info.shape, info.dtype)
 
+    def give_back(self) -> None:
+        """Give back the memory of what was read; tensors stay valid, and are read again where they are used."""
+        self._maps.give_back()
+
 
 class Place(NamedTuple):
     """Where a tensor lies."""

@@ -32,7 +32,7 @@ class Mappings:
         self._handed_out += length
         if self._handed_out > RESIDENT_BYTES:
             self._handed_out = length
-            self._give_back()
+            self.give_back()
         if file not in self._maps:
             with (self._directory / file).open("rb") as stream:  # mapped for writing, since torch warns otherwise
                 self._maps.setdefault(file, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
@@ -42,7 +42,8 @@ class Mappings:
             mapped.madvise(mmap.MADV_WILLNEED, page, start + length - page)  # read at once, not page by page
         return memoryview(mapped)[start : start + length]
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Give back the pages of all files; views stay valid."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for mapped in list(self._maps.values()):
                 mapped.madvise(mmap.MADV_DONTNEED)
