@@ -23,6 +23,7 @@ from mtpkit.checkpoint.families import Family, find_family, get_family
 from mtpkit.checkpoint.families.keys import Settings
 from mtpkit.checkpoint.families.table import MappedTensors, Stored
 from mtpkit.checkpoint.layouts.huggingface import INDEX, MAX_SHARD_BYTES, HFReader, copy_companions, write_hf
+from mtpkit.checkpoint.layouts.megatron import WithoutPadding
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import ModelTensors
 from mtpkit.checkpoint.original import ORIGINAL, carried_names, keep_original, open_carried, read_stored
@@ -85,6 +86,7 @@ def export_checkpoint(
     force: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     family: str | None = None,
+    vocab_size: int | None = None,
 ) -> list[str]:
     """Convert a Megatron directory, saved at any parallelism, to a Hugging Face one.
 
@@ -92,9 +94,15 @@ def export_checkpoint(
 
     Args:
         family: `model_type` to write; None: that of the checkpoint, or the only one that fits it.
+        vocab_size: number of tokens, without the rows that Megatron adds to fill up the vocabulary; None: all rows.
     """
     source, destination = check_paths(source, destination, "megatron", force)
-    weights, config = open_weights(source), load_config(source)
+    weights: TensorSource = open_weights(source)
+    config = load_config(source)
+    if vocab_size is not None:
+        if not 0 < vocab_size <= config.vocab_size:
+            raise UserError(f"vocab_size {vocab_size}: {source} has {config.vocab_size} rows; give at most as many")
+        weights, config = WithoutPadding(weights, vocab_size), config.replace(vocab_size=vocab_size)
     chosen, places = find_family(config, family, source), list(beside(source))
     stored = read_stored(places)
     hf_config, mapped = _hf_view(weights, config, chosen, load_hf_config(source), source, stored)

@@ -48,11 +48,15 @@ def export(
     family: Annotated[
         str | None, typer.Option(help="Family to write, by its model_type; default: the one that fits.")
     ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of tokens, without the rows that Megatron added to fill up the vocabulary."),
+    ] = None,
 ) -> None:
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint
 
-    _list_carried(export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family))
+    _list_carried(export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family, vocab_size))
     print(f"wrote {destination}")
 
 

@@ -17,6 +17,9 @@ from mtpkit.checkpoint.directory import detect_layout, load_config
 from mtpkit.checkpoint.families.table import MappedTensors, _Step
 from mtpkit.checkpoint.tensors import TensorInfo, bits_equal
 from mtpkit.checkpoint.verify import compare_weights
+from mtpkit.cli import run
+from mtpkit.cli.convert import app
+from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, add_heads, write_base
 
 CASES = [
@@ -78,6 +81,27 @@ def test_golden_checkpoints_round_trip(tmp_path, case):
     result = compare_weights(GOLDEN / case, tmp_path / "back")
     assert result.identical and len(result.equal) > 20, result
     assert disk_items(tmp_path / "back" / "release") == disk_items(GOLDEN / case / "checkpoint")
+
+
+@pytest.mark.parametrize("case", ["tp2/moe", "tp1/mla"])
+def test_rows_that_fill_up_a_vocabulary_are_left_out(tmp_path, case):
+    """Embedding and output layer, and the copies of them that heads of DeepSeek-V3 store."""
+    whole, cut, rows = tmp_path / "whole", tmp_path / "cut", load_config(GOLDEN / case).vocab_size
+    export_checkpoint(GOLDEN / case, whole)
+    with pytest.raises(SystemExit) as stop:
+        run(app, ["export", str(GOLDEN / case), str(cut), "--vocab-size", str(rows - 5)])
+    assert not stop.value.code
+    full, fewer = read_all(whole), read_all(cut)
+    long = [name for name, tensor in full.items() if "embed" in name or "head.weight" in name]
+    assert len(long) == (4 if case == "tp1/mla" else 2) and {len(full[name]) for name in long} == {rows}
+    assert all(bits_equal(full[name][: rows - 5] if name in long else full[name], fewer[name]) for name in full)
+    assert json.loads((cut / "config.json").read_text())["vocab_size"] == rows - 5
+    import_checkpoint(cut, tmp_path / "back")
+    assert load_model(tmp_path / "back").mtpkit_config.vocab_size == rows - 5
+    for wrong in (0, rows + 1):
+        with pytest.raises(UserError, match=f"vocab_size {wrong}: .* has {rows} rows; give at most as many"):
+            export_checkpoint(GOLDEN / case, tmp_path / "wrong", vocab_size=wrong)
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("tp1")])

@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from mtpkit.checkpoint.tensors import Shape
+from torch import Tensor
+
+from mtpkit.checkpoint.tensors import Shape, TensorSource
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import SECTIONS, ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
@@ -56,6 +58,29 @@ _ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 
 MAMBA_EXPAND = 2
 """Inner width of a Mamba layer in hidden sizes, where the number of its heads is not given."""
+
+
+class WithoutPadding:
+    """A checkpoint without the rows that Megatron adds to fill up its vocabulary.
+
+    Args:
+        source: tensors under Megatron's names.
+        vocab_size: number of tokens; the rows after them are left out.
+    """
+
+    def __init__(self, source: TensorSource, vocab_size: int) -> None:
+        self._source, self._vocab_size = source, vocab_size
+        self.tensors = dict(source.tensors)
+        for name in self.tensors.keys() & {EMBEDDING, OUTPUT}:
+            info = self.tensors[name]
+            self.tensors[name] = info._replace(shape=(vocab_size, *info.shape[1:]))
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._source.read(name)
+        return tensor[: self._vocab_size] if name in (EMBEDDING, OUTPUT) else tensor
+
+    def require_finite(self) -> None:
+        self._source.require_finite()
 
 
 def base_layer(number: int) -> str:
