@@ -194,7 +194,7 @@ def _device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | None) -> int:
-    """As many blocks as were asked for, or else as requests of full length can use, or fit.
+    """The number of blocks: what was asked for, or else what requests of full length can use, or what fits.
 
     Raises:
         UserError: these do not fit; see `plan_memory`.
