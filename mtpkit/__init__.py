@@ -3,10 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mtpkit.version import __version__
+
 if TYPE_CHECKING:
     from mtpkit.engine import LLM, SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 _EXPORTS = {"LLM": "mtpkit.engine", "SamplingParams": "mtpkit.engine"}

@@ -11,7 +11,7 @@ import mtpkit
 
 ROOT = Path(mtpkit.__file__).parent.parent
 ORDER = [
-    {"errors", "files", "config", "platform"},
+    {"errors", "files", "config", "platform", "version"},
     {"kernels", "data"},
     {"model"},
     {"checkpoint"},

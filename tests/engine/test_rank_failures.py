@@ -22,7 +22,7 @@ from mtpkit.cli import bench, generate, speedup
 from mtpkit.cli.errors import run
 from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
-from mtpkit.engine.ranks import watch
+from mtpkit.engine.ranks import join, watch
 from mtpkit.engine.ranks.join import _problems
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
@@ -76,17 +76,19 @@ def run_commands(rank: int, path: Path, ranks: int, out: Path) -> None:
 def refused(rank: int, path: Path, out: Path) -> None:
     """One rank has another model, another version; then both decode."""
     settings = dict(num_blocks=40, max_num_seqs=2, warm_up=False, tensor_parallel_size=2)
-    version = importlib.metadata.version
     with pytest.raises(UserError, match=r"rank 1 differs from rank 0: the content of the model's files is \w+, not"):
         LLM(path / ("other" if rank else "hf"), **settings)
     with pytest.raises(UserError, match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike"):
         LLM(path / "hf", **settings | dict(num_blocks=40 + rank))
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(importlib.metadata, "version", lambda name: version(name) + "+mine")
-        with pytest.raises(UserError, match=r"rank 1 differs from rank 0: version of mtpkit is .*\+mine, not"):
+            patch.setitem(join.__globals__, "__version__", "0+mine")
+        with pytest.raises(UserError, match=r"rank 1 differs from rank 0: version of mtpkit is 0\+mine, not"):
             LLM(path / "hf", **settings)
-    llm = LLM(path / "hf", 2, **settings)
+    version = importlib.metadata.version
+    with pytest.MonkeyPatch.context() as patch:  # run from its sources
+        patch.setattr(importlib.metadata, "version", lambda name: version({"mtpkit": "not installed"}.get(name, name)))
+        llm = LLM(path / "hf", 2, **settings)
     outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], SamplingParams(temperature=0))
     (out / f"tokens.{rank}").write_text(json.dumps([output.outputs[0].token_ids for output in outputs]))
 

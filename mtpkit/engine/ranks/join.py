@@ -20,6 +20,7 @@ from mtpkit.engine.ranks.watch import Watch, listen
 from mtpkit.errors import UserError, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
 from mtpkit.platform import before_closing, ensure_distributed, init_processes, on_first_rank
+from mtpkit.version import __version__
 
 _OWN = ("model", "device", "tokenizer")
 """Options that may differ: where a rank finds its model, and its device."""
@@ -184,8 +185,9 @@ def _compare(control: Any, own: dict[str, str]) -> None:
 
 def _entries(options: EngineOptions, config: ModelConfig) -> dict[str, str]:
     """What must be the same on all ranks, by a name for messages."""
-    packages = ("mtpkit", "torch", "megatron-core")
-    entries = {f"version of {name}": importlib.metadata.version(name) for name in packages}
+    # mtpkit may run from its sources, where no package is installed.
+    versions = {"mtpkit": __version__} | {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+    entries = {f"version of {name}": version for name, version in versions.items()}
     entries |= {name: repr(value) for name, value in vars(options).items() if name not in _OWN}
     entries |= dict(_flat(config, "the model's "))
     if isinstance(options.model, str | Path):

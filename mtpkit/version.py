@@ -1,0 +1,3 @@
+"""The version of mtpkit, which every layer may read."""
+
+__version__ = "0.1.0"
