@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -69,10 +70,16 @@ def as_rank(rank: int, ranks: int, port: int, function: Callable[..., object], *
 
 
 def share_device(device: str) -> None:
-    """Join the others by gloo, all on the first GPU or all on the CPU: NCCL refuses two ranks on one GPU."""
+    """Join the others by gloo, on the CPU, or on GPUs that ranks share if there are too few, which NCCL refuses."""
     if device == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("gloo")
+
+
+def need_gpus(count: int, device: str = "cuda") -> None:
+    """Skip a test of processes on GPUs where there are too few of them."""
+    if device == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
 
 
 def free_port() -> int:

@@ -133,6 +133,7 @@ class DecodeConfig:
     tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
     enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
+    disable_custom_all_reduce: bool = field_of(EngineOptions, "disable_custom_all_reduce")
     trace: bool = True
     """On a GPU, trace kernels when all is timed; without it there are no host gaps."""
     seed: FromZero = 0

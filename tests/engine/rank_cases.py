@@ -89,8 +89,12 @@ def names(case: Case) -> str:
     return f"{case.base} K={case.k} {'EP ' if case.whole_experts else ''}{case.settings or ''}{case.penalised or ''}"
 
 
-def one_rank(tested: Sequence[Case]) -> list[list[list[int]]]:
-    """Outputs of each case; those of a seed are the same for every K, unless drafts are drawn."""
+def one_rank(tested: Sequence[Case], **settings) -> list[list[list[int]]]:
+    """Outputs of each case; those of a seed are the same for every K, unless drafts are drawn.
+
+    Args:
+        settings: others of all engines, such as the device.
+    """
     found: list[list[list[int]]] = []
     known: dict[tuple, list[list[int]]] = {}
     for case in tested:
@@ -98,6 +102,7 @@ def one_rank(tested: Sequence[Case]) -> list[list[list[int]]]:
         key = (case.base, case.penalised, case.filtered, repr(case) if drawn else "")
         if key not in known:
             plain = case if drawn else replace(case, guided=False, settings={})
+            plain = replace(plain, settings=plain.settings | settings)
             known[key] = decode(build_model(config(case.base), device="cpu", seed=1), plain)[0]
         found.append(known[key])
     return found

@@ -27,7 +27,7 @@ from mtpkit.engine.ranks.join import _problems
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
-from tests.ranks import free_port, in_rank, run_ranks, share_device
+from tests.ranks import free_port, in_rank, need_gpus, run_ranks, share_device
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 LIMIT = 10.0
@@ -181,6 +181,19 @@ def ends_on_gpu(rank: int, *args) -> None:
 @pytest.mark.parametrize("what, said", [("killed", "rank 1 has died"), ("fails", "rank 1 failed: the paper ran out")])
 def test_a_rank_that_waits_in_a_kernel_is_ended(model_dir, tmp_path, what, said):
     require_end(model_dir, tmp_path, what, said, function=ends_on_gpu, method="spawn")
+
+
+def ends_beside_nccl(rank: int, *args) -> None:
+    ends(rank, *args, enforce_eager=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", [ends_beside_nccl, ends])
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_rank_that_waits_for_nccl_is_ended(model_dir, tmp_path, split, function):
+    """In a step, or while steps are captured."""
+    need_gpus(2)
+    require_end(model_dir, tmp_path, "killed", "rank 1 has died", split, function=function, method="spawn")
 
 
 def require_end(model_dir, tmp_path, what, said, *more, function=ends, method="forkserver") -> None:

@@ -193,7 +193,9 @@ def test_queries_may_be_views_of_a_fused_projection(twin):
     assert not q.is_contiguous()
     out = paged(twin, q, caches, tables, [5, 9])
     assert error(out, q.flatten(2, 3), histories) < TOLERANCE
-    assert torch.equal(prefill(twin, q.flatten(0, 1), caches, tables, [5, 9], [3, 3]), out.flatten(0, 1))
+    # Not to the bit: tiles of both kernels differ, and with them the order in which a machine's matrix products add.
+    chunk = prefill(twin, q.flatten(0, 1), caches, tables, [5, 9], [3, 3])
+    assert error(chunk.view(out.shape), q.flatten(2, 3), histories) < TOLERANCE
     q = torch.randn(2, 3, 4, 3 * WIDTH)[..., :WIDTH]
     assert error(paged(twin, q, caches, tables, [5, 9]), q, histories) < TOLERANCE
 

@@ -16,7 +16,7 @@ from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import ParallelConfig
 from mtpkit.training.loop import train
 from mtpkit.training.parallel import check_layout, even_share
-from tests.ranks import run_ranks
+from tests.ranks import need_gpus, run_ranks
 from tests.shared import made_once
 from tests.training.parallel_ranks import CASES, EXPERTS, gradients, work
 from tests.training.toy import CONFIG, cut, toy_batch
@@ -51,11 +51,6 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # atomic additions and other tiles on a
 def where(request):
     """Device of the processes."""
     return request.param
-
-
-def need_gpus(where, count):
-    if where == "cuda" and torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs")
 
 
 def gradient_jobs(layouts, pairs, where):
@@ -111,7 +106,7 @@ def settings(base, text_files):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, settings, where):
     """Output of two processes: gradients of all cases, and runs."""
-    need_gpus(where, 2)
+    need_gpus(2, where)
 
     def make(out):
         runs = [
@@ -132,7 +127,7 @@ def two(tmp_path_factory, settings, where):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, where):
     """Output of four processes: gradients of some cases."""
-    need_gpus(where, 4)
+    need_gpus(4, where)
     jobs = gradient_jobs(FOUR, FOUR_PAIRS, where)
     return made_once(tmp_path_factory, f"four-{where}", lambda out: run_ranks(work, out, jobs, ranks=4, device=where))
 

@@ -32,7 +32,7 @@ from mtpkit.training.config.settings import DataConfig
 from mtpkit.training.loop import Trainer, train
 from mtpkit.training.optimizer import learning_rate
 from tests.checkpoint.test_hostile_files import put_common_state
-from tests.ranks import fork, fork_ranks, run_ranks
+from tests.ranks import fork, fork_ranks, need_gpus, run_ranks
 from tests.training.toy import toy_model
 
 ROOT = Path(__file__).parents[2]
@@ -557,8 +557,7 @@ def train_rank(rank, overrides):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimizer):
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need_gpus(2, device)
     settings = [*settings, f"optimizer.kind={optimizer}", "heads.init=base", "loss.hidden_mix=0.5", "save_interval=3"]
     alone = run(settings, "eval_interval=3")
     together, resumed = tmp_path / "together", tmp_path / "resumed"

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.all_reduce.window import BUFFERS_AT, CHANNELS, MOST_RANKS, Windows
+from mtpkit.kernels.device import Early, begin
 
 _MOST_POLLS = 1 << 30
 """Looks at the flags, each about a microsecond, after which a rank that waits for another one fails: ten minutes and
@@ -38,6 +39,7 @@ def _await_flags(window, channel, epoch, RANKS: tl.constexpr, MOST_RANKS: tl.con
     tl.debug_barrier()
 
 
+@Early
 @triton.jit(debug=True)
 def _sum_kernel(
     values_ptr,
@@ -55,6 +57,7 @@ def _sum_kernel(
     MOST_POLLS: tl.constexpr,
 ):
     """Sum `share` values."""
+    begin()
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     summed_in: tl.constexpr = tl.float32 if dtype.primitive_bitwidth <= 32 else dtype
     channel = tl.program_id(0)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
-from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, load, padded, with_rows
+from mtpkit.kernels.device import NARROW, WIDE_TILE, Early, Tile, begin, load, padded, with_rows
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Activation, Shared
 
@@ -35,12 +35,14 @@ TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 
 """Tiles by pairs per block."""
 
 
+@Early
 @triton.jit
 def _sort_kernel(
     ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Store the pairs of one expert in order, and the expert of each block that they fill; `blocks`: see `_Blocks`.
     Pairs of expert EXPERTS are left out."""
+    begin()
     expert = tl.program_id(0)
     bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -65,9 +67,11 @@ def _sort_kernel(
             tl.store(blocks.experts + block, expert)
 
 
+@Early
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_few_kernel(ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
     """Store what `_sort_kernel` stores, of at most PAIRS pairs, in one program."""
+    begin()
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     live = ids < EXPERTS
@@ -94,6 +98,7 @@ def _dot(a, b, acc, NARROW):
         return tl.dot(a.to(NARROW), b.to(NARROW), acc)
 
 
+@Early
 @triton.jit(do_not_specialize=["pairs"])
 def _expert_kernel(
     x_ptr,
@@ -114,6 +119,7 @@ def _expert_kernel(
 ):
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
     The weight is the left operand of the product, whose other side may be as narrow as 16."""
+    begin()
     block = tl.program_id(1)
     if block >= tl.load(blocks.used):
         return
@@ -148,6 +154,7 @@ def _expert_kernel(
     tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=real & live)
 
 
+@Early
 @triton.jit
 def _combine_kernel(
     parts_ptr,
@@ -161,6 +168,7 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
 ):
     """Add up the pairs of a token; with `ids_ptr` without those of no expert here, which nobody wrote."""
+    begin()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -298,6 +306,7 @@ def _order(values, taken, index):
     return tl.where(taken, LEAST, (bits.to(tl.int64) << 32) | (index ^ LAST).to(tl.int64))
 
 
+@Early
 @triton.jit
 def _route_kernel(
     logits_ptr,
@@ -319,6 +328,7 @@ def _route_kernel(
     PLACES: tl.constexpr,
 ):
     """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
+    begin()
     token = tl.program_id(0).to(tl.int64)
     row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     index = row[:, None] * GROUP + column[None, :]

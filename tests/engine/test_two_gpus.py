@@ -1,0 +1,110 @@
+"""Two GPUs decode what one decodes, token for token, in fp32: split matrices, whole experts, and pipeline stages.
+
+What two processes on CPUs cannot show: NCCL's sums in CUDA graphs, sums in the memory of the other GPU, and transfers
+between stages whose hosts launch ahead.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpkit.model import build, collectives
+from tests.engine.rank_cases import MIXED, PREEMPTED, PROMPTS, Case, config, names, one_rank, split_model
+from tests.engine.replayed import TruthOnDevice
+from tests.engine.test_stages import halves
+from tests.engine.test_trees import FIXED, GROWN, watched
+from tests.engine.tiny import make_llm
+from tests.ranks import need_gpus, run_ranks
+from tests.shared import look_at_new_objects, made_once
+
+pytestmark = pytest.mark.gpu
+
+GROWN_SHAPE = {key: value for key, value in GROWN.items() if key != "num_speculative_tokens"}
+CACHED, EAGER = dict(enable_prefix_caching=True), dict(enforce_eager=True)
+CASES = [
+    Case("mamba2", 0),
+    Case("mamba2", 3, settings=MIXED),
+    Case("mamba2", 3, settings=CACHED),
+    Case("delta", 2, settings=dict(state_rollback="snapshot")),
+    Case("delta", 3, settings=PREEMPTED),
+    Case("attention", 0, settings=CACHED),
+    Case("attention", 3, penalised=True),
+    Case("latent", 3, settings=MIXED),
+    Case("distinct heads", 3, settings=MIXED),
+    Case("recurrent experts", 2),
+    Case("mamba2", 3, settings=FIXED),
+    Case("mamba2", 3, settings=FIXED | EAGER),
+    Case("delta", 3, settings=GROWN_SHAPE | CACHED),
+    Case("attention", 3, settings=GROWN_SHAPE | EAGER | PREEMPTED),
+]
+WHOLE_EXPERTS = [Case("latent", 3, True, settings=MIXED), Case("recurrent experts", 2, True)]
+SPLITS = {"tensor": (2, 1), "peers": (2, 1), "stages": (1, 2)}
+"""Tensor-parallel ranks and stages; with `peers` ranks sum in each other's memory."""
+PAIRS = [(split, case) for split in SPLITS for case in CASES + (WHOLE_EXPERTS if split != "stages" else [])]
+
+
+def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, Any]:
+    """Output tokens of each prompt, with a prefix cache those of the second time, and how they came about."""
+    llm = make_llm(model, case.k, device="cuda", **case.settings, **settings)
+    executor, following = llm.engine.executor, [prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)]
+    if llm.engine.config.tree is None and case.k:
+        executor.drafter = TruthOnDevice(executor.drafter, following, "cuda")
+    elif executor.graphs is None and case.k:
+        watched(llm, following)
+    for _ in range(2 if executor.checkpoints else 1):
+        outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
+        llm.engine.scheduler.check_integrity()
+    stats, sums = llm.stats(), collectives._chosen.get(llm.ranks._tensor_group)
+    return dict(
+        tokens=[output.outputs[0].token_ids for output in outputs],
+        accepted=sum(stats.acceptance.accepted_per_depth),
+        preemptions=stats.preemptions,
+        graphs=len(executor.graphs._graphs) if executor.graphs else 0,
+        sums=int(sums.windows.epochs[0]) if sums else 0,
+    )
+
+
+def two_ranks(rank: int, wanted: list[list[list[int]]], out: Path) -> None:
+    look_at_new_objects()
+    models: dict[tuple, Any] = {}
+    found: list[dict] = [{}] * len(PAIRS)
+    order = sorted(range(len(PAIRS)), key=lambda i: (SPLITS[PAIRS[i][0]], PAIRS[i][1].whole_experts, PAIRS[i][1].base))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "stage_patterns", halves)
+        for index in order:
+            split, case = PAIRS[index]
+            key = SPLITS[split], case.whole_experts, case.base
+            if key not in models:
+                models[key] = split_model(config(case.base), case.whole_experts, *SPLITS[split])
+            found[index] = decode(models[key], case, wanted[index], disable_custom_all_reduce=split != "peers")
+    (out / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    """What one GPU decoded, and what each of two did."""
+    need_gpus(2)
+
+    def make(path: Path) -> None:
+        tested = [replace(case, settings={}) for _, case in PAIRS]
+        wanted = one_rank(tested, device="cuda", enforce_eager=True)
+        (path / "wanted.json").write_text(json.dumps(wanted))
+        run_ranks(two_ranks, wanted, path, device="cuda")
+
+    path = made_once(tmp_path_factory, "two_gpus", make)
+    return [json.loads((path / f"{name}.json").read_text()) for name in ("wanted", 0, 1)]
+
+
+@pytest.mark.parametrize("index", range(len(PAIRS)), ids=[f"{split} {names(case)}" for split, case in PAIRS])
+def test_two_gpus_decode_what_one_does(decoded, index):
+    wanted, *ranks = decoded
+    split, case = PAIRS[index]
+    for one in (rank[index] for rank in ranks):
+        assert one["tokens"] == wanted[index]
+        assert (one["preemptions"] > 0) == ("num_blocks" in case.settings)
+        assert (one["graphs"] > 0) == ("enforce_eager" not in case.settings)
+        assert (one["sums"] > 0) == (split == "peers")
+        assert one["accepted"] > 0 or not case.k or (case.settings.keys() & FIXED.keys() | GROWN_SHAPE.keys())
