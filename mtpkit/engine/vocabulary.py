@@ -123,8 +123,7 @@ class SplitVocabulary(Vocabulary):
         return self._best(logits)[1]
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        values, tokens = draft_head.best(logits)
-        return best_of_ranks(values, torch.where(tokens < 0, tokens, tokens + self.first), self.group)
+        return best_of_ranks(*draft_head.best(logits), self.group, self.first)
 
     def top_tokens(self, logits: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Vocabulary.top_tokens`: ranks exchange their best tokens and the mass of their parts."""

@@ -40,8 +40,8 @@ class Early:
     """A kernel whose programs may be placed on a GPU before the kernel before it has ended, which hides the time from
     one launch to the next (programmatic dependent launch, CUDA C++ programming guide). Use as a decorator.
 
-    Each program must call `begin` before it reads or writes what an earlier kernel may have touched. What comes before
-    that call may read constants, such as weights.
+    Each program must call `await_inputs` before it reads or writes what an earlier kernel may have touched. Before
+    that call it may read constants, such as weights.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -57,7 +57,7 @@ class Early:
 
 
 @triton.jit
-def begin():
+def await_inputs():
     """Wait until all kernels before this one have ended, and let the programs of the next one be placed."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
@@ -67,7 +67,7 @@ def begin():
 @triton.jit
 def prefetch(rows, ITEMS: tl.constexpr):
     """Begin to bring to the L2 cache the first ITEMS items, a power of two, at each of the pointers `rows` [N]. Before
-    `begin`, for weights."""
+    `await_inputs`, for weights."""
     item: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     if OVERLAPS and ITEMS * item >= _LINE:
         line = tl.arange(0, ITEMS * item // _LINE) * (_LINE // item)

@@ -4,7 +4,7 @@ All of it can be captured in a CUDA graph: sizes are fixed, and no call waits fo
 bits, so that ranks which decide by them decide alike.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,64 +13,72 @@ from torch import Tensor
 from mtpkit.kernels import NO_TOKEN
 
 
-class AllReduce(Protocol):
-    """Sums a tensor over the ranks of a group."""
+class Exchange:
+    """What ranks of a group exchange, by the group's own backend, NCCL or gloo."""
 
-    def __call__(self, values: Tensor, group: Any) -> Tensor:
-        """The sum, with the same bits on all ranks; `values` may be overwritten by it."""
-        ...
+    def all_reduce(self, values: Tensor, group: Any) -> Tensor:
+        """The sum of `values` over the ranks, with the same bits on all of them; `values` may be overwritten by it."""
+        values = values.contiguous()
+        dist.all_reduce(values, group=group)
+        return values
+
+    def all_gather(self, values: Tensor, group: Any) -> Tensor:
+        """[ranks, ...], the `values` [...] of each rank."""
+        gathered = values.new_empty(group.size() * len(values), *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
+        return gathered.view(group.size(), *values.shape)
+
+    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
+        """See `best_of_ranks`."""
+        tokens = torch.where(tokens < 0, tokens, tokens + first)
+        pairs = self.all_gather(torch.stack([values.double(), tokens.double()], 1), group)  # exact: below 2^53
+        top = pairs[..., 0].amax(0)
+        none = torch.iinfo(torch.int64).max
+        return top.float(), torch.where(pairs[..., 0] == top, pairs[..., 1].long(), none).amin(0)
 
 
-def all_reduce_by_group(values: Tensor, group: Any) -> Tensor:
-    """Sum by the group's own backend, NCCL or gloo."""
-    values = values.contiguous()
-    dist.all_reduce(values, group=group)
-    return values
+_by_group = Exchange()
+_chosen: dict[Any, Exchange] = {}
+"""What ranks of a group exchange by, where that is not its backend."""
 
 
-_chosen: dict[Any, AllReduce] = {}
-"""What sums over a group, where that is not its backend."""
-
-
-def use_all_reduce(group: Any, function: AllReduce | None) -> None:
-    """Let `all_reduce` over a group call `function`, such as a kernel that sums small tensors through peer memory;
-    None: the group's backend. All ranks must choose the same one, before graphs are captured."""
-    if function is None:
+def use_exchange(group: Any, exchange: Exchange | None) -> None:
+    """Let the functions below use `exchange` for a group, such as kernels that reach the memory of other GPUs; None:
+    the group's backend. All ranks must choose the same one, before graphs are captured."""
+    if exchange is None:
         _chosen.pop(group, None)
     else:
-        _chosen[group] = function
+        _chosen[group] = exchange
+
+
+def _exchange(group: Any) -> Exchange:
+    return _chosen.get(group, _by_group)
 
 
 def all_reduce(values: Tensor, group: Any) -> Tensor:
     """Sum `values` over the ranks of a group, perhaps in place; of one rank they are the sum."""
-    return values if group.size() == 1 else _chosen.get(group, all_reduce_by_group)(values, group)
+    return values if group.size() == 1 else _exchange(group).all_reduce(values, group)
 
 
 def all_gather(values: Tensor, group: Any) -> Tensor:
     """[ranks, ...], the `values` [...] of each rank."""
-    if group.size() == 1:
-        return values[None]
-    gathered = values.new_empty(group.size() * len(values), *values.shape[1:])
-    dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
-    return gathered.view(group.size(), *values.shape)
+    return values[None] if group.size() == 1 else _exchange(group).all_gather(values, group)
 
 
-def best_of_ranks(values: Tensor, tokens: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """The best token over the parts of a vocabulary that ranks hold: 16 bytes per row and rank are exchanged.
+def best_of_ranks(values: Tensor, tokens: Tensor, group: Any, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The best token over the parts of a vocabulary that ranks hold: up to 16 bytes per row and rank are exchanged.
 
     Args:
         values: [M] float32, the largest logit of this rank's part, +inf where a logit is NaN or +inf.
-        tokens: [M] int64, its token, counted over all ranks; `NO_TOKEN` where the value is not finite.
+        tokens: [M] int64, its token, `NO_TOKEN` where the value is not finite.
+        first: what to add to each token, so that they are counted over all ranks.
 
     Returns:
         [M] float32 the largest logit of all, and [M] int64 its token, the smallest one among equals: as on one rank.
     """
     if group.size() == 1:
         return values, tokens
-    pairs = all_gather(torch.stack([values.double(), tokens.double()], 1), group)  # exact: tokens are below 2^53
-    top = pairs[..., 0].amax(0)
-    none = torch.iinfo(torch.int64).max
-    return top.float(), torch.where(pairs[..., 0] == top, pairs[..., 1].long(), none).amin(0)
+    return _exchange(group).best_of_ranks(values, tokens, first, group)
 
 
 def top_of_ranks(values: Tensor, tokens: Tensor, log_sums: Tensor, group: Any) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -23,9 +24,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mtpkit.kernels.draft_head import linear_argmax, linear_best
+from mtpkit.kernels.embedding import embedding_part
+from mtpkit.kernels.integer_rows import IntegerRows
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import mtp_input
-from mtpkit.model.collectives import best_of_ranks
+from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks
 from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.layers.base import keeping_inputs, linear_of
@@ -36,7 +39,12 @@ DepthAttention = Literal["serving", "per_depth"]
 
 def embed(model: HybridModel, token_ids: Tensor) -> Tensor:
     """Embeddings [s, b, h] of token_ids [b, s]."""
-    return model.embedding(input_ids=token_ids, position_ids=None)
+    table = model.embedding.word_embeddings
+    plain = isinstance(table, VocabParallelEmbedding) and not torch.is_grad_enabled()
+    if _is_alone(model) or model.config.sequence_parallel or not plain:
+        return model.embedding(input_ids=token_ids, position_ids=None)
+    own = embedding_part(token_ids.flatten(), table.weight, table.vocab_start_index)
+    return all_reduce(own, model.pg_collection.tp).view(*token_ids.shape, -1).transpose(0, 1)
 
 
 def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInput) -> Tensor:
@@ -136,10 +144,8 @@ def greedy_tokens(
     weight, tokens = output_weight(model) if draft_weight is None else draft_weight, draft_token_ids
     if _is_alone(model):
         return linear_argmax(hidden, weight, tokens)
-    values, best = linear_best(hidden, weight, tokens)
-    if tokens is None:
-        best = torch.where(best < 0, best, best + first_token(model))
-    return best_of_ranks(values, best, model.pg_collection.tp)[1]
+    first = first_token(model) if tokens is None else 0
+    return best_of_ranks(*linear_best(hidden, weight, tokens), model.pg_collection.tp, first)[1]
 
 
 def _is_alone(model: HybridModel) -> bool:
@@ -148,7 +154,9 @@ def _is_alone(model: HybridModel) -> bool:
 
 def _gather(model: HybridModel, part: Tensor) -> Tensor:
     """part [..., n / tp] of every tensor-parallel rank, [..., n]."""
-    return part if _is_alone(model) else gather_from_tensor_model_parallel_region(part)
+    if _is_alone(model) or torch.is_grad_enabled():
+        return part if _is_alone(model) else gather_from_tensor_model_parallel_region(part)
+    return torch.cat(all_gather(part, model.pg_collection.tp).unbind(), -1)
 
 
 def head_of(model: HybridModel, depth: int) -> Any:
@@ -175,6 +183,14 @@ def depth_embedding(model: HybridModel, token_ids: Tensor, inputs: LayerInput) -
     if model.config.sequence_parallel:
         first = first.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
     return embedding.masked_fill(first, 0)
+
+
+def _embedding_rows(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tensor | IntegerRows]:
+    """Where the embeddings of token_ids [1, T] are: rows [T] int64 of a table."""
+    table = model.embedding.word_embeddings
+    if _is_alone(model):
+        return token_ids[0], table.rows if isinstance(table, IntegerEmbedding) else table.weight
+    return torch.arange(token_ids.shape[1], device=token_ids.device), embed(model, token_ids)[:, 0]
 
 
 def _normed_pair(layer: Any, embedding: Tensor, hidden: Tensor) -> Tensor:
@@ -207,12 +223,11 @@ def mtp_forward(
     Example, tokens A B C D: depth 1 reads hidden h_A h_B h_C with tokens B C D and predicts C D ..
     """
     layer = head_of(model, depth)
-    if isinstance(inputs, StepInput) and _is_alone(model):
+    if isinstance(inputs, StepInput):
         zeroed = inputs.positions if model.mtpkit_config.mtp.zero_first_embedding else None
-        table, norms = model.embedding.word_embeddings, (layer.enorm.weight, layer.hnorm.weight)
-        embedding = table.rows if isinstance(table, IntegerEmbedding) else table.weight
-        zero_centered = model.config.layernorm_zero_centered_gamma
-        x = mtp_input(token_ids[0], hidden[:, 0], embedding, *norms, layer.enorm.eps, zero_centered, zeroed)[:, None]
+        norms, zero_centered = (layer.enorm.weight, layer.hnorm.weight), model.config.layernorm_zero_centered_gamma
+        rows = _embedding_rows(model, token_ids)
+        x = mtp_input(rows[0], hidden[:, 0], rows[1], *norms, layer.enorm.eps, zero_centered, zeroed)[:, None]
         x, _unused = layer.eh_proj(x)
     else:
         x, _unused = linear_of(

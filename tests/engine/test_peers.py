@@ -18,10 +18,10 @@ from mtpkit import platform
 from mtpkit.engine import LLM
 from mtpkit.engine.ranks import Ranks, peers
 from mtpkit.engine.ranks.join import _control_group
-from mtpkit.kernels.all_reduce import CHANNELS, Windows
-from mtpkit.kernels.all_reduce.window import BUFFERS_AT
+from mtpkit.kernels.exchange import CHANNELS, Windows
+from mtpkit.kernels.exchange.window import BUFFERS_AT
 from mtpkit.model import build_model, collectives
-from mtpkit.model.collectives import all_reduce, use_all_reduce
+from mtpkit.model.collectives import Exchange, all_reduce, use_exchange
 from mtpkit.platform import init_processes
 from tests.engine.rank_cases import MIXED, Case, config, decode, names, split_model
 from tests.engine.tiny import tiny_model
@@ -62,7 +62,7 @@ def joined(device: str, path: Path) -> tuple[object, peers.PeerMemory]:
     if device == "cuda":
         peers.sum_in_peer_memory(group, control, torch.empty(1, device=device), True)
     else:
-        use_all_reduce(group, map_files(group, path))
+        use_exchange(group, map_files(group, path))
     memory = collectives._chosen[group]
     assert isinstance(memory, peers.PeerMemory)
     memory.windows.windows[dist.get_rank()][BUFFERS_AT:] = 255
@@ -182,6 +182,11 @@ def test_two_ranks_decode_what_one_does(device, tmp_path):
         assert all(one["sums"] > 30 for one in both), names(case)
 
 
+class SevenMore(Exchange):
+    def all_reduce(self, values, group):
+        return values + 7
+
+
 def no_memory(rank: int, out: Path) -> None:
     """Ranks that cannot reach each other's memory agree to leave sums to the group, and close in order."""
     init_processes()
@@ -195,7 +200,7 @@ def no_memory(rank: int, out: Path) -> None:
         peers.sum_in_peer_memory(group, control, torch.empty(1), True)
         assert group not in collectives._chosen
     values = all_reduce(torch.tensor([rank + 1.0]), group)
-    use_all_reduce(group, lambda values, group: values + 7)
+    use_exchange(group, SevenMore())
     assert all_reduce(torch.zeros(1), group) == 7
     peers.sum_in_peer_memory(group, control, torch.empty(1), False)
     assert group not in collectives._chosen, "the newest engine does not want it"

@@ -35,7 +35,7 @@ def alone(values, group):
     return values
 
 
-def of_first_part(values, tokens, group):
+def of_first_part(values, tokens, group, first):
     return tuple(part[0] for part in (collectives.all_gather(values, group), collectives.all_gather(tokens, group)))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from mtpkit.bench.kernel_cases import delta, latent, linears, mixers, tokens, training
+from mtpkit.bench.kernel_cases import delta, latent, linears, mixers, ranks, tokens, training
 from mtpkit.bench.kernel_inputs import Case, Shapes
 from mtpkit.config.sections import AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MlaConfig, MlpConfig, MoeConfig
 from mtpkit.kernels.head_loss import LossKind
@@ -49,6 +49,7 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     if shapes.k:
         yield from (tokens.accept_matching(shapes), tokens.accept_tree(shapes), tokens.accept_rejection(shapes))
     yield from (linears.linear_case(shapes, call) for call in linears.calls(shapes))
+    yield from (ranks.embedding(shapes), *ranks.exchanges(shapes))
 
 
 def prefill_cases(shapes: Shapes) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Sums over tensor-parallel ranks in the memory of GPUs that reach each other: one kernel, in place of NCCL."""
+"""What tensor-parallel ranks exchange in the memory of GPUs that reach each other: kernels in place of NCCL."""
 
 import logging
 from contextlib import suppress
@@ -11,27 +11,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpkit.errors import listed
-from mtpkit.kernels.all_reduce import CHANNELS, MOST_RANKS, Windows, sum_over_ranks
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
-from mtpkit.model.collectives import all_reduce_by_group, use_all_reduce
+from mtpkit.kernels.exchange import CHANNELS, MOST_RANKS, Windows, best_of_ranks, gather_ranks, sum_over_ranks
+from mtpkit.model.collectives import Exchange, use_exchange
 from mtpkit.platform import before_closing, gpu_uuid, shares_memory
 
-_MOST_BYTES = 512 << 10
-"""Largest tensor that is summed here: every rank reads those of all, which for larger ones takes longer than NCCL."""
+_MOST_OF_TWO = 8 << 20
+"""Largest tensor that two ranks exchange here: each reads that of the other once, the least that any way takes."""
 _MOST_READ = 2 << 20
-"""Most bytes that a rank reads: many ranks sum only smaller tensors here."""
+"""Most bytes that each of more ranks reads: those of all, which for larger tensors takes longer than NCCL."""
 _CLOSING = timedelta(seconds=5)
 """How long a rank that ends waits for the others, which may still read its memory."""
 _logger = logging.getLogger(__name__)
 
 
 def limit_of(ranks: int) -> int:
-    """Most bytes of a tensor that so many ranks sum in peer memory."""
-    return min(_MOST_BYTES, _MOST_READ // ranks)
+    """Most bytes of a tensor that so many ranks exchange in peer memory."""
+    return _MOST_OF_TWO if ranks <= 2 else _MOST_READ // ranks
 
 
 def sum_in_peer_memory(group: Any, control: Any, weight: Tensor, wanted: bool) -> None:
-    """Choose what `collectives.all_reduce` over a group does. All ranks of `control` call it together.
+    """Choose what the functions of `collectives` do for a group. All ranks of `control` call it together.
 
     Where ranks of the group cannot reach each other's memory, a line of the log says why, and its backend sums.
 
@@ -42,20 +42,35 @@ def sum_in_peer_memory(group: Any, control: Any, weight: Tensor, wanted: bool) -
         wanted: whether small tensors are to be summed in peer memory.
     """
     if group.size() > 1:
-        use_all_reduce(group, _peers(group, control, weight.device) if wanted else None)
+        use_exchange(group, _peers(group, control, weight.device) if wanted else None)
 
 
-class PeerMemory:
-    """Sums tensors over a group: small ones through windows of memory that all ranks map, others by its backend."""
+class PeerMemory(Exchange):
+    """Exchanges small tensors through windows of memory that all ranks map, others by the group's backend."""
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
 
-    def __call__(self, values: Tensor, group: Any) -> Tensor:
-        """See `collectives.AllReduce`."""
-        if values.device != self.windows.epochs.device or not self.windows.fit(values):
-            return all_reduce_by_group(values, group)
+    def all_reduce(self, values: Tensor, group: Any) -> Tensor:
+        """See `Exchange.all_reduce`."""
+        if not self._takes(values):
+            return super().all_reduce(values, group)
         return sum_over_ranks(values.contiguous(), self.windows)
+
+    def all_gather(self, values: Tensor, group: Any) -> Tensor:
+        """See `Exchange.all_gather`."""
+        if not self._takes(values):
+            return super().all_gather(values, group)
+        return gather_ranks(values.contiguous(), self.windows)
+
+    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
+        """See `Exchange.best_of_ranks`."""
+        if not self._takes(values) or len(values) > self.windows.most_rows:
+            return super().best_of_ranks(values, tokens, first, group)
+        return best_of_ranks(values, tokens, first, self.windows)
+
+    def _takes(self, values: Tensor) -> bool:
+        return values.device == self.windows.epochs.device and self.windows.fit(values)
 
 
 @cache
@@ -129,7 +144,7 @@ def _of_all[T](control: Any, own: T) -> list[T]:
 
 def _close(group: Any, control: Any, held: dict[int, Tensor]) -> None:
     """Give the windows back in order: when all ranks have read what they will, those of others, then the own one."""
-    use_all_reduce(group, None)
+    use_exchange(group, None)
     _peers.cache_clear()
     own = held.pop(dist.get_rank(), None)
     if own is not None:

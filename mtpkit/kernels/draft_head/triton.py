@@ -17,7 +17,7 @@ from mtpkit.kernels.device import (
     WIDE_TILE,
     Early,
     Tile,
-    begin,
+    await_inputs,
     padded,
     prefetch,
     with_rows,
@@ -43,7 +43,7 @@ tile of the weight grows with the rows, since every program reads all hidden sta
 @Early
 @triton.jit
 def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constexpr):
-    begin()
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * span
     lane = tl.arange(0, BLOCK)
@@ -88,7 +88,7 @@ def _linear_part_kernel(
     row_start = tl.minimum(row, rows - 1).to(tl.int64) * hidden_stride
     if width >= AHEAD * BLOCK_K:
         prefetch(weight + token_start, AHEAD * BLOCK_K)
-    begin()
+    await_inputs()
     weights = weight + token_start[:, None] + column[None, :]
     states = hidden + row_start[None, :] + column[:, None]
     # The weight is the left operand: its many rows fill the tensor core, whose other side may be as narrow as 16.
@@ -115,7 +115,7 @@ def _linear_part_kernel(
 @Early
 @triton.jit
 def _best_part_kernel(values, indices, token_ids, out, tops, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    begin()
+    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))

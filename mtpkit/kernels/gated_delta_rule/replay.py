@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, Early, begin, load, padded, strided
+from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, Early, await_inputs, load, padded, strided
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.ring import ring_capacity
 from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
@@ -92,7 +92,7 @@ def _replay_kernel(
 ):
     """Compute BLOCK_P channels of each of BLOCK_H value heads of one row and key head per program, with STAGES states
     in flight. WHOLE: every block is full. Longer than 70 lines because its parts share nearly all tiles."""
-    begin()
+    await_inputs()
     ring_k_ptr, ring_u_ptr, ring_g_ptr = rings
     k_ptr, k_row, k_token, k_head = k_in
     v_ptr, v_row, v_token, v_head = v_in

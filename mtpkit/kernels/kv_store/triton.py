@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, begin, strided
+from mtpkit.kernels.device import Early, await_inputs, strided
 
 
 @Early
@@ -24,7 +24,7 @@ def _store_kernel(
     WIDTH_BLOCK: tl.constexpr,
 ):
     """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT and VALUE_SLOT elements apart."""
-    begin()
+    await_inputs()
     key_ptr, key_token, key_head = key_rows
     value_ptr, value_token, value_head = value_rows
     token = tl.program_id(0).to(tl.int64)

@@ -26,7 +26,7 @@ from mtpkit.kernels.attention.triton import (
     split_plan,
     store_lines,
 )
-from mtpkit.kernels.device import Early, begin, padded, row_of_tile, strided
+from mtpkit.kernels.device import Early, await_inputs, padded, row_of_tile, strided
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _RESIDENT = 1
@@ -110,7 +110,7 @@ def _decode_kernel(
     EARLIER: tl.constexpr,
 ):
     """Compute one split of a row for M queries per program; results as those of `kernels.attention.triton`."""
-    begin()
+    await_inputs()
     q_ptr, q_row, q_token, q_head = latent_rows
     p_ptr, p_row, p_token, p_head = rotary_rows
     row, split = tl.program_id(1), tl.program_id(2)

@@ -24,7 +24,7 @@ from mtpkit.kernels.device import (
     Early,
     Tile,
     as_rows,
-    begin,
+    await_inputs,
     padded,
     prefetch,
     with_rows,
@@ -131,7 +131,7 @@ def _linear_kernel(
     weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
     if not SPAN < AHEAD * BLOCK_K:
         prefetch(weights + split * SPAN, AHEAD * BLOCK_K)
-    begin()
+    await_inputs()
     weight_ptrs = weights[:, None] + k[None, :]
     x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)

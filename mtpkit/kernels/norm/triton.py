@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, as_rows, begin, strided
+from mtpkit.kernels.device import Early, as_rows, await_inputs, strided
 from mtpkit.kernels.integer_rows import OFFSET, IntegerRows
 
 _OFFSET = tl.constexpr(OFFSET)
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    begin()
+    await_inputs()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < width)
@@ -51,7 +51,7 @@ def _rms_norm_kernel(
 @Early
 @triton.jit
 def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOCK: tl.constexpr):
-    begin()
+    await_inputs()
     x, x_stride = x_rows
     z, z_stride = z_rows
     row = (tl.program_id(0) // groups).to(tl.int64)
@@ -71,7 +71,7 @@ def _norm_gate_kernel(
     x_rows, z_rows, weight, out, eps, heads, width, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """ROWS heads of one token per program."""
-    begin()
+    await_inputs()
     x, x_stride = x_rows
     z, z_stride = z_rows
     row = tl.program_id(0).to(tl.int64)
@@ -130,7 +130,7 @@ def _mtp_input_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    begin()
+    await_inputs()
     hidden, hidden_stride = hidden_rows
     enorm_weight, hnorm_weight = norms
     token = tl.program_id(0).to(tl.int64)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, Early, begin, load, padded, strided
+from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, Early, await_inputs, load, padded, strided
 from mtpkit.kernels.ring import ring_capacity
 
 _FORGOTTEN = -100.0
@@ -144,7 +144,7 @@ def _replay_kernel(
     WHOLE: every block is full. The kernel is longer than 70 lines because its parts share nearly all tiles, so that
     functions for them would need some thirty arguments each.
     """
-    begin()
+    await_inputs()
     ring_x_ptr, ring_B_ptr, ring_dt_ptr = rings
     x_ptr, x_row, x_token, x_head = x_in
     dt_ptr, dt_row, dt_token = dt_in

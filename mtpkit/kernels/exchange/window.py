@@ -1,4 +1,4 @@
-"""Memory through which ranks sum tensors: each rank has a window, which all ranks read and in which all set flags.
+"""Memory through which ranks exchange tensors: each rank has a window, which all ranks read and in which all set flags.
 
 A window consists of channels, each with a flag for every rank and two buffers. Program p of a kernel uses channel p and
 no other, so that programs wait only for those of the same number on other ranks. The uses of a channel are numbered
@@ -7,7 +7,7 @@ from 1 on; such a number is an epoch. In an epoch each rank
 1. writes its values to its own buffer `epoch % 2`,
 2. sets its flag in the windows of all ranks to the epoch,
 3. waits until all flags in its own window have reached the epoch,
-4. adds up the buffers of all ranks.
+4. reads the buffers of all ranks.
 
 No second barrier has to keep a buffer from being written again, two epochs later: this rank has then seen the flags of
 the epoch between, which every rank sets after it has read all buffers of the epoch before, since each runs its kernels
@@ -19,14 +19,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHANNELS = 32
-"""Programs of a sum: enough to hide the latency of loads, few enough to run at once on any GPU."""
+CHANNELS = 128
+"""Most programs of a kernel: enough to hide the latency of loads, few enough to run at once on any GPU."""
 MOST_RANKS = 8
 """Most ranks: flags of a channel."""
 BUFFERS_AT = CHANNELS * MOST_RANKS * 8
 """Byte of a window at which the buffers begin, behind the flags."""
 _BLOCK_BYTES = 8192
 """Bytes that a program reads at a time from each rank: 16 for each of its threads."""
+BEST_ROWS = 256
+"""Rows of a program of `best_of_ranks`."""
 _SUMMED_IN = {
     torch.bfloat16: torch.float32,
     torch.float32: torch.float32,
@@ -64,8 +66,13 @@ class Windows:
         return _capacity(self.limit)
 
     def fit(self, values: Tensor) -> bool:
-        """Whether a tensor can be summed through these windows."""
+        """Whether a tensor can be exchanged through these windows."""
         return values.dtype in _SUMMED_IN and 0 < values.nbytes <= self.limit
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of which the best of all ranks can be found at once."""
+        return CHANNELS * BEST_ROWS
 
     def shares(self, values: Tensor) -> tuple[int, int, int]:
         """Values of a block, channels that a tensor takes, and values of each channel, whole blocks of them."""

@@ -1,4 +1,4 @@
-"""Sums over ranks through windows that all of them read, to the bit: processes that share memory of the host."""
+"""What ranks exchange through windows that all of them read, to the bit: processes that share memory of the host."""
 
 import importlib
 import json
@@ -10,11 +10,12 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from mtpkit.kernels.all_reduce.window import BUFFERS_AT, CHANNELS, Windows
+from mtpkit.kernels import NO_TOKEN
+from mtpkit.kernels.exchange.window import BUFFERS_AT, CHANNELS, Windows
 from tests.ranks import run_ranks
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64)
-LIMIT = 300_000
+LIMIT = 1_300_000
 """Bytes: not a multiple of blocks, and two blocks in some channels."""
 RANKS = 3
 """With two, the order would not matter."""
@@ -51,13 +52,44 @@ def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return sum(parts[1:], parts[0])
 
 
-def sums(rank: int, path: Path) -> None:
-    """Sum tensors of many sizes one after another, in each case; say which were right."""
+def draw_best(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and tokens of all ranks: most values tie, some are infinite and have no token."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(RANKS, count, generator=generator).round()
+    values[:, ::5], values[1, ::7] = torch.inf, -torch.inf
+    tokens = torch.randint(50, (RANKS, count), generator=generator)
+    return values, torch.where(values.isinf(), NO_TOKEN, tokens)
+
+
+def best_in_order(values: torch.Tensor, tokens: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Row by row: the largest value, and among equals the smallest token, those of a rank counted from 100 * rank."""
+    tokens = [[token + 100 * rank * (token >= 0) for token in row] for rank, row in enumerate(tokens.tolist())]
+    rows = [
+        sorted(zip((-values[:, i]).tolist(), [row[i] for row in tokens], strict=True)) for i in range(len(tokens[0]))
+    ]
+    return [-row[0][0] for row in rows], [row[0][1] for row in rows]
+
+
+def exchanged(module, mine: Windows, size: int, seed: int) -> list[bool]:
+    """Whether a sum, a gather and the best of some rows, one after another, are right."""
+    parts = draw(size, DTYPES[seed % len(DTYPES)], seed)
+    values = parts[mine.rank].clone()
+    assert module.sum_over_ranks(values, mine) is values
+    found = [torch.equal(values, in_order(parts))]
+    parts = [1 - part for part in parts]  # others, which must not take the place of those that are still read
+    found.append(torch.equal(module.gather_ranks(parts[mine.rank], mine), torch.stack(parts)))
+    value, token = draw_best(min(size, 600), seed)
+    best = module.best_of_ranks(value[mine.rank], token[mine.rank], 100 * mine.rank, mine)
+    return [*found, tuple(part.tolist() for part in best) == best_in_order(value, token)]
+
+
+def exchanges(rank: int, path: Path) -> None:
+    """Exchange tensors of many sizes one after another, in each case; say what was right."""
     # This process stops for a while at some barriers of a kernel, so that others overtake it.
     interpreter.interpreter_builder.create_barrier = lambda: time.sleep(random.choice([0, 0, 0.01]))
     found = {}
     for number, (name, (twins, sizes, broken)) in enumerate(CASES.items()):
-        module = importlib.import_module(f"mtpkit.kernels.all_reduce.{twins[rank]}")
+        module = importlib.import_module(f"mtpkit.kernels.exchange.{twins[rank]}")
         windows = tuple(window(path / f"{number}.{other}") for other in range(RANKS))
         mine = Windows(rank, windows, torch.zeros(CHANNELS, dtype=torch.int64), LIMIT)
         found[name] = []
@@ -65,30 +97,28 @@ def sums(rank: int, path: Path) -> None:
             for attribute, value in broken.items():
                 patch.setattr(module, attribute, value)
             for seed, size in enumerate(sizes):
-                parts = draw(size, DTYPES[seed % len(DTYPES)], seed)
-                values = parts[rank].clone()
-                assert module.sum_over_ranks(values, mine) is values
-                found[name].append(torch.equal(values, in_order(parts)))
+                found[name].append(exchanged(module, mine, size, seed))
     (path / f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory):
-    """Of each case, which sums of each rank were right."""
+    """Of each case, which sums, gathers and best rows of each rank were right."""
     path = tmp_path_factory.mktemp("windows")
     for number in range(len(CASES)):
         for rank in range(RANKS):
             poisoned = window(path / f"{number}.{rank}")
             poisoned[:BUFFERS_AT], poisoned[BUFFERS_AT:] = 0, 255  # NaN
-    run_ranks(sums, path, ranks=RANKS)
+    run_ranks(exchanges, path, ranks=RANKS)
     every = [json.loads((path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: [one for found in every for one in found[name]] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sums_are_exact(right, name):
+def test_what_ranks_exchange_is_exact(right, name):
     assert len(right[name]) == RANKS * len(CASES[name][1])
-    assert all(right[name]) != name.startswith("broken")
+    for one in zip(*right[name], strict=True):
+        assert all(one) != name.startswith("broken")
 
 
 def test_what_fits():
@@ -102,11 +132,15 @@ def test_what_fits():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_channels_hold_what_they_are_given(dtype):
     """Also at the edges of blocks, and of as many blocks as there are channels."""
-    for limit in (1000, LIMIT, 512 << 10):
+    for limit in (1000, LIMIT, 8 << 20):
         windows = Windows(0, (), torch.zeros(CHANNELS, dtype=torch.int64), limit)
         assert Windows.nbytes(limit) == BUFFERS_AT + 2 * CHANNELS * windows.capacity
         most = limit // dtype.itemsize
-        edges = (8192 // dtype.itemsize * blocks + more for blocks in (1, 2, 31, 32, 33) for more in (-1, 0, 1))
+        edges = (
+            8192 // dtype.itemsize * blocks + more
+            for blocks in (1, 2, CHANNELS - 1, CHANNELS, CHANNELS + 1)
+            for more in (-1, 0, 1)
+        )
         for count in {1, most, *(min(most, edge) for edge in edges)}:
             block, channels, share = windows.shares(torch.empty(count, dtype=dtype))
             assert share % block == 0 and share * dtype.itemsize <= windows.capacity
