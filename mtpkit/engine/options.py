@@ -60,9 +60,9 @@ class EngineOptions:
     each."""
     enable_expert_parallel: bool = False
     """Give each of the tensor-parallel processes whole experts of a mixture, in place of a part of every expert."""
-    disable_custom_all_reduce: bool = True
-    """Leave all sums over tensor-parallel ranks to NCCL. False: small ones take one kernel, which reads the memory of
-    the other GPUs, where all are on one host and reach each other."""
+    disable_custom_all_reduce: bool = False
+    """Leave all that tensor-parallel ranks exchange to NCCL. By default small tensors take one kernel, which reads the
+    memory of the other GPUs, where all are on one host and reach each other."""
     seed: Seed | None = 0
     """Seed from which requests without their own seed get one; None: a new seed for each engine."""
     block_size: Count = 16

@@ -218,7 +218,7 @@ def test_the_option_reaches_the_ranks(monkeypatch):
     monkeypatch.setattr(Ranks, "sum_in_peer_memory", lambda self, weight, wanted: said.append(wanted))
     for settings in ({}, {"disable_custom_all_reduce": False}, {"disable_custom_all_reduce": True}):
         LLM(tiny_model(), num_blocks=20, warm_up=False, **settings)
-    assert said == [False, True, False]
+    assert said == [True, True, False]
 
 
 def test_memory_that_cannot_be_reached(monkeypatch):

@@ -24,26 +24,22 @@ pytestmark = pytest.mark.gpu
 
 GROWN_SHAPE = {key: value for key, value in GROWN.items() if key != "num_speculative_tokens"}
 CACHED, EAGER = dict(enable_prefix_caching=True), dict(enforce_eager=True)
+TREES = [Case("mamba2", 3, settings=FIXED), Case("attention", 3, settings=GROWN_SHAPE | EAGER | PREEMPTED)]
 CASES = [
     Case("mamba2", 0),
-    Case("mamba2", 3, settings=MIXED),
     Case("mamba2", 3, settings=CACHED),
     Case("delta", 2, settings=dict(state_rollback="snapshot")),
     Case("delta", 3, settings=PREEMPTED),
-    Case("attention", 0, settings=CACHED),
     Case("attention", 3, penalised=True),
     Case("latent", 3, settings=MIXED),
     Case("distinct heads", 3, settings=MIXED),
-    Case("recurrent experts", 2),
-    Case("mamba2", 3, settings=FIXED),
-    Case("mamba2", 3, settings=FIXED | EAGER),
-    Case("delta", 3, settings=GROWN_SHAPE | CACHED),
-    Case("attention", 3, settings=GROWN_SHAPE | EAGER | PREEMPTED),
+    *TREES,
 ]
-WHOLE_EXPERTS = [Case("latent", 3, True, settings=MIXED), Case("recurrent experts", 2, True)]
+EXPERTS = [Case("latent", 3, True, settings=MIXED), Case("recurrent experts", 2, True), Case("recurrent experts", 2)]
+IN_MEMORY = [Case("mamba2", 3, settings=MIXED), Case("attention", 0, settings=CACHED), *TREES, *EXPERTS]
 SPLITS = {"tensor": (2, 1), "peers": (2, 1), "stages": (1, 2)}
-"""Tensor-parallel ranks and stages; with `peers` ranks sum in each other's memory."""
-PAIRS = [(split, case) for split in SPLITS for case in CASES + (WHOLE_EXPERTS if split != "stages" else [])]
+"""Tensor-parallel ranks and stages; with `peers` ranks exchange in each other's memory."""
+TESTED = {"tensor": CASES + EXPERTS, "peers": IN_MEMORY, "stages": CASES}
 
 
 def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, Any]:
@@ -67,44 +63,42 @@ def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, A
     )
 
 
-def two_ranks(rank: int, wanted: list[list[list[int]]], out: Path) -> None:
+def two_ranks(rank: int, split: str, wanted: list[list[list[int]]], out: Path) -> None:
     look_at_new_objects()
     models: dict[tuple, Any] = {}
-    found: list[dict] = [{}] * len(PAIRS)
-    order = sorted(range(len(PAIRS)), key=lambda i: (SPLITS[PAIRS[i][0]], PAIRS[i][1].whole_experts, PAIRS[i][1].base))
+    found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "stage_patterns", halves)
-        for index in order:
-            split, case = PAIRS[index]
-            key = SPLITS[split], case.whole_experts, case.base
+        for case, truth in zip(TESTED[split], wanted, strict=True):
+            key = case.whole_experts, case.base
             if key not in models:
                 models[key] = split_model(config(case.base), case.whole_experts, *SPLITS[split])
-            found[index] = decode(models[key], case, wanted[index], disable_custom_all_reduce=split != "peers")
+            found.append(decode(models[key], case, truth, disable_custom_all_reduce=split != "peers"))
     (out / f"{rank}.json").write_text(json.dumps(found))
 
 
-@pytest.fixture(scope="module")
-def decoded(tmp_path_factory):
-    """What one GPU decoded, and what each of two did."""
+@pytest.fixture(scope="module", params=SPLITS)
+def decoded(request, tmp_path_factory):
+    """A way to split a model, what one GPU decoded, and what each of two did."""
     need_gpus(2)
+    split = request.param
 
     def make(path: Path) -> None:
-        tested = [replace(case, settings={}) for _, case in PAIRS]
-        wanted = one_rank(tested, device="cuda", enforce_eager=True)
+        wanted = one_rank([replace(case, settings={}) for case in TESTED[split]], device="cuda", enforce_eager=True)
         (path / "wanted.json").write_text(json.dumps(wanted))
-        run_ranks(two_ranks, wanted, path, device="cuda")
+        run_ranks(two_ranks, split, wanted, path, device="cuda")
 
-    path = made_once(tmp_path_factory, "two_gpus", make)
-    return [json.loads((path / f"{name}.json").read_text()) for name in ("wanted", 0, 1)]
+    path = made_once(tmp_path_factory, f"two_gpus_{split}", make)
+    return split, *(json.loads((path / f"{name}.json").read_text()) for name in ("wanted", 0, 1))
 
 
-@pytest.mark.parametrize("index", range(len(PAIRS)), ids=[f"{split} {names(case)}" for split, case in PAIRS])
-def test_two_gpus_decode_what_one_does(decoded, index):
-    wanted, *ranks = decoded
-    split, case = PAIRS[index]
-    for one in (rank[index] for rank in ranks):
-        assert one["tokens"] == wanted[index]
-        assert (one["preemptions"] > 0) == ("num_blocks" in case.settings)
-        assert (one["graphs"] > 0) == ("enforce_eager" not in case.settings)
-        assert (one["sums"] > 0) == (split == "peers")
-        assert one["accepted"] > 0 or not case.k or (case.settings.keys() & FIXED.keys() | GROWN_SHAPE.keys())
+def test_two_gpus_decode_what_one_does(decoded):
+    split, wanted, *ranks = decoded
+    assert [[one["tokens"] for one in rank] for rank in ranks] == [wanted] * 2, split
+    for found in zip(TESTED[split], *ranks, strict=True):
+        case, trees = found[0], not found[0].settings.keys().isdisjoint(FIXED.keys() | GROWN_SHAPE.keys())
+        for one in found[1:]:
+            assert (one["preemptions"] > 0) == ("num_blocks" in case.settings), names(case)
+            assert (one["graphs"] > 0) == ("enforce_eager" not in case.settings), names(case)
+            assert (one["sums"] > 0) == (split == "peers"), names(case)
+            assert one["accepted"] > 0 or not case.k or trees, names(case)
