@@ -3,11 +3,8 @@
 In functions that kernels call, parameters in capitals are compile-time constants.
 """
 
-import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,62 +20,6 @@ SMALLEST_DOT = 16
 NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
 """The dtype that tensor cores multiply; fp32 in the interpreter, which would multiply the raw bits of bf16 numbers."""
 NO_TOKEN = tl.constexpr(kernels.NO_TOKEN)
-OVERLAPS = tl.constexpr(
-    not triton.knobs.runtime.interpret
-    and torch.cuda.is_available()
-    and torch.cuda.get_device_capability() >= (9, 0)
-    and os.environ.get("MTPKIT_EARLY") != "0"
-)
-"""Whether the GPU can start the programs of a kernel before the kernel before it has ended."""
-_LINE = tl.constexpr(128)
-"""Bytes that a prefetch brings to the L2 cache."""
-AHEAD = tl.constexpr(4)
-"""Tiles of its weight that a program prefetches while the kernel before is still running."""
-
-
-class Early:
-    """A kernel whose programs may be placed on a GPU before the kernel before it has ended, which hides the time from
-    one launch to the next (programmatic dependent launch, CUDA C++ programming guide). Use as a decorator.
-
-    Each program must call `await_inputs` before it reads or writes what an earlier kernel may have touched. Before
-    that call it may read constants, such as weights.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.__name__ = kernel.__name__
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """The launch on a grid."""
-        launch = self.kernel[grid]
-        if not OVERLAPS:
-            return launch
-        return lambda *args, **kwargs: launch(*args, **kwargs, launch_pdl=True)
-
-
-@triton.jit
-def await_inputs():
-    """Wait until all kernels before this one have ended, and let the programs of the next one be placed."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(rows, ITEMS: tl.constexpr):
-    """Begin to bring to the L2 cache the first ITEMS items, a power of two, at each of the pointers `rows` [N]. Before
-    `await_inputs`, for weights."""
-    item: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
-    if OVERLAPS and ITEMS * item >= _LINE:
-        line = tl.arange(0, ITEMS * item // _LINE) * (_LINE // item)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [rows[:, None] + line[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 class Tile(NamedTuple):

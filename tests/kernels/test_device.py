@@ -1,13 +1,8 @@
-import ast
-import textwrap
-from pathlib import Path
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from mtpkit.kernels import device
 from mtpkit.kernels.device import as_rows, row_of_tile, with_rows
 from tests.shared import covering
 
@@ -66,51 +61,3 @@ def test_every_tile_of_every_row_has_one_number(rows, items, zero):
             assert len(firsts) >= (max(1, whole) if spare == 1 else 1 + whole)
             # Tiles that begin up to size - 1 items before the row.
             assert spare == 1 or size * len(firsts) >= length * items + size - 1
-
-
-def early_kernels() -> list[tuple[str, ast.FunctionDef]]:
-    """Kernels that may start before the one before them has ended, by file."""
-    found = []
-    for path in sorted(Path(device.__file__).parent.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            names = [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
-            if "Early" in names:
-                found.append((f"{path.parent.name}/{path.name}: {node.name}", node))
-    return found
-
-
-def touched_before_waiting(kernel: ast.FunctionDef) -> str:
-    """The statement, if there is one, that reads or writes memory, or returns, before all programs of a kernel wait."""
-    for statement in kernel.body:
-        if ast.unparse(statement) == "await_inputs()":
-            return ""
-        names = {one.attr for one in ast.walk(statement) if isinstance(one, ast.Attribute)}
-        calls = {ast.unparse(one.func) for one in ast.walk(statement) if isinstance(one, ast.Call)}
-        harmless = all(name == "prefetch" or name.startswith("tl.") for name in calls)
-        leaves = any(isinstance(one, ast.Return) for one in ast.walk(statement))
-        if names & {"load", "store", "atomic_add", "atomic_xchg", "atomic_cas"} or leaves or not harmless:
-            return ast.unparse(statement)
-    return "await_inputs() is missing"
-
-
-def test_early_kernels_wait_before_they_touch_memory():
-    found = early_kernels()
-    assert len(found) > 20
-    assert not {name: place for name, kernel in found if (place := touched_before_waiting(kernel))}
-
-
-@pytest.mark.parametrize(
-    "body, place",
-    [
-        ("await_inputs()\nx = tl.load(p)", ""),
-        ("n = tl.arange(0, 4)\nprefetch(w + n, 4)\nawait_inputs()", ""),
-        ("x = tl.load(p)\nawait_inputs()", "x = tl.load(p)"),
-        ("x = load(p, m, True)\nawait_inputs()", "x = load(p, m, True)"),
-        ("if n > 3:\n    return\nawait_inputs()", "if n > 3:\n    return"),
-        ("if n > 3:\n    await_inputs()", "if n > 3:\n    await_inputs()"),
-        ("n = tl.arange(0, 4)", "await_inputs() is missing"),
-    ],
-)
-def test_what_is_touched_too_early_is_seen(body, place):
-    (kernel,) = ast.parse("def f():\n" + textwrap.indent(body, "    ")).body
-    assert touched_before_waiting(kernel) == place

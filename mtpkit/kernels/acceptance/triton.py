@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.acceptance.tree import accept_tree
-from mtpkit.kernels.device import NO_TOKEN, Early, await_inputs, strided, with_rows
+from mtpkit.kernels.device import NO_TOKEN, strided, with_rows
 from mtpkit.kernels.sampling.weights import chunk_size, first_above, pick_chunk
 
 __all__ = ["accept_matching", "accept_rejection", "accept_tree"]
@@ -18,12 +18,10 @@ MATCHING_ROWS = 32
 """Rows per program of `accept_matching`."""
 
 
-@Early
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["drafts", "choices"])
 def _matching_kernel(
     drafts, choices, strides, accepted, token_ids, rows, depths, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    await_inputs()
     draft_row, draft_depth, choice_row, choice_depth = strides
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     depth = tl.arange(0, WIDTH)[None, :]

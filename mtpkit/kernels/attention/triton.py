@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpkit.kernels.attention.flash import depth_attention, sequence_attention
 from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
-from mtpkit.kernels.device import PROGRAMS, Early, await_inputs, padded, row_of_tile, strided
+from mtpkit.kernels.device import PROGRAMS, padded, row_of_tile, strided
 
 __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]
 
@@ -190,7 +190,6 @@ def row_range(lens_ptr, row, plan, splits, N):
     return context, end, tl.maximum((length + N - 1) // N * N, N)
 
 
-@Early
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def _decode_kernel(
     q_rows,
@@ -223,7 +222,6 @@ def _decode_kernel(
     stores its part of the output in part [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R,
     splits, tokens * heads]. Where the row is a tree, whole tiles of the context need no mask.
     """
-    await_inputs()
     q_ptr, q_row, q_token, q_group, q_head = q_rows
     row, split = tl.program_id(1), tl.program_id(2)
     group = tl.program_id(0) % GROUPS
@@ -262,7 +260,6 @@ def _decode_kernel(
         tl.store(lse_ptr + place, best + tl.log2(total), mask=m < count)
 
 
-@Early
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "splits"], do_not_specialize_on_alignment=UNALIGNED)
 def _combine_kernel(
     lens_ptr,
@@ -282,7 +279,6 @@ def _combine_kernel(
     D: tl.constexpr,
 ):
     """Combine the splits of L of the row's `lines` = tokens * heads per program, S splits at a time."""
-    await_inputs()
     row = tl.program_id(0)
     _, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), splits, N)
     if length >= end:

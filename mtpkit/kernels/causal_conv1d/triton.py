@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, Early, await_inputs, row_of_tile, strided
+from mtpkit.kernels.device import PROGRAMS, row_of_tile, strided
 
 _TILE, _BLOCK = 16, 512
 """Tokens and channels per program of `causal_conv1d_varlen`."""
@@ -69,7 +69,6 @@ def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
     return inputs
 
 
-@Early
 @triton.jit
 def _update_kernel(
     x_rows,
@@ -88,7 +87,6 @@ def _update_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute BLOCK channels of one row per program."""
-    await_inputs()
     x_ptr, x_row, x_token = x_rows
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -10,18 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels import NO_TOKEN as NONE
-from mtpkit.kernels.device import (
-    AHEAD,
-    MULTIPROCESSORS,
-    NO_TOKEN,
-    WIDE_TILE,
-    Early,
-    Tile,
-    await_inputs,
-    padded,
-    prefetch,
-    with_rows,
-)
+from mtpkit.kernels.device import MULTIPROCESSORS, NO_TOKEN, WIDE_TILE, Tile, padded, with_rows
 from mtpkit.kernels.draft_head.reference import to_token_ids
 from mtpkit.kernels.draft_head.top import top_tokens
 
@@ -40,10 +29,8 @@ TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 
 tile of the weight grows with the rows, since every program reads all hidden states from the cache."""
 
 
-@Early
 @triton.jit
 def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constexpr):
-    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * span
     lane = tl.arange(0, BLOCK)
@@ -62,7 +49,6 @@ def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constex
     tl.store(indices + place, tl.min(tl.where(best == top, index, 2147483647), axis=0))
 
 
-@Early
 @triton.jit
 def _linear_part_kernel(
     hidden,
@@ -86,9 +72,6 @@ def _linear_part_kernel(
     # Loads need no mask: indices past the end read the last row again, and are left out below.
     token_start = tl.minimum(token, vocabulary - 1).to(tl.int64) * weight_stride
     row_start = tl.minimum(row, rows - 1).to(tl.int64) * hidden_stride
-    if width >= AHEAD * BLOCK_K:
-        prefetch(weight + token_start, AHEAD * BLOCK_K)
-    await_inputs()
     weights = weight + token_start[:, None] + column[None, :]
     states = hidden + row_start[None, :] + column[:, None]
     # The weight is the left operand: its many rows fill the tensor core, whose other side may be as narrow as 16.
@@ -112,10 +95,8 @@ def _linear_part_kernel(
     tl.store(indices + place, index, mask=row < rows)
 
 
-@Early
 @triton.jit
 def _best_part_kernel(values, indices, token_ids, out, tops, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    await_inputs()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -5,13 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, await_inputs, strided, with_rows
+from mtpkit.kernels.device import strided, with_rows
 
 
-@Early
 @triton.jit
 def _rows_kernel(token_ids, table_rows, out, first, count, width, BLOCK: tl.constexpr):
-    await_inputs()
     table, stride = table_rows
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     place = tl.load(token_ids + token) - first

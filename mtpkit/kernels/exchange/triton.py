@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, await_inputs
 from mtpkit.kernels.exchange.window import BEST_ROWS, BUFFERS_AT, CHANNELS, MOST_RANKS, Windows
 
 _MOST_POLLS = 1 << 30
@@ -47,7 +46,6 @@ def _buffer(epoch, channel, CHANNELS: tl.constexpr, BUFFERS_AT: tl.constexpr, CA
     return BUFFERS_AT + (epoch % 2 * CHANNELS + channel) * CAPACITY
 
 
-@Early
 @triton.jit(debug=True)
 def _values_kernel(
     values_ptr,
@@ -66,7 +64,6 @@ def _values_kernel(
     MOST_POLLS: tl.constexpr,
 ):
     """Gather `share` values of all ranks in `gathered` [ranks, count], or without that sum them in place."""
-    await_inputs()
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     summed_in: tl.constexpr = tl.float32 if dtype.primitive_bitwidth <= 32 else dtype
     channel = tl.program_id(0)
@@ -94,7 +91,6 @@ def _values_kernel(
     tl.store(epochs_ptr + channel, epoch)
 
 
-@Early
 @triton.jit(debug=True)
 def _best_kernel(
     values_ptr,
@@ -115,7 +111,6 @@ def _best_kernel(
     MOST_POLLS: tl.constexpr,
 ):
     """Find the best of ROWS rows. A buffer holds their values, then their tokens."""
-    await_inputs()
     channel, row = tl.program_id(0), tl.arange(0, ROWS)
     index = channel * ROWS + row
     live = index < count

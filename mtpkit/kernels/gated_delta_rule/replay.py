@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, Early, await_inputs, load, padded, strided
+from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, load, padded, strided
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.ring import ring_capacity
 from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
@@ -107,7 +107,6 @@ def _shared_products(q_in, k_in, ring_k_ptr, places, masks, row, group, o, t, n,
     return columns, old_keys, scores, old_scores
 
 
-@Early
 @triton.jit
 def _replay_kernel(
     state_ptr,
@@ -143,7 +142,6 @@ def _replay_kernel(
 ):
     """Compute BLOCK_P channels of each of BLOCK_H value heads of one row and key head per program, with STAGES states
     in flight. WHOLE: every block is full. Longer than 70 lines because its parts share nearly all tiles."""
-    await_inputs()
     ring_k_ptr, ring_u_ptr, ring_g_ptr = rings
     v_ptr, v_row, v_token, v_head = v_in
     a_ptr, a_row, a_token = a_in

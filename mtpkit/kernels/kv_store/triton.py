@@ -4,10 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, await_inputs, strided
+from mtpkit.kernels.device import strided
 
 
-@Early
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _store_kernel(
     key_rows,
@@ -24,7 +23,6 @@ def _store_kernel(
     WIDTH_BLOCK: tl.constexpr,
 ):
     """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT and VALUE_SLOT elements apart."""
-    await_inputs()
     key_ptr, key_token, key_head = key_rows
     value_ptr, value_token, value_head = value_rows
     token = tl.program_id(0).to(tl.int64)

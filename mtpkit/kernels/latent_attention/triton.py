@@ -26,7 +26,7 @@ from mtpkit.kernels.attention.triton import (
     split_plan,
     store_lines,
 )
-from mtpkit.kernels.device import Early, await_inputs, padded, row_of_tile, strided
+from mtpkit.kernels.device import padded, row_of_tile, strided
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _RESIDENT = 1
@@ -82,7 +82,6 @@ def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTH
     return state
 
 
-@Early
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def _decode_kernel(
     latent_rows,
@@ -110,7 +109,6 @@ def _decode_kernel(
     EARLIER: tl.constexpr,
 ):
     """Compute one split of a row for M queries per program; results as those of `kernels.attention.triton`."""
-    await_inputs()
     q_ptr, q_row, q_token, q_head = latent_rows
     p_ptr, p_row, p_token, p_head = rotary_rows
     row, split = tl.program_id(1), tl.program_id(2)

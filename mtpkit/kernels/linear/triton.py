@@ -17,18 +17,7 @@ from torch import Tensor
 
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm as norms
-from mtpkit.kernels.device import (
-    AHEAD,
-    MULTIPROCESSORS,
-    NARROW,
-    Early,
-    Tile,
-    as_rows,
-    await_inputs,
-    padded,
-    prefetch,
-    with_rows,
-)
+from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, Tile, as_rows, padded, with_rows
 from mtpkit.kernels.linear.reference import FP8, FP8_MAX, compose
 
 MAX_ROWS = 16
@@ -92,7 +81,6 @@ def _sum_parts(products, squares, live, PART, SPLITS, NORMED):
     return product, square
 
 
-@Early
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x_ptr,
@@ -129,9 +117,6 @@ def _linear_kernel(
     live = (m < rows)[None, :]
     # Outputs past the end repeat the last one, so that loads need no mask.
     weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
-    if not SPAN < AHEAD * BLOCK_K:
-        prefetch(weights + split * SPAN, AHEAD * BLOCK_K)
-    await_inputs()
     weight_ptrs = weights[:, None] + k[None, :]
     x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
-from mtpkit.kernels.device import NARROW, WIDE_TILE, Early, Tile, await_inputs, load, padded, with_rows
+from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, load, padded, with_rows
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Activation, Shared
 
@@ -35,14 +35,12 @@ TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 
 """Tiles by pairs per block."""
 
 
-@Early
 @triton.jit
 def _sort_kernel(
     ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Store the pairs of one expert in order, and the expert of each block that they fill; `blocks`: see `_Blocks`.
     Pairs of expert EXPERTS are left out."""
-    await_inputs()
     expert = tl.program_id(0)
     bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -67,11 +65,9 @@ def _sort_kernel(
             tl.store(blocks.experts + block, expert)
 
 
-@Early
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_few_kernel(ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
     """Store what `_sort_kernel` stores, of at most PAIRS pairs, in one program."""
-    await_inputs()
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     live = ids < EXPERTS
@@ -98,7 +94,6 @@ def _dot(a, b, acc, NARROW):
         return tl.dot(a.to(NARROW), b.to(NARROW), acc)
 
 
-@Early
 @triton.jit(do_not_specialize=["pairs"])
 def _expert_kernel(
     x_ptr,
@@ -119,7 +114,6 @@ def _expert_kernel(
 ):
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
     The weight is the left operand of the product, whose other side may be as narrow as 16."""
-    await_inputs()
     block = tl.program_id(1)
     if block >= tl.load(blocks.used):
         return
@@ -154,7 +148,6 @@ def _expert_kernel(
     tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=real & live)
 
 
-@Early
 @triton.jit
 def _combine_kernel(
     parts_ptr,
@@ -168,7 +161,6 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
 ):
     """Add up the pairs of a token; with `ids_ptr` without those of no expert here, which nobody wrote."""
-    await_inputs()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -307,24 +299,6 @@ def _order(values, taken, index):
 
 
 @triton.jit
-def _of_other_groups(ranked, taken, row, column, NUM_GROUPS, TOP_GROUPS, GROUP_BEST):
-    """[ROWS, COLUMNS] what is taken, and the experts of all groups but the best TOP_GROUPS."""
-    # The score of a group is the sum of its best GROUP_BEST experts.
-    left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
-    value = tl.zeros(row.shape, tl.float32)
-    for _ in tl.static_range(GROUP_BEST):
-        best = tl.max(left, 1)
-        value += best
-        first = tl.min(tl.where(left == best[:, None], column[None, :], column.shape[0]), 1)
-        left = tl.where(column[None, :] == first[:, None], float("-inf"), left)
-    out = row >= NUM_GROUPS
-    for _ in tl.static_range(TOP_GROUPS):
-        out = out | (row == _best(value, out, row))
-    return taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
-
-
-@Early
-@triton.jit
 def _route_kernel(
     logits_ptr,
     bias_ptr,
@@ -345,7 +319,6 @@ def _route_kernel(
     PLACES: tl.constexpr,
 ):
     """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
-    await_inputs()
     token = tl.program_id(0).to(tl.int64)
     row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     index = row[:, None] * GROUP + column[None, :]
@@ -363,7 +336,18 @@ def _route_kernel(
         ranked += tl.load(bias_ptr + index, mask=real, other=0.0)
     taken = ~real
     if NUM_GROUPS > 1:
-        taken = _of_other_groups(ranked, taken, row, column, NUM_GROUPS, TOP_GROUPS, GROUP_BEST)
+        # The score of a group is the sum of its best GROUP_BEST experts.
+        left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
+        value = tl.zeros([ROWS], tl.float32)
+        for _ in tl.static_range(GROUP_BEST):
+            best = tl.max(left, 1)
+            value += best
+            first = tl.min(tl.where(left == best[:, None], column[None, :], COLUMNS), 1)
+            left = tl.where(column[None, :] == first[:, None], float("-inf"), left)
+        out = row >= NUM_GROUPS
+        for _ in tl.static_range(TOP_GROUPS):
+            out = out | (row == _best(value, out, row))
+        taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
     left = _order(ranked, taken, index)
     ids = tl.zeros([PLACES], tl.int32)
     for k in tl.static_range(TOP_K):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, as_rows, await_inputs, strided
+from mtpkit.kernels.device import as_rows, strided
 from mtpkit.kernels.integer_rows import OFFSET, IntegerRows
 
 _OFFSET = tl.constexpr(OFFSET)
@@ -25,7 +25,6 @@ def _normalise(value, weight, column, width, eps, ZERO_CENTERED):
     return value * scale * factor
 
 
-@Early
 @triton.jit
 def _rms_norm_kernel(
     x,
@@ -39,7 +38,6 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    await_inputs()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < width)
@@ -48,10 +46,8 @@ def _rms_norm_kernel(
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
-@Early
 @triton.jit
 def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOCK: tl.constexpr):
-    await_inputs()
     x, x_stride = x_rows
     z, z_stride = z_rows
     row = (tl.program_id(0) // groups).to(tl.int64)
@@ -65,13 +61,11 @@ def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOC
     tl.store(out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
-@Early
 @triton.jit
 def _norm_gate_kernel(
     x_rows, z_rows, weight, out, eps, heads, width, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """ROWS heads of one token per program."""
-    await_inputs()
     x, x_stride = x_rows
     z, z_stride = z_rows
     row = tl.program_id(0).to(tl.int64)
@@ -113,7 +107,6 @@ def _embedding_row(rows, scales, row, column, known, BITS):
     return value
 
 
-@Early
 @triton.jit
 def _mtp_input_kernel(
     token_ids,
@@ -130,7 +123,6 @@ def _mtp_input_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    await_inputs()
     hidden, hidden_stride = hidden_rows
     enorm_weight, hnorm_weight = norms
     token = tl.program_id(0).to(tl.int64)
