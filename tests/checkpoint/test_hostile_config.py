@@ -96,6 +96,21 @@ def test_every_value_in_every_key_of_megatrons_config(tmp_path, key):
         outcome(lambda at=directory: load_config(at), f"{tmp_path / 'config.json'}: ")
 
 
+GPT_KEYS = ("num_layers", "num_experts", "moe_layer_freq", "multi_latent_attention", "mtp_num_layers")
+GPT_KEYS += ("experimental_attention_variant", "linear_attention_freq")
+
+
+@pytest.mark.parametrize("key", GPT_KEYS)
+def test_every_value_in_every_key_that_makes_a_pattern(tmp_path, key):
+    args = megatron_args(num_experts=4, moe_ffn_hidden_size=16, num_layers=3, moe_layer_freq=2)
+    args |= dict(hybrid_override_pattern=None, linear_attention_freq=2)
+    if key == "linear_attention_freq":
+        args["experimental_attention_variant"] = "gated_delta_net"
+    for value in VALUES:
+        directory = megatron_dir(tmp_path, {"config": args | {key: value}})
+        outcome(lambda at=directory: load_config(at), f"{tmp_path / 'config.json'}: ")
+
+
 @pytest.mark.parametrize("config", [[1], None, 3, "x", {}])
 def test_megatron_configs_that_are_none(tmp_path, config):
     megatron_dir(tmp_path, {"config": config})

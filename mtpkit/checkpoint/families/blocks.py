@@ -14,9 +14,6 @@ from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 from mtpkit.errors import shown
 
-MOST_LAYERS = 1024
-"""The most layers of a model, two letters each."""
-
 OUTSIDE = (
     one("model.embed_tokens.weight", megatron.EMBEDDING),
     one("model.norm.weight", megatron.FINAL_NORM),
@@ -123,8 +120,8 @@ class Layers(Line):
     def patterns(self, file: Values) -> tuple[str, str]:
         """For `Family.read_patterns`."""
         count = file.typed("num_hidden_layers", 0)
-        if not 0 < count <= MOST_LAYERS:
-            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {MOST_LAYERS}")
+        if not 0 < count <= megatron.MOST_LAYERS:
+            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}")
             count = 1
         dense = min(count, file.typed(self.dense_key, 0)) if self.dense_key else count
         return self._pattern(dense, count), self._head if file.get(self.count_key) else ""

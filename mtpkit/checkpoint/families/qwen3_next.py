@@ -112,8 +112,8 @@ class Layers(Line):
     def patterns(self, file: Values) -> tuple[str, str]:
         """For `Family.read_patterns`."""
         count = file.typed("num_hidden_layers", 0)
-        if not 0 < count <= blocks.MOST_LAYERS:
-            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {blocks.MOST_LAYERS}")
+        if not 0 < count <= megatron.MOST_LAYERS:
+            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}")
             count = 1
         feed = self._feed_forward(file, count)
         pattern = "".join(map("".join, zip(self._mixers(file, count), feed, strict=True)))

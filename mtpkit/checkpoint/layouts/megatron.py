@@ -2,13 +2,16 @@
 
 Stacked experts appear as one tensor per expert: `...experts.linear_fc1.weight[3]` is slice 3 of dimension 0.
 
-The layers of an MTP depth have one of two styles of names. `HybridModel` numbers them, as mtpkit does:
-`mtp.layers.0.mtp_model_layer.layers.1.mlp...`. `GPTModel` has one transformer layer per depth, with attention and MLP
-in it: `mtp.layers.0.transformer_layer.mlp...` on disk, `mtp_model_layer` in memory.
+A checkpoint has one of two styles of names. `HybridModel` numbers mixers and feed-forward networks as layers of their
+own, as mtpkit does: `decoder.layers.7.mlp...`, `mtp.layers.0.mtp_model_layer.layers.1.mlp...`. `GPTModel` has both in
+one transformer layer: `decoder.layers.3.mlp...`, or the same of all layers in one tensor, `decoder.layers.mlp...`. It
+calls the final norm `decoder.final_layernorm`, and an MTP depth `mtp.layers.0.transformer_layer.mlp...` on disk,
+`mtp_model_layer` in memory.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -17,18 +20,42 @@ from mtpkit.checkpoint.tensors import Shape, TensorSource
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import SECTIONS, ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
-from mtpkit.config.sections import Mamba2Config, MlaConfig, MoeConfig
+from mtpkit.config.sections import (
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    MlaConfig,
+    MlpConfig,
+    MoeConfig,
+)
 from mtpkit.errors import UserError, raise_problems, shown
 from mtpkit.model.kinds import KINDS
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"
 
+MOST_LAYERS = 1024
+"""The most layers of a model, two letters each."""
+
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 """Prefixes of tensors that belong to a training run and not to the model."""
 
 _SLICE = re.compile(r"(.+)\[(\d+)\]")
+_GPT_FINAL_NORM = "decoder.final_layernorm."
+_GPT_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _TRANSFORMER_LAYER = re.compile(r"(mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?!layers\.)(.+)")
 _FEED_FORWARD = ("mlp.", "pre_mlp_layernorm.")
+_ROUTER, _FUSED, _PLAIN = "mlp.router.weight", "layer_norm_weight", "pre_mlp_layernorm.weight"
+_LOCAL_NORMS = {f"mlp.linear_fc1.{_FUSED}": (_ROUTER, _PLAIN)} | {
+    local: (f"{linear}.weight", f"{linear}.{_FUSED}")
+    for local, linear in {
+        _PLAIN: "mlp.linear_fc1",
+        "input_layernorm.weight": "self_attention.linear_qkv",
+        "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj",
+        "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj",
+    }.items()
+}
+"""Norms of `GPTModel`'s modules without Transformer Engine, where another tensor is beside them: that one, and what
+the norm is called with Transformer Engine."""
 
 OTHER_NAMES = {
     "vocab_size": ("padded_vocab_size", "vocab_size"),
@@ -131,13 +158,62 @@ def _layer(prefix: str, letter: str, config: ModelConfig) -> Iterator[tuple[str,
             yield from ((f"{prefix}{name}[{expert}]", shape[1:]) for expert in range(shape[0]))
 
 
-def hybrid_name(stored: str) -> str:
-    """The name under which mtpkit knows a tensor of a checkpoint, whichever style its MTP layers have."""
-    match = _TRANSFORMER_LAYER.fullmatch(stored)
+def hybrid_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """What mtpkit calls the tensors of a checkpoint, whichever style it has.
+
+    Args:
+        shapes: those of all tensors by their keys on disk.
+
+    Returns:
+        The name of each tensor, its key, and its index in the first dimensions of what has that key: () for all of it.
+    """
+    gpt_style = any(key.startswith(_GPT_FINAL_NORM) for key in shapes)
+    for key, shape in shapes.items():
+        known = _with_fused_norms(key, shapes)
+        for name, index in _layers(known, shape) if gpt_style else [(_of_heads(known), ())]:
+            if is_stacked(key):
+                yield from ((f"{name}[{expert}]", key, (*index, expert)) for expert in range(shape[len(index)]))
+            else:
+                yield name, key, index
+
+
+def _with_fused_norms(key: str, keys: Container[str]) -> str:
+    """The key of a norm in checkpoints of Transformer Engine's modules, which mtpkit follows."""
+    for local, (beside, fused) in _LOCAL_NORMS.items():
+        prefix = key.removesuffix(local)
+        if prefix != key and prefix + beside in keys:
+            return prefix + fused
+    return key
+
+
+def is_of_all_layers(key: str) -> bool:
+    """Whether a key holds, one behind the other, what `GPTModel`'s layers all have."""
+    match = _GPT_LAYER.fullmatch(key)
+    return match is not None and match[1] is None
+
+
+def _of_heads(key: str) -> str:
+    match = _TRANSFORMER_LAYER.fullmatch(key)
     if match is None:
-        return stored
-    half = int(match[2].startswith(_FEED_FORWARD))
-    return f"{match[1]}mtp_model_layer.layers.{half}.{match[2]}"
+        return key
+    return f"{match[1]}mtp_model_layer.layers.{_half(match[2])}.{match[2]}"
+
+
+def _layers(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names of a tensor of `GPTModel`, and the index of each layer's part."""
+    match = _GPT_LAYER.fullmatch(key)
+    if match is None:
+        yield _of_heads(key.replace(_GPT_FINAL_NORM, FINAL_NORM.removesuffix("weight"), 1)), ()
+    elif match[1] is not None:
+        yield f"{base_layer(2 * int(match[1]) + _half(match[2]))}{match[2]}", ()
+    else:
+        for layer in range(shape[0]):
+            yield f"{base_layer(2 * layer + _half(match[2]))}{match[2]}", (layer,)
+
+
+def _half(name: str) -> int:
+    """Whether a tensor of a transformer layer belongs to its mixer, 0, or to what comes after that, 1."""
+    return int(name.startswith(_FEED_FORWARD))
 
 
 def is_stacked(key: str) -> bool:
@@ -224,17 +300,56 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
 
 
 def _patterns(file: Values) -> tuple[str, str, int]:
-    """(base pattern, pattern of one MTP depth, depths), from `M-*-/*-/*-` or from separate settings."""
+    """(base pattern, pattern of one MTP depth, depths), from `M-*-/*-/*-`, from separate settings, or from those of a
+    `GPTModel`."""
     key = file.first("hybrid_layer_pattern", "hybrid_override_pattern") or "hybrid_layer_pattern"
     text = file.typed(key, "")
+    depths = file.typed("mtp_num_layers", 0)
     if file.get(key, "") == "":
-        file.problems.append("hybrid_layer_pattern is missing; only hybrid models can be read")
+        base = _gpt_pattern(file)
+        return base, base[-2:] if depths else "", depths  # Megatron's heads have the base's last layer
     base, *heads = text.replace("|", "").split("/")  # | marks pipeline stages
-    depths = file.typed("mtp_num_layers", 0) or len(heads)
+    depths = depths or len(heads)
     own = set(heads) or {file.typed("mtp_hybrid_override_pattern", "")}
     if len(own) > 1 or len(heads) not in (0, depths):
         file.problems.append(f"{shown(text)} must give one pattern to all {shown(depths)} depths")
     return base, own.pop() if depths else "", depths
+
+
+def _gpt_pattern(file: Values) -> str:
+    """The pattern of a `GPTModel`: two letters for each of its layers."""
+    layers = file.typed("num_layers", 0)
+    if file.first("num_layers") is None:
+        file.problems.append("hybrid_layer_pattern is missing, and num_layers, which a GPTModel has in its place")
+    elif not 0 < layers <= MOST_LAYERS:
+        file.problems.append(f"num_layers {shown(file.get('num_layers'))} must be from 1 to {MOST_LAYERS}")
+        layers = 0
+    mixer = MlaConfig.letter if file.typed("multi_latent_attention", False) else AttentionConfig.letter
+    mixers, linears = [mixer] * layers, [MlpConfig.letter] * layers
+    variant = file.get("experimental_attention_variant")
+    if variant == "gated_delta_net":
+        linear = _marks(file, "linear_attention_freq", None, layers, lambda layer, every: (layer + 1) % every != 0)
+        mixers = [GatedDeltaNetConfig.letter if one else mixer for one in linear]
+    elif variant is not None:
+        file.problems.append(f"experimental_attention_variant {shown(variant)} is not supported, only gated_delta_net")
+    experts = file.first(*OTHER_NAMES["num_moe_experts"])
+    if experts and file.typed(experts, 0):
+        sparse = _marks(file, "moe_layer_freq", 1, layers, lambda layer, every: layer % every == 0)
+        linears = [MoeConfig.letter if one else MlpConfig.letter for one in sparse]
+    return "".join(itertools.chain.from_iterable(zip(mixers, linears, strict=True)))
+
+
+def _marks(
+    file: Values, key: str, default: int | None, layers: int, of_number: Callable[[int, int], bool]
+) -> Sequence[bool]:
+    """Which layers a setting is about: a list of zeros and ones says it, or a number from which it follows."""
+    value = file.get(key, default)
+    if type(value) is int and value > 0:
+        return [of_number(layer, value) for layer in range(layers)]
+    if isinstance(value, list) and len(value) == layers and all(one in (0, 1) for one in value):
+        return [bool(one) for one in value]
+    file.problems.append(f"{key} {shown(value)} is neither a number from 1 nor a list of {layers} zeros and ones")
+    return [False] * layers
 
 
 def _zero_centered(file: Values) -> bool:

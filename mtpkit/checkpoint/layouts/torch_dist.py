@@ -6,7 +6,6 @@ Tensors have the names of `mtpkit.checkpoint.layouts.megatron`.
 import io
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, hybrid_name, is_stacked, split_slice
+from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, hybrid_names
 from mtpkit.checkpoint.layouts.torch_dist_index import first_line, read_index
 from mtpkit.checkpoint.layouts.torch_dist_map import MappedFiles
 from mtpkit.checkpoint.tensors import FLOATS, TensorInfo
@@ -34,6 +33,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 # It also warns of the pickle protocol of files, from which only plain values are taken here.
 warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
+Index = tuple[int, ...]
+"""Place of a part in the first dimensions of a tensor; () for all of it."""
 COMMON_STATE = "common_state/shard_0_1"
 """Key under which megatron-core keeps everything but tensors, as a list of one dictionary."""
 
@@ -62,63 +63,58 @@ class MegatronReader:
         """The tensors among them."""
         self._files = MappedFiles(directory)
         self._rows: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
-        self._stored = {hybrid_name(key): key for key in self.on_disk if not key.startswith(TRAINING_STATE)}
-        self.tensors: dict[str, TensorInfo] = dict(self._list())
+        shapes = {key: info.shape for key, info in self.on_disk.items() if not key.startswith(TRAINING_STATE)}
+        self._places = {name: (key, index) for name, key, index in hybrid_names(shapes)}
+        """Where each tensor is: a key on disk, and an index in its first dimensions."""
+        self.tensors: dict[str, TensorInfo] = {
+            name: self.on_disk[key]._replace(shape=self.on_disk[key].shape[len(index) :])
+            for name, (key, index) in self._places.items()
+        }
 
     def __reduce__(self) -> tuple[type["MegatronReader"], tuple[Path]]:
         return MegatronReader, (self._directory,)
 
-    def _list(self) -> Iterator[tuple[str, TensorInfo]]:
-        for name, key in self._stored.items():
-            info = self.on_disk[key]
-            if is_stacked(key):
-                yield from ((f"{name}[{e}]", TensorInfo(info.shape[1:], info.dtype)) for e in range(info.shape[0]))
-            else:
-                yield name, info
-
     def read(self, name: str) -> Tensor:
-        whole, row = split_slice(name)
-        key = self._stored[whole]
+        key, index = self._places[name]
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata), key
-        if row is not None:
-            entry = replace(entry, chunks=self._chunks_by_row(key, entry).get(row, []))
-        mapped = self._read_mapped(key, entry, row)
-        return self._read_by_torch(key, entry, row) if mapped is None else mapped
+        if index:
+            entry = replace(entry, chunks=self._chunks_at(key, entry, index))
+        mapped = self._read_mapped(key, entry, index)
+        return self._read_by_torch(key, entry, index) if mapped is None else mapped
 
-    def _chunks_by_row(self, key: str, entry: TensorStorageMetadata) -> dict[int, list[ChunkStorageMetadata]]:
-        """The pieces of each expert's slice, so that not all are searched for each."""
+    def _chunks_at(self, key: str, entry: TensorStorageMetadata, index: Index) -> list[ChunkStorageMetadata]:
+        """The pieces of a part of a tensor. They are sorted by row once, so that not all are searched for each part."""
         if key not in self._rows:
             rows: dict[int, list[ChunkStorageMetadata]] = {}
             for chunk in (chunk for chunk in entry.chunks if math.prod(chunk.sizes)):
                 for row in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
                     rows.setdefault(row, []).append(chunk)
             self._rows[key] = rows
-        return self._rows[key]
+        return [chunk for chunk in self._rows[key].get(index[0], []) if _holds(chunk, index)]
 
-    def _read_mapped(self, key: str, entry: TensorStorageMetadata, row: int | None) -> Tensor | None:
-        """A tensor or a row of it from mapped files: a view, if one piece holds it. None: torch must read it."""
+    def _read_mapped(self, key: str, entry: TensorStorageMetadata, index: Index) -> Tensor | None:
+        """A tensor or a part of it from mapped files: a view, if one piece holds it. None: torch must read it."""
         assert self._metadata.storage_data is not None
-        shape, target = entry.size[row is not None :], None
+        shape, target = entry.size[len(index) :], None
         for chunk in entry.chunks:
             place = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             bytes_of_file = place.relative_path, place.offset, place.length
             piece = self._files.read(*bytes_of_file, chunk.sizes, entry.properties.dtype)
             if piece is None or place.transform_descriptors:
                 return None
-            offsets = chunk.offsets[row is not None :]
-            piece = piece if row is None else piece[row - chunk.offsets[0]]
+            piece = piece[tuple(at - start for at, start in zip(index, chunk.offsets, strict=False))]
             if len(entry.chunks) == 1 and piece.shape == shape:
                 return piece
             if target is None:
                 target = torch.full(shape, math.nan, dtype=piece.dtype)  # shows where pieces that overlap leave a hole
+            offsets = chunk.offsets[len(index) :]
             target[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))] = piece
         return target
 
-    def _read_by_torch(self, key: str, entry: TensorStorageMetadata, row: int | None) -> Tensor:
-        offsets, sizes = [0] * len(entry.size), list(entry.size)
-        if row is not None:
-            offsets[0], sizes[0] = row, 1
+    def _read_by_torch(self, key: str, entry: TensorStorageMetadata, index: Index) -> Tensor:
+        rest = entry.size[len(index) :]
+        offsets, sizes = [*index, *(0 for _ in rest)], [*(1 for _ in index), *rest]
         target = torch.empty(sizes, dtype=entry.properties.dtype)
         if target.dtype in FLOATS:
             target.fill_(math.nan)  # as above
@@ -131,7 +127,7 @@ class MegatronReader:
             files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
             where = ", ".join(str(self._directory / file) for file in files)
             raise UserError(f"{where} is missing, damaged or cut off ({first_line(error)})") from error
-        return target if row is None else target[0]
+        return target.view(rest)
 
     def read_common_state(self) -> dict[str, object]:
         """The entries of the checkpoint besides tensors, such as Megatron-LM's `args`; empty if there are none.
@@ -159,6 +155,12 @@ class MegatronReader:
         if not isinstance(state, dict):
             raise UserError(f"{path}: the common state is {shown(state)}, not a dictionary")
         return state
+
+
+def _holds(chunk: ChunkStorageMetadata, index: Index) -> bool:
+    """Whether a piece of a tensor holds some of the part at an index."""
+    places = zip(index, chunk.offsets, chunk.sizes, strict=False)
+    return all(start <= at < start + size for at, start, size in places)
 
 
 class _Target(DefaultLoadPlanner):

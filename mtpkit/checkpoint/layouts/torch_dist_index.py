@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, is_stacked
+from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, is_of_all_layers, is_stacked
 from mtpkit.checkpoint.tensors import is_file_name
 from mtpkit.config.sections import MOST_IN_A_LAYER
 from mtpkit.errors import UserError, listed, shown
@@ -116,7 +116,8 @@ def _misfits(directory: Path, index: object) -> Iterator[str]:
 def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, Any]) -> bool:
     """Whether the pieces of a tensor lie within it and fill it, and have their bytes in a file."""
     size = tuple(entry.size)
-    if is_stacked(key) and not (len(size) > 1 and size[0] <= MOST_IN_A_LAYER):
+    stacked = is_of_all_layers(key) + is_stacked(key)
+    if stacked and not (len(size) > stacked and max(size[:stacked]) <= MOST_IN_A_LAYER):
         return False
     filled = 0
     for chunk in entry.chunks:

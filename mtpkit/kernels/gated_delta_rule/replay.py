@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment,misc"
 """`delta_replay_update` in Triton: the state is streamed once, and everything else is small.
 
 Keys and queries of the step are the columns of one matrix C, so that one product of the state with C, and one of the
