@@ -19,7 +19,16 @@ from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.prefix import CheckpointStore
 from mtpkit.engine.processors import GREEDY
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.ranks.returned import Column, check_returned, columns_of, pack_returned, unpack_returned
+from mtpkit.engine.ranks.returned import (
+    Column,
+    check_returned,
+    columns_of,
+    from_bytes,
+    nbytes_of,
+    pack_returned,
+    to_bytes,
+    unpack_returned,
+)
 from mtpkit.engine.runner import CachingRunner, Runner, StepRunner
 from mtpkit.engine.step import Batch, Plan, Restore, Save, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.tree import DraftShape, width_of
@@ -162,7 +171,8 @@ class Executor:
         if not self.stage.last:
             return self._opened(plan, slots, batch)
         packed = self._resume(batch)
-        self.stage.tell(packed)
+        if self.stage.stages > 1:
+            self.stage.tell(to_bytes(packed, self._columns_of(plan)))
         return Launched(plan, packed)
 
     def _opened(self, plan: Plan, slots: frozenset[int | None], batch: Batch) -> Launched:
@@ -185,7 +195,7 @@ class Executor:
         cast(Runner, self.runner).receive(shape.tokens(width))
         if self.stage.last:
             packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
-            self.stage.tell(packed)
+            self.stage.tell(to_bytes(packed, self._columns_of(plan)))
             return Launched(plan, packed)
         # What is stored later is built now: replays of other plans overwrite what this one's leaves.
         batch = self.builder.build(plan)
@@ -216,7 +226,8 @@ class Executor:
     def _store_first(self) -> None:
         """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
         launched, _, batch, _ = self._open.popleft()
-        packed = self.stage.hear(batch, sum(column.width for column in self._columns_of(batch.plan).values()))
+        columns = self._columns_of(batch.plan)
+        packed = from_bytes(self.stage.hear(batch, nbytes_of(columns)), columns)
         verdict, drafts = unpack_returned(packed, batch, self.config.tree)
         batch, _ = batch.along(verdict)
         self.state.step(batch, verdict, drafts)

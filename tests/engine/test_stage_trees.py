@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mtpkit.engine import executor as executor_module
-from mtpkit.engine.ranks.returned import check_returned, columns_of, unpack_returned
+from mtpkit.engine.ranks.returned import check_returned, columns_of, nbytes_of, unpack_returned
 from mtpkit.engine.step import Plan
-from mtpkit.engine.tree import DynamicTree, TokenTree
+from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import MtpkitError
 from mtpkit.model import build, build_model
 from mtpkit.model.inputs import StepInput
@@ -156,12 +156,15 @@ def test_two_stages_decode_what_one_rank_does(decoded, index):
 
 
 def test_bytes_that_go_back(decoded):
-    """Of the fixed tree the host's 2 + 3K integers, the path and the tokens; of the grown one its parents, too."""
-    tokens = 11
-    least, most = 4 * (2 + 2 * 3 + tokens - 1), 4 * (2 + 3 * 3 + 3 + tokens - 1)
-    for stage in decoded[1:]:
-        assert least < stage["found"][0]["returned"] <= most
-        assert stage["found"][1]["returned"] > 64 > stage["found"][5]["returned"]
+    """Of the fixed tree the count, the tokens, which depths are invalid, ranks, the path and the tree's tokens; of the
+    grown one its parents, too. Without rows that decode there are neither ranks nor a path."""
+    for index, tokens, parents in ((0, 11, 0), (1, 6, 6), (5, 7, 0)):
+        k = CASES[index].k
+        least = 2 + 2 * k + tokens - 1 + parents
+        for stage in decoded[1:]:
+            assert least < stage["found"][index]["returned"] <= least + 2 * k
+    plan = Plan.without_rows(1, 1, parse_tree([2, 2, 1]))
+    assert nbytes_of(columns_of(plan, parse_tree([2, 2, 1]), 131_072)) == 52
 
 
 def test_steps_of_trees_and_of_chains(decoded):
@@ -182,10 +185,16 @@ def test_what_is_broken_shows(decoded, name):
 def test_results_that_no_step_has_are_refused():
     """K = 2, two children of the newest token and one child of each: 5 tokens."""
     plan, tree = Plan.without_rows(1, 1, TokenTree((-1, 0, 0, 1, 2))), DynamicTree(2, 2, 5)
-    good = np.array([[1, 7, 8, 0, 5, 6, 1, -2, 2, 0, 9, 10, 11, 12, -1, 0, 0, 1, 2]])
+    good = np.array([[1, 7, 8, 0, 0, -1, 1, -2, 2, 0, 9, 10, 11, 12, -1, 0, 0, 1, 2]])
     columns = columns_of(plan, tree, 64)
     check_returned(good, columns)
-    for column, value, what in ((6, 5, "ranks"), (8, -1, "places on the path"), (13, 64, "tokens"), (14, 4, "parents")):
+    for column, value, what in (
+        (5, 1, "drafts"),
+        (6, 5, "ranks"),
+        (8, -1, "places on the path"),
+        (13, 64, "tokens"),
+        (14, 4, "parents"),
+    ):
         wrong = good.copy()
         wrong[0, column] = value
         with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which is not from"):

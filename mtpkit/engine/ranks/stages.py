@@ -16,9 +16,6 @@ from torch import Tensor
 
 from mtpkit.engine.step import Batch
 
-_RESULT = torch.int32
-"""Type of what goes back: counts and tokens of any vocabulary."""
-
 
 class Stage:
     """The one stage of a model whose layers are not dealt out."""
@@ -38,11 +35,11 @@ class Stage:
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states [T, 1, h] to the next stage; nothing may write to them afterwards."""
 
-    def tell(self, results: Tensor) -> None:
-        """Send the results of a step, [S, C] as `pack_returned` gives them, from the last stage to all others."""
+    def tell(self, message: Tensor) -> None:
+        """Send the results of a step, [S, bytes] uint8, from the last stage to all others."""
 
-    def hear(self, batch: Batch, columns: int) -> Tensor:
-        """[S, C] int64, what `tell` sent of this step: on all stages but the last."""
+    def hear(self, batch: Batch, nbytes: int) -> Tensor:
+        """[S, nbytes] uint8, what `tell` sent of this step: on all stages but the last."""
         raise NotImplementedError("the last stage finds the results itself")
 
     def settle(self) -> None:
@@ -74,24 +71,23 @@ class PipelineStage(Stage):
         if not self.last:
             self._begin(hidden.contiguous(), self._forward, self._stage + 1, self._most_sends)
 
-    def tell(self, results: Tensor) -> None:
+    def tell(self, message: Tensor) -> None:
         """See `Stage.tell`; does not wait for the other stages."""
-        if len(results):
-            message = results.to(_RESULT)
+        if len(message):
             self._count(message)
             # Each stage may have run as many batches as there are stages before it hears of the first one: with fewer
             # messages under way they would wait for each other for ever.
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
-    def hear(self, batch: Batch, columns: int) -> Tensor:
+    def hear(self, batch: Batch, nbytes: int) -> Tensor:
         """See `Stage.hear`."""
         rows = batch.plan.num_sampling_rows
-        message = torch.empty(rows, columns, dtype=_RESULT, device=batch.token_ids.device)
+        message = torch.empty(rows, nbytes, dtype=torch.uint8, device=batch.token_ids.device)
         if rows:
             dist.recv(message, group=self._back, group_src=self.stages - 1)
             self._count(message)
-        return message.long()
+        return message
 
     def _begin(self, values: Tensor, group: Any, stage: int, most: int) -> None:
         """Begin a transfer and keep the tensor until it has left; of more than `most` wait for the oldest."""
