@@ -216,9 +216,15 @@ class Engine:
         may wait or run."""
         assert not self.has_unfinished
         shapes = self.draft_shapes
-        time_step = self.executor.time_step
-        times = {(size, drafts): time_step(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
+        times = {(size, drafts): self._time(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
         self.speculation = AdaptiveSpeculation(times)
+
+    def _time(self, rows: int, drafts: DraftShape, repeats: int) -> float:
+        """Seconds from step to step of `rows` requests: with pipeline stages what the slowest takes for all batches, or
+        what one batch takes for its way through all stages."""
+        batches = min(rows, self.config.num_batches)
+        own = round(1e9 * self.executor.time_step(-(-rows // batches), drafts, repeats))
+        return max(batches * self.ranks.most(own), self.ranks.over_stages(own)) / 1e9
 
     @property
     def draft_shapes(self) -> list[DraftShape]:

@@ -56,7 +56,6 @@ class LLM:
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
         stages = self.ranks.stage.stages
-        loading.check_stages(stages, adaptive)
         loading.check_children(tree, model_config.vocab_size if draft_ids is None else len(draft_ids))
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
             options.model,

@@ -194,16 +194,6 @@ def check_children(tree: Tree | None, tokens: int) -> None:
         )
 
 
-def check_stages(stages: int, adaptive: bool) -> None:
-    """Check that pipeline stages can decode with other settings.
-
-    Raises:
-        UserError: they cannot.
-    """
-    if adaptive and stages > 1:
-        raise UserError(f"K = 'auto' cannot be combined with pipeline_parallel_size {stages}: leave one out")
-
-
 def round_embedding(model: Any, dtype: str, depths: int, stages: int) -> None:
     """Give the embedding that a model's last pipeline stage has for drafts another type, or say why that has no effect.
 

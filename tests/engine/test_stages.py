@@ -19,7 +19,9 @@ import typer
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.cli import bench, generate
 from mtpkit.engine import LLM
+from mtpkit.engine import adaptive as adaptive_module
 from mtpkit.engine import executor as executor_module
+from mtpkit.engine.adaptive import AdaptiveSpeculation
 from mtpkit.engine.executor import Executor
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.ranks import Ranks
@@ -183,8 +185,9 @@ def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Pat
             shown[name] = decode(models[case.base], case, wanted[index])[0] != wanted[index]
     refused(models["mamba2"])
     aborted = after_aborts(models["mamba2"])
+    auto = adaptive(rank, models["mamba2"], wanted[TESTED.index(GREEDY)])
     (out / f"{rank}.json").write_text(
-        json.dumps(dict(found=found, drafts=drafts, shown=shown, aborted=aborted, graphs=graphs))
+        json.dumps(dict(found=found, drafts=drafts, shown=shown, aborted=aborted, graphs=graphs, auto=auto))
     )
     with pytest.raises(UserError, match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike"):
         LLM(directory, num_blocks=40 + rank, pipeline_parallel_size=2)
@@ -201,10 +204,25 @@ def say(path: Path, app: typer.Typer, arguments: list[str]) -> None:
     path.with_name(f"{path.name}.err").write_text(stderr.getvalue())
 
 
+def one_step(rows: int, k: int) -> float:
+    """Made-up seconds: drafts are cheap for one request and dear for more."""
+    return 1 + (0.1 if rows == 1 else 2) * k
+
+
+def adaptive(rank: int, model, truth: list[list[int]]) -> dict:
+    """With K that the first stage chooses, by times that differ between stages."""
+    chosen, choose = [], AdaptiveSpeculation.choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "time_step", lambda self, rows, k, repeats: (1 + 2 * rank) * one_step(rows, k))
+        patch.setattr(AdaptiveSpeculation, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+        patch.setattr(adaptive_module, "_PROBE_INTERVAL", 5)
+        tokens, llm = decode(model, Case("mamba2", "auto", settings=dict(max_num_seqs=4)), truth)
+    times = [[*key, value] for key, value in llm.engine.speculation.step_times.items()]
+    return dict(tokens=tokens, chosen=chosen, times=times, accepted=sum(llm.stats().acceptance.accepted_per_depth))
+
+
 def refused(model) -> None:
-    """What cannot be combined with stages yet."""
-    with pytest.raises(UserError, match="K = 'auto' cannot be combined with pipeline_parallel_size 2: leave one out"):
-        make_llm(model, "auto")
+    """Sizes that are not those of the model."""
     with pytest.raises(
         UserError, match="split over 1 ranks, experts over 1, layers over 2 stages: leave all sizes out"
     ):
@@ -274,6 +292,18 @@ def test_a_batch_runs_while_the_last_stage_has_another(decoded):
 def test_aborted_requests_leave_nothing(decoded):
     want = after_aborts(build_model(config("mamba2"), device="cpu", seed=1))
     assert [stage["aborted"] for stage in decoded[2]] == [want, want]
+
+
+def test_the_first_stage_chooses_the_drafts(decoded):
+    """Of four requests both batches pass the slower stage one after the other; one request passes both stages."""
+    wanted, (first, last) = decoded[1][TESTED.index(GREEDY)], [stage["auto"] for stage in decoded[2]]
+    assert first["tokens"] == last["tokens"] == wanted and first["accepted"] == last["accepted"] > 0
+    assert len(set(first["chosen"])) > 1 and not last["chosen"]
+    times = {(rows, k): seconds for rows, k, seconds in first["times"]}
+    assert first["times"] == last["times"] and {rows for rows, _ in times} == {1, 2, 4}
+    for (rows, k), seconds in times.items():
+        own = one_step(-(-rows // 2), k)
+        assert seconds == pytest.approx(4 * own if rows == 1 else 2 * 3 * own)
 
 
 def test_stages_draft_what_one_rank_drafts(decoded):

@@ -133,6 +133,10 @@ class Ranks:
         """The largest `value` of all ranks."""
         return -self.least(-value)
 
+    def over_stages(self, value: int) -> int:
+        """The sum of the `value` of all pipeline stages."""
+        return value
+
     def of_first(self, value: int) -> int:
         """The `value` of rank 0."""
         return value
@@ -201,6 +205,12 @@ class SplitRanks(Ranks):
         values = torch.tensor([value])
         dist.all_reduce(values, dist.ReduceOp.MIN, group=self._control)
         return int(values)
+
+    def over_stages(self, value: int) -> int:
+        """See `Ranks.over_stages`: of the mean over the ranks of each stage."""
+        values = torch.tensor([value])
+        dist.all_reduce(values, group=self._control)
+        return int(values) // self.tensor_size
 
     def of_first(self, value: int) -> int:
         """See `Ranks.of_first`."""
