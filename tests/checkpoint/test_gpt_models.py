@@ -10,6 +10,7 @@ from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron, hybrid_names
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, normed_states, unroll_depths
+from tests.checkpoint.builders import GOLDEN, write_megatron_copy
 from tests.checkpoint.gpt_models import CASES, EXPERTS, LENGTH, PLAIN, VOCAB, gpt_model, gpt_states, save_gpt
 from tests.kernels.recurrence import relative
 from tests.ranks import run_ranks
@@ -128,6 +129,16 @@ def test_names_of_several_layers_in_one_tensor():
     ]
     hybrid = {"decoder.layers.3.mlp.linear_fc1.weight": (8, 4), "decoder.final_norm.weight": (4,)}
     assert list(hybrid_names(hybrid)) == [(key, key, ()) for key in hybrid]
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path):
+    def add(tensors) -> None:
+        first = next(name for name in tensors if name.endswith("mlp.linear_fc1.weight"))
+        tensors[first.replace("mlp.linear_fc1", "pre_mlp_layernorm")] = torch.ones(32)
+
+    write_megatron_copy(GOLDEN / "tp1" / "mamba_attention_mlp", tmp_path / "megatron", add)
+    with pytest.raises(UserError, match=r"pre_mlp_layernorm\..* are two names of one tensor; leave one out"):
+        open_weights(tmp_path / "megatron")
 
 
 MTP_FC1 = "mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.experts.linear_fc1.weight"

@@ -45,7 +45,7 @@ class MegatronReader:
     Several threads may read from it; a copy that is pickled opens the files again in another process.
 
     Raises:
-        UserError: the index, or a file that a read needs, is missing or damaged.
+        UserError: the index, or a file that a read needs, is missing or damaged; or a tensor is there under two names.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -63,9 +63,15 @@ class MegatronReader:
         """The tensors among them."""
         self._files = MappedFiles(directory)
         self._rows: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
-        shapes = {key: info.shape for key, info in self.on_disk.items() if not key.startswith(TRAINING_STATE)}
-        self._places = {name: (key, index) for name, key, index in hybrid_names(shapes)}
+        self._places: dict[str, tuple[str, Index]] = {}
         """Where each tensor is: a key on disk, and an index in its first dimensions."""
+        shapes = {key: info.shape for key, info in self.on_disk.items() if not key.startswith(TRAINING_STATE)}
+        for name, key, index in hybrid_names(shapes):
+            if name in self._places:
+                raise UserError(
+                    f"{directory}: {key} and {self._places[name][0]} are two names of one tensor; leave one out"
+                )
+            self._places[name] = key, index
         self.tensors: dict[str, TensorInfo] = {
             name: self.on_disk[key]._replace(shape=self.on_disk[key].shape[len(index) :])
             for name, (key, index) in self._places.items()
