@@ -38,7 +38,7 @@ from mtpkit.training.cache import (
     row_bytes,
 )
 from mtpkit.training.config.settings import TrainConfig
-from mtpkit.training.heads import build_with_heads, drop_base_layers, resolve
+from mtpkit.training.heads import build_with_heads, drop_base_layers, freeze_base, resolve
 from mtpkit.training.parallel import check_layout
 
 LOCK = ".lock"
@@ -89,6 +89,7 @@ def attach_cache(
         with _writing(directory, manifest):
             headless = replace(config, heads=replace(config.heads, init="fresh"))
             model = build_with_heads(headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), default_device())
+            freeze_base(model)
             _write(directory, manifest, missing, model, datasets, config)
             drop_base_layers(model)
             dist.barrier()

@@ -20,7 +20,7 @@ from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.families import FAMILIES
 from mtpkit.config import HEAD_RULES, SECTIONS, ModelConfig, known_letters
 from mtpkit.errors import MtpkitError, UserError, listed
-from mtpkit.model import build_model, init_weights
+from mtpkit.model import build_model, init_weights, stack_experts
 from mtpkit.model.backends import resolve_backend
 from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
@@ -250,10 +250,12 @@ def drop_base_layers(model: HybridModel) -> None:
         torch.cuda.empty_cache()
 
 
-def freeze_base(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Make the heads' parameters the only ones that require a gradient, and return them by name."""
+def freeze_base(model: HybridModel) -> dict[str, nn.Parameter]:
+    """Make the heads' parameters the only ones that require a gradient, and return them by name. Experts of the base
+    then run together, see `stack_experts`, where ranks do not share them out."""
     model.requires_grad_(False)
     model.eval()
+    stack_experts(model.decoder)
     heads = {name: parameter for name, parameter in model.named_parameters() if name.startswith(HEAD_PREFIX)}
     for parameter in heads.values():
         parameter.requires_grad_(True)

@@ -9,9 +9,12 @@ import torch
 from mtpkit.checkpoint import save_model
 from mtpkit.engine.options import EngineOptions
 from mtpkit.errors import UserError
+from mtpkit.model import SequenceInput, base_forward
+from mtpkit.model.layers.moe import MegatronMoELayer, MoELayer
 from mtpkit.training import heads as heads_module
 from mtpkit.training.config.settings import DataConfig, HeadsConfig, ParallelConfig, TrainConfig
-from mtpkit.training.heads import build_with_heads, resolve
+from mtpkit.training.heads import build_with_heads, freeze_base, resolve
+from tests.kernels.recurrence import relative
 from tests.training.toy import toy_model
 
 SIZES = {
@@ -54,6 +57,31 @@ def test_heads_from_the_base_start_as_its_last_layers(toy_base):
     for half in (embedding, hidden):
         assert (half.diagonal() - 1).abs().mean() < 0.3 < half.diagonal().mean()
     assert torch.equal(head.final_layernorm.weight, model.decoder.final_norm.weight)
+
+
+EXPERTS = dict(
+    num_moe_experts=6,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=16,
+    init_std=0.3,
+)
+
+
+def test_experts_of_a_frozen_base_run_together(device, monkeypatch):
+    """To the same states as one by one; the heads' experts, which learn, do not."""
+    model = toy_model(pattern="*EM-E", mtp_pattern="*E", **EXPERTS).to(device)
+    ids = torch.randint(24, (2, 40), device=device)
+    with torch.no_grad():
+        want = base_forward(model, ids, SequenceInput())
+    freeze_base(model)
+    alone = []
+    monkeypatch.setattr(MegatronMoELayer, "forward", lambda self, *args, **kwargs: alone.append(self))
+    with torch.no_grad():
+        assert relative(base_forward(model, ids, SequenceInput()), want) < 1e-5
+    assert not alone
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    assert [layer.is_stacked for layer in layers] == [True, True, False]
 
 
 def test_every_split_reaches_the_model(toy_base, monkeypatch):
