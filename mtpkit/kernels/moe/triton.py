@@ -3,7 +3,7 @@
 A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert into blocks of a
 fixed size, and the last block of an expert is padded. A program multiplies one block by one tile of its expert's
 weight. With few tokens there are many small blocks, each of which streams an expert's weights once; with many tokens,
-blocks fill the tensor cores.
+blocks fill the tensor cores. The pairs of a single token need no sort: each is a block.
 
 Routing has one program per token, which searches for the best expert k times.
 """
@@ -100,10 +100,12 @@ def _expert_kernel(
     weight_ptr,
     scale_ptr,
     out_ptr,
+    ids_ptr,
     blocks,
     pairs,
     outputs,
     x_stride,
+    EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED_BY: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -113,15 +115,22 @@ def _expert_kernel(
     NARROW: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
-    The weight is the left operand of the product, whose other side may be as narrow as 16."""
+    Without `blocks` pair i is block i. The weight is the left operand of the product, whose other side may be as narrow
+    as 16."""
     block = tl.program_id(1)
-    if block >= tl.load(blocks.used):
-        return
+    if blocks is None:
+        expert = tl.load(ids_ptr + block).to(tl.int64)
+        pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, pairs)
+        if expert >= EXPERTS:
+            return
+    else:
+        if block >= tl.load(blocks.used):
+            return
+        expert = tl.load(blocks.experts + block).to(tl.int64)
+        pair = tl.load(blocks.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     ROWS: tl.constexpr = 2 if GATED else 1
-    expert = tl.load(blocks.experts + block).to(tl.int64)
-    pair = tl.load(blocks.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     real, live = (pair < pairs)[None, :], (n < outputs)[:, None]
     x_ptrs = x_ptr + (pair // SHARED_BY).to(tl.int64)[None, :] * x_stride + k[:, None]
@@ -240,7 +249,7 @@ def expert_mlp(
     residual = None if residual is None else with_rows(residual)
     size = size or block_size(pairs, experts)
     expert_ids = expert_ids.contiguous()
-    blocks = _sort(expert_ids, experts, size)
+    blocks = _sort(expert_ids, experts, size) if tokens > 1 else None
     tile = TILES[size] if x.dtype == torch.bfloat16 else WIDE_TILE
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -248,15 +257,18 @@ def expert_mlp(
     def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, shared_by: int, act: str) -> None:
         # swiglu needs two accumulators, one for the gate and one for the value.
         own = tile._replace(block_n=tile.block_n // 2) if act == "swiglu" and tile.block_n > 64 else tile
-        _expert_kernel[(triton.cdiv(out.shape[1], own.block_n), len(blocks.experts))](
+        count = pairs if blocks is None else len(blocks.experts)
+        _expert_kernel[(triton.cdiv(out.shape[1], own.block_n), count)](
             source,
             weight,
             scale,
             out,
+            expert_ids,
             blocks,
             pairs,
             out.shape[1],
             source.stride(0),
+            EXPERTS=experts,
             WIDTH=source.shape[1],
             SHARED_BY=shared_by,
             ACTIVATION=act,
