@@ -199,9 +199,9 @@ def ensure_distributed(
         model_parallel = pipeline_parallel * max(tensor_parallel, split_over * expert_parallel)
     if dist.get_world_size() % model_parallel:
         raise UserError(
-            f"{dist.get_world_size()} processes cannot be split into groups of {model_parallel} (tensor-parallel "
-            f"{tensor_parallel} x pipeline-parallel {pipeline_parallel} x expert-parallel {expert_parallel}); change "
-            "--nproc-per-node or the parallel sizes"
+            f"the number of processes, {dist.get_world_size()}, is no multiple of {model_parallel} (tensor-parallel "
+            f"{tensor_parallel} x pipeline-parallel {pipeline_parallel} x expert-parallel {expert_parallel}): change "
+            "--nproc-per-node of torchrun, or the parallel sizes"
         )
     if parallel_state.model_parallel_is_initialized():
         sizes = (

@@ -96,7 +96,7 @@ def test_a_fresh_process_is_quiet_and_checks_sizes_before_groups_exist():
     code = "import mtpkit.model, mtpkit.platform as p\ntry: p.ensure_distributed(expert_parallel=2)\n"
     done = fresh_python(f"{code}except Exception as error: print(repr(error))\np.ensure_distributed()")
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout.startswith("UserError('1 processes cannot be split"), done.stdout
+    assert done.stdout.startswith("UserError('the number of processes, 1, is no multiple of"), done.stdout
 
 
 @without_gpu

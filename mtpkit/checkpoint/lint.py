@@ -89,9 +89,15 @@ def _rules(family: Family) -> list[Rule]:
             )
         pattern = subject.config.mtp.pattern
         if stored and facts.head_patterns and pattern not in facts.head_patterns:
-            yield Finding(f"heads of layers {pattern!r}: servers build {listed(facts.head_patterns)} only")
+            yield Finding(
+                f"heads of layers {pattern!r}: servers build {listed(facts.head_patterns)} only; train heads with that "
+                "heads.pattern"
+            )
         if stored and facts.head_letters and set(pattern) - set(facts.head_letters):
-            yield Finding(f"heads of layers {pattern!r}: servers build layers {listed(facts.head_letters)} only")
+            yield Finding(
+                f"heads of layers {pattern!r}: servers build layers {listed(facts.head_letters)} only; train heads "
+                "with a heads.pattern of these"
+            )
 
     def tied(subject: Subject) -> Iterator[Finding]:
         deaf = tuple(server for server in SERVERS if server not in facts.ties)

@@ -44,7 +44,8 @@ def embed(model: HybridModel, token_ids: Tensor) -> Tensor:
     if _is_alone(model) or model.config.sequence_parallel or not plain:
         return model.embedding(input_ids=token_ids, position_ids=None)
     own = embedding_part(token_ids.flatten(), table.weight, table.vocab_start_index)
-    return all_reduce(own, model.pg_collection.tp).view(*token_ids.shape, -1).transpose(0, 1)
+    whole = all_reduce(own, model.pg_collection.tp) if len(own) else own
+    return whole.view(*token_ids.shape, own.shape[1]).transpose(0, 1).contiguous()
 
 
 def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInput) -> Tensor:
@@ -154,8 +155,10 @@ def _is_alone(model: HybridModel) -> bool:
 
 def _gather(model: HybridModel, part: Tensor) -> Tensor:
     """part [..., n / tp] of every tensor-parallel rank, [..., n]."""
-    if _is_alone(model) or torch.is_grad_enabled():
-        return part if _is_alone(model) else gather_from_tensor_model_parallel_region(part)
+    if _is_alone(model):
+        return part
+    if torch.is_grad_enabled():
+        return gather_from_tensor_model_parallel_region(part)
     return torch.cat(all_gather(part, model.pg_collection.tp).unbind(), -1)
 
 

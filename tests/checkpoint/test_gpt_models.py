@@ -7,7 +7,7 @@ import torch
 from mtpkit.checkpoint import load_config, load_model
 from mtpkit.checkpoint.convert import export_checkpoint
 from mtpkit.checkpoint.directory import open_weights
-from mtpkit.checkpoint.layouts.megatron import config_from_megatron, hybrid_names
+from mtpkit.checkpoint.layouts.megatron import FIXED, config_from_megatron, hybrid_names
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, normed_states, unroll_depths
 from tests.checkpoint.builders import GOLDEN, write_megatron_copy
@@ -108,6 +108,25 @@ def base_settings() -> dict:
 def test_settings_that_make_no_pattern(settings, said):
     with pytest.raises(UserError, match=said):
         config_from_megatron(base_settings() | settings)
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_settings_that_change_what_is_computed_are_refused(key):
+    """Of models whose other settings make a config."""
+    config_from_megatron(base_settings() | dict(num_layers=2, **{key: FIXED[key]}))
+    other = {bool: True, str: "other"}.get(type(FIXED[key]), 3)
+    with pytest.raises(UserError, match=f"{key} .* is not supported"):
+        config_from_megatron(
+            base_settings() | dict(num_layers=2, **{key: not FIXED[key] if FIXED[key] is True else other})
+        )
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(is_hybrid_model=True), dict(hybrid_mlp_ratio=0.4), dict(mtp_hybrid_override_pattern="*-")]
+)
+def test_hybrid_models_need_their_pattern(settings):
+    with pytest.raises(UserError, match=f"hybrid_layer_pattern is missing, though {next(iter(settings))} is set"):
+        config_from_megatron(base_settings() | dict(num_layers=2) | settings)
 
 
 def test_names_of_several_layers_in_one_tensor():

@@ -120,8 +120,8 @@ def test_depths_are_no_layers(tmp_path, server):
 @pytest.mark.parametrize(
     ("heads", "found"),
     [
-        ("*-", ["heads of layers '*-': servers build layers *, E only"] * 2),
-        ("M*", ["heads of layers 'M*': servers build layers *, E only"] * 2),
+        ("*-", ["heads of layers '*-': servers build layers *, E only; train heads with a heads.pattern of these"] * 2),
+        ("M*", ["heads of layers 'M*': servers build layers *, E only; train heads with a heads.pattern of these"] * 2),
         ("*", ["", ""]),
         ("E*", ["", ""]),
         ("E", ["heads of layers 'E': without attention they have no cache", ""]),

@@ -60,7 +60,7 @@ def joined(device: str, path: Path) -> tuple[object, peers.PeerMemory]:
     share_device(device)
     group, control = dist.new_group(backend="gloo"), _control_group()
     if device == "cuda":
-        peers.sum_in_peer_memory(group, control, torch.empty(1, device=device), True)
+        peers.exchange_in_peer_memory(group, control, torch.empty(1, device=device), True)
     else:
         use_exchange(group, map_files(group, path))
     memory = collectives._chosen[group]
@@ -197,25 +197,25 @@ def no_memory(rank: int, out: Path) -> None:
     logging.getLogger(peers.__name__).setLevel(logging.INFO)
     group, control = dist.new_group(backend="gloo"), _control_group()
     for _ in range(2):
-        peers.sum_in_peer_memory(group, control, torch.empty(1), True)
+        peers.exchange_in_peer_memory(group, control, torch.empty(1), True)
         assert group not in collectives._chosen
     values = all_reduce(torch.tensor([rank + 1.0]), group)
     use_exchange(group, SevenMore())
     assert all_reduce(torch.zeros(1), group) == 7
-    peers.sum_in_peer_memory(group, control, torch.empty(1), False)
+    peers.exchange_in_peer_memory(group, control, torch.empty(1), False)
     assert group not in collectives._chosen, "the newest engine does not want it"
     (out / f"{rank}").write_text(json.dumps([values.item(), lines]))
 
 
 def test_ranks_without_peer_memory(tmp_path):
     run_ranks(no_memory, tmp_path)
-    said = "sums over ranks are left to gloo: rank 0 decodes on cpu, rank 1 decodes on cpu"
+    said = "what ranks exchange is left to gloo: rank 0 decodes on cpu, rank 1 decodes on cpu"
     assert [json.loads((tmp_path / f"{rank}").read_text()) for rank in (0, 1)] == [[3.0, [said]], [3.0, []]]
 
 
 def test_the_option_reaches_the_ranks(monkeypatch):
     said = []
-    monkeypatch.setattr(Ranks, "sum_in_peer_memory", lambda self, weight, wanted: said.append(wanted))
+    monkeypatch.setattr(Ranks, "exchange_in_peer_memory", lambda self, weight, wanted: said.append(wanted))
     for settings in ({}, {"disable_custom_all_reduce": False}, {"disable_custom_all_reduce": True}):
         LLM(tiny_model(), num_blocks=20, warm_up=False, **settings)
     assert said == [True, True, False]

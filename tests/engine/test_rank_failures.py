@@ -225,6 +225,14 @@ def test_sizes_that_cannot_be_split(model_dir):
         LLM(model_dir / "hf", tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize("split", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+@pytest.mark.parametrize("name", ["generate", "speedup", "bench"])
+def test_commands_of_several_ranks_need_torchrun(model_dir, tmp_path, name, split):
+    app, arguments = commands(model_dir, 1, tmp_path)[name]
+    with pytest.raises(UserError, match=r"parallel[-_]size 2 needs as many processes, there is 1: start them"):
+        typer.main.get_command(app)([*arguments, split, "2"], standalone_mode=False)
+
+
 def problems(model: ModelConfig, ranks: int, whole_experts: bool = False) -> list[str]:
     return [text.split()[2] for text in _problems(model, ranks, whole_experts)]
 

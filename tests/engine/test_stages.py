@@ -186,6 +186,8 @@ def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Pat
     refused(models["mamba2"])
     aborted = after_aborts(models["mamba2"])
     auto = adaptive(rank, models["mamba2"], wanted[TESTED.index(GREEDY)])
+    timed = make_llm(models["mamba2"], "auto", max_num_seqs=2).engine.speculation.step_times
+    assert {rows for rows, _ in timed} == {1, 2} and all(seconds > 0 for seconds in timed.values())
     (out / f"{rank}.json").write_text(
         json.dumps(dict(found=found, drafts=drafts, shown=shown, aborted=aborted, graphs=graphs, auto=auto))
     )

@@ -45,6 +45,8 @@ TESTED = {"tensor": CASES + EXPERTS, "peers": IN_MEMORY, "stages": CASES}
 def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, Any]:
     """Output tokens of each prompt, with a prefix cache those of the second time, and how they came about."""
     llm = make_llm(model, case.k, device="cuda", **case.settings, **settings)
+    memory = collectives._chosen.get(llm.ranks._tensor_group)
+    before = int(memory.windows.epochs[0]) if memory else 0
     executor, following = llm.engine.executor, [prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)]
     if llm.engine.config.tree is None and case.k:
         executor.drafter = TruthOnDevice(executor.drafter, following, "cuda")
@@ -53,13 +55,13 @@ def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, A
     for _ in range(2 if executor.checkpoints else 1):
         outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
         llm.engine.scheduler.check_integrity()
-    stats, sums = llm.stats(), collectives._chosen.get(llm.ranks._tensor_group)
+    stats = llm.stats()
     return dict(
         tokens=[output.outputs[0].token_ids for output in outputs],
         accepted=sum(stats.acceptance.accepted_per_depth),
         preemptions=stats.preemptions,
         graphs=len(executor.graphs._graphs) if executor.graphs else 0,
-        sums=int(sums.windows.epochs[0]) if sums else 0,
+        sums=int(memory.windows.epochs[0]) - before if memory else 0,
     )
 
 

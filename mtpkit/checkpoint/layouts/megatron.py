@@ -28,7 +28,7 @@ from mtpkit.config.sections import (
     MlpConfig,
     MoeConfig,
 )
-from mtpkit.errors import UserError, raise_problems, shown
+from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.model.kinds import KINDS
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"
@@ -41,7 +41,7 @@ TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 
 _SLICE = re.compile(r"(.+)\[(\d+)\]")
 _GPT_FINAL_NORM = "decoder.final_layernorm."
-_GPT_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_GPT_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,4})\.)?(.+)")
 _TRANSFORMER_LAYER = re.compile(r"(mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?!layers\.)(.+)")
 _FEED_FORWARD = ("mlp.", "pre_mlp_layernorm.")
 _ROUTER, _FUSED, _PLAIN = "mlp.router.weight", "layer_norm_weight", "pre_mlp_layernorm.weight"
@@ -71,6 +71,22 @@ FIXED = {
     "window_size": None,
     "rotary_interleaved": False,
     "disable_bias_linear": True,
+    "use_mup": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "moe_apply_probs_on_input": False,
+    "moe_expert_capacity_factor": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "no_rope_freq": None,
+    "use_rope_scaling": False,
+    "rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "mrope_section": None,
+    "qk_l2_norm": False,
+    "apply_residual_connection_post_layernorm": False,
+    "heterogeneous_block_specs": False,
+    "heterogeneous_layers_config_path": None,
 }
 """Settings with one value that can be represented."""
 
@@ -79,6 +95,9 @@ MLA_FIXED = {"rotary_percent": 1.0, "multi_latent_attention": True, "attention_o
 
 NO_MLA_FIXED = {"multi_latent_attention": False}
 """The same, for models without."""
+
+_HYBRID = ("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern")
+"""Settings that a `GPTModel` has not."""
 
 _ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 """The name in a `TransformerConfig`, and that of Megatron-LM's argument, which sets the former."""
@@ -318,12 +337,16 @@ def _patterns(file: Values) -> tuple[str, str, int]:
 
 def _gpt_pattern(file: Values) -> str:
     """The pattern of a `GPTModel`: two letters for each of its layers."""
-    layers = file.typed("num_layers", 0)
-    if file.first("num_layers") is None:
-        file.problems.append("hybrid_layer_pattern is missing, and num_layers, which a GPTModel has in its place")
+    layers, problem = file.typed("num_layers", 0), ""
+    if hybrid := [key for key in _HYBRID if file.get(key)]:
+        problem = f"hybrid_layer_pattern is missing, though {listed(hybrid)} is set"
+    elif file.first("num_layers") is None:
+        problem = "hybrid_layer_pattern is missing, and num_layers, which a GPTModel has in its place"
     elif not 0 < layers <= MOST_LAYERS:
-        file.problems.append(f"num_layers {shown(file.get('num_layers'))} must be from 1 to {MOST_LAYERS}")
-        layers = 0
+        problem = f"num_layers {shown(file.get('num_layers'))} must be from 1 to {MOST_LAYERS}"
+    if problem:
+        file.problems.append(problem)
+        return ""
     mixer = MlaConfig.letter if file.typed("multi_latent_attention", False) else AttentionConfig.letter
     mixers, linears = [mixer] * layers, [MlpConfig.letter] * layers
     variant = file.get("experimental_attention_variant")

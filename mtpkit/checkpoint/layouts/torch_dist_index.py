@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, is_of_all_layers, is_stacked
 from mtpkit.checkpoint.tensors import is_file_name
-from mtpkit.config.sections import MOST_IN_A_LAYER
+from mtpkit.config.sections import MOST_EXPERTS
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import require_file
 
@@ -117,7 +117,7 @@ def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataInde
     """Whether the pieces of a tensor lie within it and fill it, and have their bytes in a file."""
     size = tuple(entry.size)
     stacked = is_of_all_layers(key) + is_stacked(key)
-    if stacked and not (len(size) > stacked and max(size[:stacked]) <= MOST_IN_A_LAYER):
+    if stacked and not (len(size) > stacked and math.prod(size[:stacked]) <= MOST_EXPERTS):
         return False
     filled = 0
     for chunk in entry.chunks:

@@ -16,10 +16,10 @@ from mtpkit.config.sections.gated_delta_net import GatedDeltaNetConfig
 from mtpkit.config.sections.mamba2 import Mamba2Config
 from mtpkit.config.sections.mla import MlaConfig
 from mtpkit.config.sections.mlp import MlpConfig
-from mtpkit.config.sections.moe import MOST_IN_A_LAYER, MoeConfig, Routing, ScoreFunction
+from mtpkit.config.sections.moe import MOST_EXPERTS, MoeConfig, Routing, ScoreFunction
 
 __all__ = [
-    "MOST_IN_A_LAYER",
+    "MOST_EXPERTS",
     "SECTIONS",
     "AttentionConfig",
     "GatedDeltaNetConfig",

@@ -8,7 +8,7 @@ from pydantic import Field
 from mtpkit.config.checked import checked
 from mtpkit.config.sections.base import Number, Section, Width, up_to
 
-MOST_IN_A_LAYER, _MOST_EXPERTS = 2**14, 2**17
+MOST_IN_A_LAYER, MOST_EXPERTS = 2**14, 2**17
 """The most experts of one layer, and of all layers together."""
 
 
@@ -83,8 +83,8 @@ class MoeConfig(Section):
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             yield "moe_shared_expert_gate true without moe_shared_expert_intermediate_size"
         yield from self._routing_problems()
-        if (experts := self.num_experts * layers) > _MOST_EXPERTS:
-            yield f"num_moe_experts {self.num_experts} in all layers are {experts}, more than {_MOST_EXPERTS}"
+        if (experts := self.num_experts * layers) > MOST_EXPERTS:
+            yield f"num_moe_experts {self.num_experts} in all layers are {experts}, more than {MOST_EXPERTS}"
 
     def _routing_problems(self) -> Iterator[str]:
         grouped, size = self.router_num_groups > 1, self.num_experts // max(1, self.router_num_groups)

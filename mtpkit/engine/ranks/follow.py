@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
-from mtpkit.engine.ranks.peers import sum_in_peer_memory
+from mtpkit.engine.ranks.peers import exchange_in_peer_memory
 from mtpkit.engine.ranks.stages import Stage
 from mtpkit.engine.ranks.watch import Watch
 from mtpkit.engine.scheduler import Scheduler
@@ -141,8 +141,8 @@ class Ranks:
         """The `value` of rank 0."""
         return value
 
-    def sum_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
-        """Choose what sums over tensor-parallel ranks, see `peers.sum_in_peer_memory`."""
+    def exchange_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
+        """Choose how tensor-parallel ranks exchange, see `peers.exchange_in_peer_memory`."""
 
     def settle(self) -> None:
         """Wait until all ranks know what this one has announced, before it may end."""
@@ -216,9 +216,9 @@ class SplitRanks(Ranks):
         """See `Ranks.of_first`."""
         return self._tell([value])[0]
 
-    def sum_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
-        """See `Ranks.sum_in_peer_memory`."""
-        sum_in_peer_memory(self._tensor_group, self._control, weight, wanted)
+    def exchange_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
+        """See `Ranks.exchange_in_peer_memory`."""
+        exchange_in_peer_memory(self._tensor_group, self._control, weight, wanted)
 
     def settle(self) -> None:
         """See `Ranks.settle`."""

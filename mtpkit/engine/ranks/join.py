@@ -35,10 +35,11 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
     For commands, before they look for a device.
 
     Raises:
-        UserError: there are more processes than ranks, each of which would do and print the same.
+        UserError: there are fewer processes than ranks, or more, each of which would do and print the same.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if processes == 1:
+        _require_processes(tensor_parallel_size, pipeline_parallel_size)
         return True
     if processes != tensor_parallel_size * pipeline_parallel_size:
         stages = f" and --pipeline-parallel-size {pipeline_parallel_size}" if pipeline_parallel_size > 1 else ""
@@ -51,6 +52,18 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
         return True
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     return False
+
+
+def _require_processes(size: int, stages: int) -> None:
+    """Refuse another number of processes than that of the ranks."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes != size * stages:
+        named = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+        asked = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)
+        raise UserError(
+            f"{asked} needs as many processes, there {'is' if processes == 1 else 'are'} "
+            f"{processes}: start them with torchrun --nproc-per-node {size * stages}"
+        )
 
 
 def of_first_rank[T](processes: int, action: Callable[[], T]) -> T:
@@ -79,14 +92,7 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
         raise UserError(
             f"pipeline_parallel_size {stages}: the model's base has {len(config.pattern)} layers; take no more stages"
         )
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if processes != size * stages:
-        named = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
-        asked = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)
-        raise UserError(
-            f"{asked} needs as many processes, there {'is' if processes == 1 else 'are'} "
-            f"{processes}: start them with torchrun --nproc-per-node {size * stages}"
-        )
+    _require_processes(size, stages)
     init_processes()
     control = _control_group()
     _compare(control, _entries(options, config))

@@ -30,16 +30,16 @@ def limit_of(ranks: int) -> int:
     return _MOST_OF_TWO if ranks <= 2 else _MOST_READ // ranks
 
 
-def sum_in_peer_memory(group: Any, control: Any, weight: Tensor, wanted: bool) -> None:
+def exchange_in_peer_memory(group: Any, control: Any, weight: Tensor, wanted: bool) -> None:
     """Choose what the functions of `collectives` do for a group. All ranks of `control` call it together.
 
-    Where ranks of the group cannot reach each other's memory, a line of the log says why, and its backend sums.
+    Where ranks of the group cannot reach each other's memory, a line of the log says why, and its backend exchanges.
 
     Args:
         group: this rank's tensor-parallel group.
         control: the group of all hosts.
         weight: a tensor on this rank's device.
-        wanted: whether small tensors are to be summed in peer memory.
+        wanted: whether small tensors are to be exchanged in peer memory.
     """
     if group.size() > 1:
         use_exchange(group, _peers(group, control, weight.device) if wanted else None)
@@ -98,7 +98,7 @@ def _peers(group: Any, control: Any, device: torch.device) -> PeerMemory | None:
     problems = _of_all(control, problem)
     if found := [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]:
         if me == ranks[0]:
-            _logger.info("sums over ranks are left to %s: %s", dist.get_backend(group), listed(found))
+            _logger.info("what ranks exchange is left to %s: %s", dist.get_backend(group), listed(found))
         return None
     windows = tuple(held[rank] for rank in ranks)
     epochs = torch.zeros(CHANNELS, dtype=torch.int64, device=device)
@@ -106,7 +106,7 @@ def _peers(group: Any, control: Any, device: torch.device) -> PeerMemory | None:
 
 
 def _own_problem(device: torch.device, ranks: int) -> str:
-    """Why this rank cannot sum in peer memory, whatever the others have."""
+    """Why this rank cannot exchange in peer memory, whatever the others have."""
     if device.type != "cuda":
         return f"decodes on {device.type}"
     if ranks > MOST_RANKS:

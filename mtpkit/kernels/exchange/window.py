@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 CHANNELS = 128
-"""Most programs of a kernel: enough to hide the latency of loads, few enough to run at once on any GPU."""
+"""Most programs of a kernel: enough to hide the latency of loads, and few enough to run at once on large GPUs. On
+others some wait, for no longer than those of the same number on other ranks."""
 MOST_RANKS = 8
 """Most ranks: flags of a channel."""
 BUFFERS_AT = CHANNELS * MOST_RANKS * 8
