@@ -75,7 +75,6 @@ FIXED = {
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "moe_apply_probs_on_input": False,
-    "moe_expert_capacity_factor": None,
     "softmax_scale": None,
     "softmax_type": "vanilla",
     "no_rope_freq": None,
