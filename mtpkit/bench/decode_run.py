@@ -202,10 +202,13 @@ class Contender:
             self.lengths[output.request_id].append(len(output.outputs[0].token_ids))
 
     def _steps(self, most: float = math.inf) -> int:
-        """Step until a request may end with the next step or with the one under way; returns the number of steps."""
+        """Step until a request may end with the next step or with the one under way; returns the number of steps that
+        each request took: with pipeline stages those of the engine are of one batch each."""
         steps, longest = 0, self.config.max_tokens - 2 * (1 + self.depths)
+        batches = min(self.batch_size, self.llm.engine.config.num_batches)
         while steps < most and max(map(len, self.outputs.values())) <= longest and self.llm.engine.has_unfinished:
-            self._step()
+            for _ in range(batches):
+                self._step()
             steps += 1
         return steps
 

@@ -78,10 +78,13 @@ class AdaptiveSpeculation:
     Args:
         step_times: (rows, drafts) -> seconds of a step, for K from 0 to the largest, perhaps a tree of that depth, and
             some numbers of rows.
+        batches: batches whose steps take turns. A probe is one of all of them, since a step that finds stale drafts
+            must be followed by one of the same batch.
     """
 
-    def __init__(self, step_times: Mapping[tuple[int, DraftShape], float]) -> None:
+    def __init__(self, step_times: Mapping[tuple[int, DraftShape], float], batches: int = 1) -> None:
         self.step_times = dict(step_times)
+        self._batches = batches
         self._sizes = sorted({rows for rows, _ in step_times})
         shapes = list(dict.fromkeys(drafts for _, drafts in step_times))
         self._trees = [drafts for drafts in shapes if not isinstance(drafts, int)]
@@ -109,10 +112,9 @@ class AdaptiveSpeculation:
                 best = drafts
         self._steps += 1
         others = self._untold(best)
-        if others and self._steps >= _PROBE_INTERVAL:
-            probe, step = divmod(self._steps, _PROBE_INTERVAL)
-            if step < _PROBE_STEPS:
-                return others[(probe - 1) % len(others)]
+        probe, step = divmod(self._steps // self._batches, _PROBE_INTERVAL)
+        if others and probe and step < _PROBE_STEPS:
+            return others[(probe - 1) % len(others)]
         return best
 
     def _speed(self, size: int, drafts: DraftShape) -> float:

@@ -31,6 +31,13 @@ class IdPool:
             self._references[taken] = 1
         return ids
 
+    def allocate_from(self, among: range) -> int:
+        """Take the one of these ids that would be handed out first. The caller knows that one is free."""
+        index = next(index for index in reversed(range(len(self._free))) if self._free[index] in among)
+        taken = self._free.pop(index)
+        self._references[taken] = 1
+        return taken
+
     def share(self, held: int) -> None:
         """Add a reference to an allocated id."""
         assert self._references[held] > 0, f"id {held} is free"

@@ -38,8 +38,9 @@ class Engine:
     """Runs requests step by step; reads no files and has no command line.
 
     With `async_scheduling`, a step is launched before the results of the previous one are read: unless blocks run out,
-    the device does not wait for the host, and the host learns one step late that a request has stopped. With `graphs`,
-    decode steps are replayed CUDA graphs.
+    the device does not wait for the host, and the host learns one step late that a request has stopped. With several
+    batches a step is of one batch, and the previous one is that of the same batch: while its results come, steps of the
+    others are planned and launched. With `graphs`, decode steps are replayed CUDA graphs.
     """
 
     def __init__(
@@ -172,7 +173,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, finished_only: bool = False) -> list[RequestOutput]:
-        """Launch a step, and commit the results of the previous one (with `async_scheduling`) or of this one.
+        """Launch a step of one batch, and commit the results of its previous one (with `async_scheduling`) or of this
+        one.
 
         Args:
             finished_only: return outputs of finished requests only; the text of the others is not decoded then.
@@ -193,14 +195,14 @@ class Engine:
         changed = []
         ahead = self.config.async_scheduling
         if not ahead:
-            changed += self._take_up(0)
+            changed += self._take_up()
         plans = self.ranks.plan(self.scheduler, self.speculation.choose)
         if not plans and not self._under_way and self.scheduler.has_unfinished:
             raise MtpkitError("requests are unfinished, but none can run and no step is under way")
         if plans:
             launched = (self.executor.launch(plan) for plan in plans)
             self._under_way.append([one for one in launched if one is not None])
-        changed += self._take_up(1 if ahead and plans else 0)
+        changed += self._take_up(plans[0].batch if ahead and plans else None)
         if not self.scheduler.has_unfinished:
             self._settle()
             self._under_way.clear()
@@ -217,7 +219,7 @@ class Engine:
         assert not self.has_unfinished
         shapes = self.draft_shapes
         times = {(size, drafts): self._time(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
-        self.speculation = AdaptiveSpeculation(times)
+        self.speculation = AdaptiveSpeculation(times, self.config.num_batches)
 
     def _time(self, rows: int, drafts: DraftShape, repeats: int) -> float:
         """Seconds from step to step of `rows` requests: with pipeline stages what the slowest takes for all batches, or
@@ -238,10 +240,10 @@ class Engine:
         self.executor.settle()
         self.ranks.settle()
 
-    def _take_up(self, keep: int) -> list[Request]:
-        """Commit the results of all but the latest `keep` steps, the oldest first."""
+    def _take_up(self, batch: int | None = None) -> list[Request]:
+        """Commit the results of steps under way, the oldest first: of all, or until one of this batch is left."""
         changed = []
-        while len(self._under_way) > keep:
+        while self._under_way and (batch is None or self._num_under_way(batch) > 1):
             step = self._under_way.popleft()
             results = self.executor.collect(step)
             began, self._arrived = max(self._arrived, step[0].began), time.perf_counter()
@@ -253,6 +255,9 @@ class Engine:
                 changed += self.scheduler.commit(plan, result)
                 self.executor.save(self.scheduler.take_saves())
         return changed
+
+    def _num_under_way(self, batch: int) -> int:
+        return sum(step[0].plan.batch == batch for step in self._under_way)
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
         """Report the accepted drafts of decode rows to the choice of drafts, without rows whose logits are invalid."""

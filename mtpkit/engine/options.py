@@ -187,7 +187,8 @@ class EngineConfig:
     max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = EngineOptions.max_mixed_tokens
     """Most tokens of chunks that run together with decode rows."""
     max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
-    """Seconds from step to step that chunks should keep to; None: with `graphs`, a multiple of what decoding takes."""
+    """Seconds from step to step of a request that chunks should keep to; None: with `graphs`, a multiple of what
+    decoding takes."""
     state_rollback: Rollback = EngineOptions.state_rollback
     enable_prefix_caching: bool = EngineOptions.enable_prefix_caching
     num_checkpoints: Annotated[int, Field(ge=0)] = 0
@@ -199,7 +200,8 @@ class EngineConfig:
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""
     num_batches: Count = 1
-    """Batches that requests are divided into, which run one behind the other: one for each pipeline stage."""
+    """Batches that requests are divided into, one for each pipeline stage. Each has steps of its own, which are planned
+    and launched in turn and run one behind the other."""
     graphs: bool = False
     """Replay steps as CUDA graphs."""
     seed: Seed | None = EngineOptions.seed

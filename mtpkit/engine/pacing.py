@@ -32,7 +32,7 @@ class Pacing:
     are running means, d for each power of two of decoding requests. Nothing is bounded while no request decodes.
 
     Args:
-        bound: seconds that a decoding request may wait from step to step; None: a multiple of d.
+        bound: seconds that a step may take while requests decode; None: a multiple of d.
         alone, beside: the numbers of prompt tokens that are captured without decode rows, and for steps that have
             decode rows too, both ascending; a step is filled up to one of them.
     """
@@ -47,22 +47,28 @@ class Pacing:
         self._decode: dict[int, float] = {}
         self._token: float | None = None
 
-    def most_tokens(self, budget: int, num_decoding: int, num_waiting: int, crowded: bool = False) -> int:
+    def most_tokens(
+        self, budget: int, num_decoding: int, num_waiting: int, crowded: bool = False, elsewhere: int = 0
+    ) -> int:
         """Most prompt tokens of a step.
 
         Args:
             budget: what it is at most.
             num_decoding: decode rows of the step.
-            num_waiting: requests whose prompts are not computed yet.
+            num_waiting: requests of its batch whose prompts are not computed yet.
             crowded: whether some of these cannot begin before others end.
+            elsewhere: requests that decode, per batch. Where the step has no decode rows, these wait for it.
         """
-        self.chosen = self._most(budget, num_decoding, num_waiting, crowded) if self.told is None else self.told
-        return self.chosen
+        chosen = self.told
+        if chosen is None:
+            chosen = self._most(budget, num_decoding, num_waiting, crowded, elsewhere)
+        self.chosen = chosen
+        return chosen
 
-    def _most(self, budget: int, num_decoding: int, num_waiting: int, crowded: bool) -> int:
-        if num_decoding:
-            share = 1.0 if crowded else min(1.0, (num_waiting - 1) / num_decoding)
-            budget = min(budget, self._bounded(num_decoding, max(_PATIENCE, share * _MOST_PATIENCE)))
+    def _most(self, budget: int, num_decoding: int, num_waiting: int, crowded: bool, elsewhere: int) -> int:
+        if delayed := num_decoding or elsewhere:
+            share = 1.0 if crowded else min(1.0, (num_waiting - 1) / delayed)
+            budget = min(budget, self._bounded(delayed, max(_PATIENCE, share * _MOST_PATIENCE)))
         sizes = self.beside if num_decoding else self.alone
         return max((size for size in sizes if size <= budget), default=budget)
 
@@ -81,7 +87,8 @@ class Pacing:
         return self._decode[min(self._decode, key=lambda known: abs(known - num_decoding.bit_length()))]
 
     def observe(self, plans: Sequence[Plan], seconds: float) -> None:
-        """Take up how long the plans of a step took together."""
+        """Take up how long the plans of a step took together: from the results of the step before, whichever batch had
+        that one, to their own."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
         level = decoding.bit_length()
@@ -102,9 +109,12 @@ class Pacing:
 def pacing_for(config: EngineConfig, device: torch.device, *sizes: Sequence[int]) -> Pacing | None:
     """The pacing of an engine, given the captured sizes that `Pacing` takes, if there are any.
 
-    None on a CPU without a bound from the user: steps as plans have them, which do not depend on times.
+    None on a CPU without a bound from the user: steps as plans have them, which do not depend on times. A request waits
+    from step to step for a step of each batch, so that each of these has its part of the user's bound.
     """
     bound = config.max_inter_token_latency
+    if bound is not None:
+        bound /= config.num_batches
     return Pacing(bound, *sizes) if device.type == "cuda" or config.graphs or bound is not None else None
 
 

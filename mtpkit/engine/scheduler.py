@@ -28,6 +28,9 @@ class Scheduler:
     releases the blocks that rejected drafts leave empty. If blocks run out in decoding, the youngest running request is
     preempted: it gives up its blocks and waits to be recomputed. The oldest request therefore always proceeds.
 
+    With several batches, a step is of one batch, and they take turns. A request is in batch `slot % num_batches`. Each
+    batch admits requests while it has fewer than its share of all: so few requests are spread over the batches, too.
+
     With a prefix cache, a request begins at the longest checkpoint of its tokens, and leaves some itself.
     """
 
@@ -57,8 +60,10 @@ class Scheduler:
         self.running: list[Request] = []
         self._live_ids: set[str] = set()
         """Ids of waiting and running requests."""
-        self._steps_gathered = 0
-        """For how many steps prompts have been held back so that more of them run together."""
+        self._turn = 0
+        """The batch that is planned next."""
+        self._steps_gathered = [0] * config.num_batches
+        """For each batch, for how many steps prompts have been held back so that more of them run together."""
         self._saves: list[Save] = []
         self.reset_stats()
 
@@ -103,7 +108,7 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Requests that the next plan may decode."""
+        """Requests of all batches that the next plans may decode."""
         return sum(request.decoding and not request.ends_in_flight for request in self.running)
 
     def take(self, drafts: DraftShape) -> None:
@@ -124,38 +129,59 @@ class Scheduler:
         self._live_ids.discard(request_id)
 
     def plan(self) -> list[Plan]:
+        """Plan a step of the batch whose turn it is, or of the next one that has anything to run.
+
+        At least one request must be unfinished. The list is empty if blocks must first be freed by committing the
+        results of launched steps. Then it stays that batch's turn: if others took the blocks meanwhile, the oldest
+        request might never proceed.
+        """
+        for _ in range(self.config.num_batches):
+            plans = self._plan_batch()
+            if plans is None:
+                break
+            self._turn = (self._turn + 1) % self.config.num_batches
+            if plans:
+                return plans
+        return []
+
+    def _plan_batch(self) -> list[Plan] | None:
         """Choose the rows that run next and reserve their blocks: decode rows, then chunks of prompts.
 
         A few tokens of chunks run together with the decode rows, which saves reading the weights once more. More of
         them run after the decode rows.
 
-        At least one request must be unfinished. The list is empty if blocks must first be freed by committing the
-        results of launched steps.
+        Returns:
+            None if blocks must first be freed.
         """
         preemptions = self.num_preemptions
         budget = self.config.max_num_batched_tokens
         if self.prefix:
-            for request in self.running:
+            for request in self._batch:
                 self.prefix.publish(request, request.num_computed)
         decode = self._plan_decode(budget)
         if decode is None:
-            return []
+            return None
         budget -= sum(row.length for row in decode)
+        batch = self._batch
+        begun = [request for request in batch if not request.decoding]
+        free, due = self._room(len(batch))
         if self.pacing:
-            budget = self._paced(self.pacing, budget, len(decode))
+            budget = self._paced(self.pacing, budget, len(decode), begun, free, due)
         chunks, restores, resumed = [], list[Restore](), list[Row]()
-        for request in self.running:
-            if budget and not request.decoding:
+        for request in begun:
+            if budget:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].length
-        while budget and preemptions == self.num_preemptions and (admitted := self._admit(restores)):
+        for _ in range(min(free, due)):
+            if not budget or preemptions != self.num_preemptions or not (admitted := self._admit(restores)):
+                break
             if admitted.num_computed and not (self.prefix and self.prefix.successors):
                 resumed.append(self._resumed(admitted))
             if not admitted.decoding:
                 chunks.append(self._chunk(admitted, budget))
                 budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
-        plans = [plan for rows in self._batches(decode, chunks) for plan in self._together_or_apart(*rows)]
+        plans = self._together_or_apart(decode, chunks)
         if restores:
             resumed.sort(key=lambda row: not row.samples)
             plans.insert(0, replace(self._together([], resumed), restores=tuple(restores)))
@@ -169,21 +195,42 @@ class Scheduler:
             self.num_prefilled += row.length
         return [self._with_saves(plan) for plan in plans if plan.rows or plan.restores]
 
-    def _paced(self, pacing: Pacing, budget: int, num_decoding: int) -> int:
-        """Prompt tokens of a step beside so many decode rows.
+    @property
+    def _slots(self) -> range:
+        """The slots of the batch whose turn it is."""
+        return range(self._turn, self.config.max_num_seqs, self.config.num_batches)
+
+    @property
+    def _batch(self) -> list[Request]:
+        """The running requests of the batch whose turn it is, the oldest first."""
+        slots = self._slots
+        return [request for request in self.running if request.slot in slots]
+
+    def _room(self, num_running: int) -> tuple[int, int]:
+        """Room of the batch whose turn it is, which has so many running requests: its free slots, and how many requests
+        it lacks of its share of all.
+
+        While a request waits and a slot is free, some batch has room of both kinds: the smaller one of a batch's slots
+        and its share is its share of min(slots, requests), and fewer requests than that run.
+        """
+        share = range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches)
+        return len(self._slots) - num_running, max(0, len(share) - num_running)
+
+    def _paced(self, pacing: Pacing, budget: int, num_decoding: int, begun: list[Request], free: int, due: int) -> int:
+        """Prompt tokens of a step beside so many decode rows, with those of `begun` requests first; see `_room`.
 
         While more requests wait than there are slots for, prompts gather for some steps until they fill one, or many
         slots are free: in a long step a token costs less, which brings all of them forward.
         """
-        begun = [request for request in self.running if not request.decoding]
-        free = min(self.slots.num_free, self.config.max_num_seqs - len(self.running))
-        crowded = len(self.waiting) > free
-        budget = pacing.most_tokens(budget, num_decoding, len(self.waiting) + len(begun), crowded)
+        crowded = due > free
+        elsewhere = 0 if num_decoding else -(-self.num_decoding // self.config.num_batches)
+        budget = pacing.most_tokens(budget, num_decoding, due + len(begun), crowded, elsewhere)
         left = sum(request.prefill_end - request.num_computed for request in begun)
-        left += sum(len(request.token_ids) for request in self.waiting[:free])
-        few_slots = free * _GATHER_SLOTS < self.config.max_num_seqs
-        gather = num_decoding and crowded and few_slots and left < budget and self._steps_gathered < _GATHER_STEPS
-        self._steps_gathered = self._steps_gathered + bool(left) if gather else 0
+        left += sum(len(request.token_ids) for request in self.waiting[: min(free, due)])
+        few_slots = free * _GATHER_SLOTS < len(self._slots)
+        gathered = self._steps_gathered[self._turn]
+        gather = num_decoding and crowded and few_slots and left < budget and gathered < _GATHER_STEPS
+        self._steps_gathered[self._turn] = gathered + bool(left) if gather else 0
         return 0 if gather else budget
 
     def _with_saves(self, plan: Plan) -> Plan:
@@ -193,16 +240,6 @@ class Scheduler:
         ends = ((row.request, row.start + row.length) for row in plan.chunks)
         kept = (self.prefix.keep(one, end) for one, end in ends if end in (one.prefill_end, *one.cuts))
         return replace(plan, saves=tuple(save for save in kept if save))
-
-    def _batches(self, decode: list[Row], chunks: list[Row]) -> list[tuple[list[Row], list[Row]]]:
-        """These rows as the batches that run one behind the other; a request stays in the batch of its slot."""
-        if (count := self.config.num_batches) == 1:
-            return [(decode, chunks)]
-
-        def part(rows: list[Row], batch: int) -> list[Row]:
-            return [row for row in rows if row.request.slot is not None and row.request.slot % count == batch]
-
-        return [(part(decode, batch), part(chunks, batch)) for batch in range(count)]
 
     def _together_or_apart(self, decode: list[Row], chunks: list[Row]) -> list[Plan]:
         if sum(row.length for row in chunks) <= self.config.max_mixed_tokens:
@@ -214,13 +251,13 @@ class Scheduler:
         # Chunks alone draft for the largest K or the tree, whatever decode rows would verify now.
         depths = self.num_speculative_tokens if decode else self.config.num_speculative_tokens
         samples, trees = sum(row.samples for row in rows), self.trees if decode else self.config.tree is not None
-        return Plan(rows, len(decode), samples, depths, trees)
+        return Plan(rows, len(decode), samples, depths, trees, batch=self._turn)
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
-        """Rows of all requests that decode, the oldest first; None if one must wait for results of earlier steps."""
+        """Rows of the batch that decode, the oldest first; None if one must wait for results of earlier steps."""
         width = self.config.decode_width if self.trees else 1 + self.num_speculative_tokens
         rows: list[Row] = []
-        for request in list(self.running):
+        for request in self._batch:
             if not request.decoding or request.ends_in_flight:
                 continue
             if (len(rows) + 1) * width > budget:
@@ -253,16 +290,16 @@ class Scheduler:
         return Row(request, request.num_computed - 1, 1, samples=request.decoding, emits=not request.num_output)
 
     def _admit(self, restores: list[Restore]) -> Request | None:
-        """Move the oldest waiting request to the running ones, if it fits. If it begins at a checkpoint, what it takes
-        from there is added to `restores`."""
-        if not self.waiting or len(self.running) == self.config.max_num_seqs or not self.slots.num_free:
+        """Move the oldest waiting request to the running ones, if there are blocks, in a slot of the batch, which must
+        have a free one. If it begins at a checkpoint, what it takes from there is added to `restores`."""
+        if not self.waiting:
             return None
         request = self.waiting[0]
         request.prefill_end = len(request.token_ids) - (request.num_output > 0)
         hit = self.prefix.match(request) if self.prefix else None
         if not self._reserve(request, request.prefill_end + self.config.lookahead, hit):
             return None
-        (request.slot,) = self.slots.allocate(1)
+        request.slot = self.slots.allocate_from(self._slots)
         if self.prefix:
             request.num_computed = hit.length if hit else 0
             request.cuts = self.prefix.cuts(request, request.num_computed)

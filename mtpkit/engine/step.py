@@ -96,6 +96,8 @@ class Plan:
     restores: tuple[Restore, ...] = ()
     saves: tuple[Save, ...] = ()
     """Checkpoints to leave after the step."""
+    batch: int = 0
+    """The batch of the requests, see `EngineConfig.num_batches`."""
 
     @classmethod
     def without_rows(cls, num_decode_rows: int, num_sampling_rows: int, drafts: DraftShape) -> "Plan":

@@ -316,6 +316,7 @@ class FakeEngine:
     """Computes one prompt a step in 100 s, and decodes all that were computed in 1 s."""
 
     drafter = speculation = None
+    config = SimpleNamespace(num_batches=1)
 
     def __init__(self, k: int, accepts: int, cut: int) -> None:
         self.k, self.accepts, self.cut = k, accepts, cut

@@ -8,7 +8,8 @@ from mtpkit.engine import Engine, EngineConfig, SamplingParams
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.prefix import CheckpointStore
 from mtpkit.engine.sampler import TOKEN_STREAM
-from mtpkit.engine.step import Drafts, StepOutput
+from mtpkit.engine.scheduler import Scheduler
+from mtpkit.engine.step import Drafts, Plan, StepOutput
 from mtpkit.kernels import sampling
 from mtpkit.model.state import Part, ReplaySpec, SnapshotSpec, StateLayout, StateSizes
 
@@ -321,6 +322,27 @@ def fake_engine(
     if engine.executor.checkpoints:
         engine.executor.checkpoints = HashStore(engine)
     return engine
+
+
+def check_batches(scheduler: Scheduler) -> list[int]:
+    """Check each further plan: all its rows are of one batch, that of their slots.
+
+    Returns:
+        A list that gets the batch of each step.
+    """
+    plan, steps, count = scheduler.plan, list[int](), scheduler.config.num_batches
+
+    def checked() -> list[Plan]:
+        plans = plan()
+        slots = [row.request.slot for one in plans for row in one.rows]
+        slots += [restore.slot for one in plans for restore in one.restores]
+        batches = {one.batch for one in plans}
+        assert {slot % count for slot in slots} == batches and len(batches) == bool(plans)
+        steps.extend(batches)
+        return plans
+
+    scheduler.plan = checked
+    return steps
 
 
 def run(engine: Engine) -> dict:

@@ -30,12 +30,13 @@ CHEAP = {(rows, k): 1.0 + 0.1 * k for rows in (1, 8) for k in range(4)}
 DEAR = {(rows, k): 1.0 + 1.0 * k for rows in (1, 8) for k in range(4)}
 
 
-def feed(policy, rates, steps=600, rows=4):
-    """Play `steps` steps whose drafts are accepted at `rates` in a fixed pattern; the K that were chosen."""
+def feed(policy, rates, steps=600, rows=4, batches=1):
+    """Play `steps` steps whose drafts are accepted at `rates` in a fixed pattern, of batches in turn; the K that were
+    chosen."""
     chosen, error = [], [0.0] * len(rates)
-    fresh = 0
-    for _ in range(steps):
-        depths = policy.choose(rows)
+    made = [0] * batches
+    for step in range(steps):
+        depths, fresh = policy.choose(rows), made[step % batches]
         accepted = []
         for _ in range(rows):
             count = 0
@@ -48,7 +49,7 @@ def feed(policy, rates, steps=600, rows=4):
             accepted.append(count)
         policy.observe(accepted, [min(depths, fresh)] * rows)
         chosen.append(depths)
-        fresh = depths
+        made[step % batches] = depths
     return chosen
 
 
@@ -68,10 +69,13 @@ def test_costs_at_most_three_percent_where_drafts_do_not_pay():
     assert sum(DEAR[8, k] for k in settled) <= 1.03 * len(settled) and any(settled)
 
 
-def test_notices_that_drafts_became_good():
-    policy = AdaptiveSpeculation(CHEAP)
-    assert feed(policy, [0.0, 0.0, 0.0])[-1] == 0
-    assert feed(policy, [0.95, 0.95, 0.95], steps=3000)[-100:].count(3) > 90
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_notices_that_drafts_became_good(batches):
+    """Of several batches, too: a probe lasts until one of them has seen drafts of its own."""
+    policy = AdaptiveSpeculation(CHEAP, batches)
+    assert feed(policy, [0.0, 0.0, 0.0], 600 * batches, batches=batches)[-1] == 0
+    chosen = feed(policy, [0.95, 0.95, 0.95], 3000 * batches, batches=batches)
+    assert chosen[-100:].count(3) > 90
 
 
 @pytest.mark.parametrize("before, best", [([0.9, 0.0, 0.0], 1), ([0.9, 0.9, 0.0], 2)])

@@ -19,6 +19,13 @@ class PoolHistory(RuleBasedStateMachine):
         assert len(set(ids)) == len(ids) and not set(ids) & set(self.held)
         self.held += ids
 
+    @rule(data=st.data())
+    def allocate_from(self, data):
+        among = range(data.draw(st.integers(0, 2)), self.pool.size, 3)
+        if free := set(among) & set(self.pool.free_ids):
+            self.held.append(self.pool.allocate_from(among))
+            assert self.held[-1] in free
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def share(self, data):

@@ -6,7 +6,7 @@ import torch
 from mtpkit.engine import EngineConfig, SamplingParams
 from mtpkit.engine.pacing import Pacing, pacing_for
 from mtpkit.engine.step import Plan, Row
-from tests.engine.fakes import HashModel, fake_engine, run
+from tests.engine.fakes import HashModel, check_batches, fake_engine, run
 
 MODEL = HashModel()
 
@@ -126,9 +126,25 @@ def test_steps_on_a_gpu_are_paced_whether_or_not_graphs_run_them(device, bound, 
         assert timed(pacing).bound == bound and pacing.most_tokens(8192, 16, 1) < 8192
 
 
-def test_the_scheduler_keeps_to_it():
-    """A long prompt beside a request that decodes: chunks of the bound; alone it fills the step."""
-    engine = fake_engine(MODEL, num_blocks=400, max_num_batched_tokens=200, max_inter_token_latency=5.0)
+def test_each_batch_has_its_part_of_the_bound():
+    config = EngineConfig(64, 2, max_inter_token_latency=0.06, num_batches=2)
+    pacing = timed(pacing_for(config, torch.device("cpu")))
+    assert pacing.most_tokens(8192, 16, 1) == pytest.approx(200, abs=1)
+
+
+def test_requests_of_other_batches_wait_for_a_step_too():
+    """Also where it decodes nothing itself; such a step is filled up to the sizes of chunks that run alone."""
+    pacing = timed(Pacing(0.03, alone=(150,), beside=(120,)))
+    assert [pacing.most_tokens(8192, *args) for args in ((16, 1), (0, 1, False, 16))] == [120, 150]
+    assert timed(Pacing(0.03)).most_tokens(8192, 0, 1, False, 16) == pytest.approx(200, abs=1)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_the_scheduler_keeps_to_it(num_batches):
+    """A long prompt beside a request that decodes, perhaps in another batch: chunks of the bound; alone it fills the
+    step."""
+    settings = dict(max_inter_token_latency=5.0 * num_batches, num_batches=num_batches)
+    engine = fake_engine(MODEL, num_blocks=400, max_num_batched_tokens=200, **settings)
     engine.pacing._decode, engine.pacing._token = {1: 1.0}, 0.1  # 40 tokens fit
     engine.pacing.observe = lambda plans, seconds: None
     seen, plan_step = [], engine.scheduler.plan
@@ -148,10 +164,10 @@ def test_the_scheduler_keeps_to_it():
     assert [chunk for rows, chunk in seen[2:] if chunk] == [40, 40, 20]
 
 
-def paced_engine(budget: int, max_num_seqs: int):
+def paced_engine(budget: int, max_num_seqs: int, **settings):
     """An engine whose steps take `budget` prompt tokens beside requests that decode, and the decode rows and prompt
     tokens of its steps."""
-    engine = fake_engine(MODEL, num_blocks=4000, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    engine = fake_engine(MODEL, num_blocks=4000, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings)
     pacing = engine.scheduler.pacing = engine.pacing = Pacing(None)
     pacing.most_tokens = lambda most, *args: min(budget, most)
     pacing.observe = lambda plans, seconds: None
@@ -204,3 +220,18 @@ def test_prompts_do_not_gather_for_long():
     gathered, last = [step for step, taken in enumerate(steps) if taken == (15, 40)]
     assert steps[gathered - 17 : gathered] == [(16, 0)] + [(15, 0)] * 16
     assert steps[last - 1] == (16, 0)
+
+
+@pytest.mark.parametrize("ended, gathers", [(1, True), (2, False)])
+def test_each_batch_gathers_prompts_for_itself(ended, gathers):
+    """As one batch of 16 slots does, until 16 steps have passed or two slots are free."""
+    engine, steps = paced_engine(1000, 32, num_batches=2)
+    batches = check_batches(engine.scheduler)
+    for max_tokens in (*[5] * ended, *[80] * (32 - ended), 9, 9, 9, 9, 9):
+        engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+    run(engine)
+    first = [taken for batch, taken in zip(batches, steps, strict=True) if batch == 0]
+    left = 16 - ended
+    begun = first.index((left, 40 * ended))
+    waited = 16 if gathers else 0
+    assert first[begun - waited - 1 : begun] == [(16, 0)] + [(left, 0)] * waited

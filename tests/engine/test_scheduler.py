@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import UserError
-from tests.engine.fakes import HashModel, fake_engine, run
+from tests.engine.fakes import HashModel, check_batches, fake_engine, run
 
 MODEL = HashModel()
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -41,6 +41,7 @@ engines = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(6, 40),
         "drafts": st.sampled_from(["never", "sometimes", "always"]),
         "async_scheduling": st.booleans(),
+        "num_batches": st.integers(1, 3),
     }
 )
 """`K` of each step in turn; empty: always the same."""
@@ -57,6 +58,7 @@ def test_random_histories(arrivals, settings, depths, spare_blocks, abort_at):
     num_blocks = -(-(largest + lookahead) // settings["block_size"]) + spare_blocks
     engine = fake_engine(MODEL, num_blocks=num_blocks, eos=(0,), **settings)
     scheduler, finished, aborted = engine.scheduler, {}, None
+    check_batches(scheduler)
     if depths:
         turns = itertools.cycle(min(k, settings["num_speculative_tokens"]) for k in depths)
         engine.speculation.choose = lambda rows: next(turns)

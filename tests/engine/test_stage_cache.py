@@ -25,7 +25,7 @@ from tests.shared import look_at_new_objects, made_once
 
 TURNS = 3
 PARAMS = [greedy(6), SamplingParams(seed=3, max_tokens=6, ignore_eos=True)]
-PREEMPTED = dict(block_size=2, num_blocks=40)
+PREEMPTED = dict(block_size=2, num_blocks=37)
 FEW = dict(prefix_cache_bytes=30_000, max_num_seqs=3)
 """Room for other numbers of checkpoints on each stage."""
 CASES = [

@@ -32,7 +32,7 @@ _NONE = -1
 """Stands for a limit of prompt tokens where nothing limits them but the token budget."""
 
 _STEPS_AHEAD = 2
-"""Steps that rank 0 may announce before the others have heard of the first one."""
+"""Steps of each batch that rank 0 may announce before the others have heard of the first one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Decision:
     trees: int
     """1: their drafts are trees."""
     prompt_tokens: int
-    """Most prompt tokens of the step, or -1."""
+    """Most prompt tokens of the step, or -1. Batches before it that had nothing to run have nothing for any number."""
     plans: int
     decode_rows: int
     chunks: int
@@ -233,7 +233,7 @@ class SplitRanks(Ranks):
         """Send integers from rank 0 without waiting for the others, which may still compute the step before."""
         message = torch.tensor(list(values), dtype=torch.int64)
         self._announced.append((dist.broadcast(message, group=self._control, group_src=0, async_op=True), message))
-        if len(self._announced) > _STEPS_AHEAD:
+        if len(self._announced) > _STEPS_AHEAD * self.stage.stages:
             self._announced.popleft()[0].wait()
 
     def _tell(self, values: Sequence[int]) -> list[int]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.prefix import PrefixCache
-from tests.engine.fakes import HashModel, fake_engine
+from tests.engine.fakes import HashModel, check_batches, fake_engine
 
 MODEL = HashModel()
 EOS = 0
@@ -76,10 +76,12 @@ class History:
             max_num_batched_tokens=rng.choice([6, 12, 40, 200]),
             max_mixed_tokens=rng.choice([0, 7, 100]),
             async_scheduling=rng.random() < 0.5,
+            num_batches=rng.randint(1, 3),
             enable_prefix_caching=True,
             num_checkpoints=rng.choice([0, 1, 4, 8, 30, 30]),
             prefix_cache_interval=rng.choice([8, 16, 1000]),
         )
+        check_batches(self.engine.scheduler)
         if rng.random() < 0.3:  # another K in each step
             self.engine.speculation.choose = lambda rows: rng.randint(0, self.k)
         # What no request of a batch asks for costs nothing.
