@@ -18,6 +18,7 @@ from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of
 from mtpkit.model.kinds.base import Draw
+from mtpkit.model.stages import StageBalance
 from mtpkit.platform import resolve_dtype
 
 
@@ -77,6 +78,7 @@ def open_model(
     ranks: int = 1,
     whole_experts: bool = False,
     stages: int = 1,
+    balance: StageBalance = "memory",
 ) -> HybridModel:
     """A shape with random weights drawn on the device, or the model of a directory.
 
@@ -84,7 +86,7 @@ def open_model(
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         pattern, distinct: see `get_config`.
         ranks, whole_experts: tensor-parallel ranks, of which this one has its part; whether they share out experts.
-        stages: pipeline stages, of which this rank has one.
+        stages, balance: pipeline stages, of which this rank has one, and how layers are dealt to them.
 
     Raises:
         UserError: neither a known shape nor a model directory, or one that cannot be built; see `get_config`.
@@ -92,7 +94,7 @@ def open_model(
     config = get_config(model, pattern, distinct)
     chosen = getattr(torch, resolve_dtype(dtype, device))
     parallel: dict[str, Any] = dict(tensor_parallel=ranks, sequence_parallel=False)
-    parallel |= dict(pipeline_parallel=stages, balance="decoding")
+    parallel |= dict(pipeline_parallel=stages, balance=balance)
     if whole_experts:
         parallel |= dict(expert_parallel=ranks, expert_tensor_parallel=1)
     if model in SHAPES:

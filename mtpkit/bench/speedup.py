@@ -20,6 +20,7 @@ from mtpkit.bench.roofline import length_deviation
 from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, engine_settings, tree_settings
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.engine import LLM, require_whole
+from mtpkit.engine.loading import config_of
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.model.hybrid import HybridModel
@@ -197,9 +198,10 @@ def measure_speedup(
         UserError: the model lacks the heads, or a prompt cannot be served.
         RequestError: the logits of a prompt became NaN or infinite.
     """
+    ks = choose_drafts(config_of(model), config.asked_ks, SPEEDUP_DRAFTS)
     first = LLM(
         model,
-        num_speculative_tokens=0,
+        num_speculative_tokens=max(ks),  # for which layers are dealt to pipeline stages
         dtype=dtype,
         tokenizer=tokenizer,
         max_num_seqs=1,
@@ -214,9 +216,7 @@ def measure_speedup(
         {"prompt_token_ids": encode(prompt, first.tokenizer, name)[1], "name": name}
         for name, prompt in list_prompts(prompts)
     ]
-    config = _at_most(config, len(prompts))
-    ks = choose_drafts(first.model.mtpkit_config, config.asked_ks, SPEEDUP_DRAFTS)
-    config = replace(config, ks=ks)
+    config = replace(_at_most(config, len(prompts)), ks=ks)
     contenders = [_Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in ks]
     _run_all(contenders, config)
     _warn_of_few_steps(contenders, config.repeats)

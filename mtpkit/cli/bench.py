@@ -27,6 +27,7 @@ from mtpkit.cli.command import Command, new_app
 if TYPE_CHECKING:
     from mtpkit.bench.report import Result
     from mtpkit.model.hybrid import HybridModel
+    from mtpkit.model.stages import StageBalance
 
 app = new_app(no_args_is_help=True, help=__doc__)
 
@@ -80,11 +81,13 @@ def decode(
     timed, outputs must have their length, synthetic acceptance must come out as asked for, and what the base chose must
     be what a plain forward pass of it chooses. A model is split over processes by:
     torchrun --no-python --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ...
+    Layers are dealt to pipeline stages for the most drafts and requests that are asked for: give one K at a time.
     """
     from mtpkit.bench.decode import kernel_shares, measure_decode
     from mtpkit.bench.shapes import choose_drafts, get_config, read_token_ids
     from mtpkit.bench.timing import can_trace
     from mtpkit.engine.ranks import reports
+    from mtpkit.model.stages import Decoding
     from mtpkit.platform import default_device
 
     sizes = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
@@ -99,7 +102,10 @@ def decode(
         config = replace(config, draft_vocab=draft_vocab_size)
     if prompts is not None and acceptance is None:
         config = replace(config, acceptance=None)
-    config = replace(config, ks=choose_drafts(get_config(model, pattern, distinct), config.asked_ks, USUAL_DRAFTS))
+    shape, stages = get_config(model, pattern, distinct), config.pipeline_parallel_size
+    config = replace(config, ks=choose_drafts(shape, config.asked_ks, USUAL_DRAFTS))
+    balances = [Decoding.of(shape, k, max(config.batch_sizes), stages) for k in config.ks or ()]
+    balance = max(balances, key=lambda one: one.drafts)
     token_ids = None if prompts is None else read_token_ids(prompts, model)
 
     def keep(result: "Result[Any]") -> None:
@@ -107,7 +113,7 @@ def decode(
             result.save(output)
             kernel_shares(result).save(output)
 
-    opened = _open(model, dtype, pattern, distinct, *sizes)
+    opened = _open(model, dtype, pattern, distinct, *sizes, balance)
     result = measure_decode(opened, config, token_ids, model, keep)
     if kernels:
         kernel_shares(result).show_tables()
@@ -290,13 +296,14 @@ def _open(
     ranks: int = 1,
     whole_experts: bool = False,
     stages: int = 1,
+    balance: "StageBalance" = "memory",
 ) -> "HybridModel":
     from mtpkit.bench.shapes import open_model, require_gpu
     from mtpkit.platform import default_device
 
     device = default_device()
     require_gpu(model, device)
-    return open_model(model, device, dtype, pattern, distinct, ranks, whole_experts, stages)
+    return open_model(model, device, dtype, pattern, distinct, ranks, whole_experts, stages, balance)
 
 
 def _keep(output: Path | None) -> "Callable[[Result[Any]], object] | None":

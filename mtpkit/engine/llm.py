@@ -28,6 +28,7 @@ from mtpkit.engine.tree import Tree, width_of
 from mtpkit.engine.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import draft_embedding_bytes, stack_experts, state_specs
+from mtpkit.model.stages import Decoding
 from mtpkit.model.state import StateLayout, StateSizes
 
 _logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class LLM:
             self.ranks.tensor_size,
             options.enable_expert_parallel and self.ranks.tensor_size > 1,
             stages,
+            Decoding.of(model_config, "auto" if adaptive else depths, options.max_num_seqs, stages),
         )
         loading.round_embedding(self.model, options.draft_embedding_dtype, depths, stages)
         stacked, weight = stack_experts(self.model), next(self.model.parameters())

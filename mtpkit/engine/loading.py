@@ -17,6 +17,7 @@ from mtpkit.kernels import MOST_TREE_TOKENS
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
 from mtpkit.kernels.integer_rows import IntegerBits
 from mtpkit.model import round_draft_embedding
+from mtpkit.model.stages import StageBalance
 from mtpkit.platform import default_device, resolve_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +44,7 @@ def open_model(
     ranks: int = 1,
     whole_experts: bool = False,
     stages: int = 1,
+    balance: StageBalance = "memory",
 ) -> tuple[Any, Any, list[int]]:
     """Load model and tokenizer from directories, or take them as given.
 
@@ -52,7 +54,7 @@ def open_model(
         tokenizer: a tokenizer, its directory, or None: the tokenizer beside the model, if there is one.
         ranks: tensor-parallel ranks, of which this one loads its part of a directory.
         whole_experts: these ranks share out experts, and split none.
-        stages: pipeline stages, of which this rank loads one.
+        stages, balance: pipeline stages, of which this rank loads one, and how layers are dealt to them.
 
     Returns:
         The model, its tokenizer (None if there is none), and the union of the end-of-sequence tokens that config,
@@ -85,7 +87,7 @@ def open_model(
         device=place,
         tensor_parallel=ranks,
         pipeline_parallel=stages,
-        balance="decoding",
+        balance=balance,
         expert_parallel=ranks if whole_experts else 1,
         expert_tensor_parallel=1 if whole_experts else None,
         sequence_parallel=False,

@@ -3,8 +3,9 @@
 In functions that kernels call, parameters in capitals are compile-time constants.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +21,8 @@ SMALLEST_DOT = 16
 NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
 """The dtype that tensor cores multiply; fp32 in the interpreter, which would multiply the raw bits of bf16 numbers."""
 NO_TOKEN = tl.constexpr(kernels.NO_TOKEN)
+_LINE = tl.constexpr(128)
+"""Bytes that a prefetch brings to the L2 cache."""
 
 
 class Tile(NamedTuple):
@@ -40,6 +43,39 @@ class Tile(NamedTuple):
         """Keyword arguments of a kernel's launch."""
         sizes = dict(BLOCK_N=self.block_n, BLOCK_K=self.block_k)
         return dict(num_stages=self.num_stages, num_warps=self.num_warps, **sizes)
+
+
+def early_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
+    """Keyword arguments of a launch whose programs may be placed before the kernel before it has ended, if that is
+    wanted and the GPU can do it (programmatic dependent launch, CUDA C++ programming guide). The kernel has a constant
+    EARLY and calls `begin`."""
+    early = wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return dict(EARLY=True, launch_pdl=True) if early else dict(EARLY=False)
+
+
+@triton.jit
+def begin(EARLY):
+    """With EARLY, wait until all kernels before this one have ended, and let the programs of the next one be placed.
+    Programs call it before they read or write what an earlier kernel may have touched."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(rows, ITEMS: tl.constexpr):
+    """Begin to bring to the L2 cache the first ITEMS items, a power of two, at each of the pointers `rows` [N]."""
+    item: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    if ITEMS * item >= _LINE:
+        line = tl.arange(0, ITEMS * item // _LINE) * (_LINE // item)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [rows[:, None] + line[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 WIDE_TILE = Tile(64, 16, 2, 4)

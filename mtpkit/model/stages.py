@@ -7,6 +7,7 @@ are dealt by one of these costs instead, and it gets fewer of them.
 
 import functools
 import itertools
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -16,10 +17,28 @@ from mtpkit.errors import UserError, listed
 from mtpkit.model.flops import FORWARD, FROZEN, TRAINED, head_matrices
 from mtpkit.model.kinds import KINDS
 
-StageBalance = Balance | Literal["decoding"]
-"""How stages are balanced: for training, or by what a step of decoding reads."""
+
+@dataclass(frozen=True)
+class Decoding:
+    """A balance by what steps of decoding read, of weights and recurrent states."""
+
+    drafts: int
+    """Drafts of a step: each reads a head and the lm_head once more, on the last stage."""
+    requests: int
+    """Requests of a step, those of one batch."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, k: int | Literal["auto"], requests: int, stages: int) -> "Decoding":
+        """The balance for K drafts, with `auto` as many as the heads were trained for, and so many requests in all
+        batches, one for each stage."""
+        return cls(config.mtp.default_drafts if k == "auto" else k, -(-requests // stages))
+
+
+StageBalance = Balance | Decoding
+"""How stages are balanced: for training, or for decoding."""
 
 _TRAINED_BYTES = 18  # of a head's weight: in bf16, and in fp32 its master, gradient and two moments
+_WEIGHT_BYTES, _STATE_BYTES = 2, 4  # in decoding: bf16, fp32
 
 
 def first_layer(model: HybridModel) -> int:
@@ -43,20 +62,22 @@ def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "me
     pattern = config.pattern
     if stages > len(pattern):
         raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
-    known = [*get_args(Balance), "decoding"]
-    if balance not in known:
-        raise UserError(f"balance is {balance!r}, must be one of {listed(known)}")
+    if not isinstance(balance, Decoding) and balance not in get_args(Balance):
+        raise UserError(f"balance is {balance!r}, must be one of {listed(get_args(Balance))}")
     embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
-    layers = [KINDS[letter].matrices(config) for letter in pattern]
+    layers, costs = [KINDS[letter].matrices(config) for letter in pattern], list[float]()
+    first, last = 0, 0
     if balance == "time":
         costs = [FORWARD * layer.used for layer in layers]
-        first, last = 0, (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
-    elif balance == "decoding":
-        costs = [layer.held for layer in layers]
-        drafts = config.mtp.default_drafts
-        first, last = 0, embedding
-        if drafts:
-            last += (head_matrices(config, all_experts=True) + embedding) * drafts
+        last = (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
+    elif isinstance(balance, Decoding):
+        states, tokens = _STATE_BYTES * balance.requests, balance.requests * (1 + balance.drafts)
+        costs = [
+            _WEIGHT_BYTES * layer.read(tokens) + states * KINDS[letter].memory(config).state
+            for letter, layer in zip(pattern, layers, strict=True)
+        ]
+        drafted = (head_matrices(config, all_experts=True) + embedding) * balance.drafts if balance.drafts else 0
+        last = _WEIGHT_BYTES * (embedding + drafted)
     else:
         costs = [2 * layer.held for layer in layers]
         outside = 1 if config.tie_word_embeddings or not depths else 2  # lm_head, and an embedding for the heads
@@ -65,7 +86,7 @@ def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "me
     sums = list(itertools.accumulate(costs, initial=0))
 
     @functools.cache
-    def best(stage: int, end: int) -> tuple[int, int, tuple[int, ...]]:
+    def best(stage: int, end: int) -> tuple[float, float, tuple[int, ...]]:
         """Deal layers 0 .. end - 1 to stages 0 .. stage: largest cost, sum of squares, first layer of each stage."""
         more = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         if stage == 0:

@@ -314,13 +314,14 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
 
 
 def test_what_is_fused_is_not_timed_on_its_own():
-    few, many = on_gpu(4), on_gpu(5)  # 16 and 20 tokens
-    assert "relu2" not in few and "relu2" in many
+    few, more, many = on_gpu(4), on_gpu(5), on_gpu(9)  # 16, 20 and 36 tokens
+    assert "relu2" not in few and "relu2" not in more and "relu2" in many
     assert note(few["linear linear_fc1"]) == "norm + relu2 fused"
+    assert note(more["linear linear_fc1"]) == "relu2 fused, norm apart"
     assert note(many["linear linear_fc1"]) == "norm + relu2 apart"
-    assert (note(few["linear in_proj"]), note(many["linear in_proj"])) == ("norm fused", "norm apart")
-    assert (note(few["rms_norm"]), note(many["rms_norm"])) == ("final norm, others fused", "")
-    for made in (few, many):
+    assert [note(made["linear in_proj"]) for made in (few, more, many)] == ["norm fused", "norm apart", "norm apart"]
+    assert [note(made["rms_norm"]) for made in (few, more, many)] == ["final norm, others fused", "", ""]
+    for made in (few, more, many):
         assert note(made["linear out_proj"]) == "residual fused, gated norm apart"
         assert note(made["linear linear_fc2"]) == "residual fused"
         assert note(made["linear eh_proj"]) == note(made["linear lm_head"]) == ""

@@ -18,9 +18,10 @@ import typer
 
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.cli import bench, generate
-from mtpkit.engine import LLM
+from mtpkit.engine import LLM, loading
 from mtpkit.engine import adaptive as adaptive_module
 from mtpkit.engine import executor as executor_module
+from mtpkit.engine import llm as llm_module
 from mtpkit.engine.adaptive import AdaptiveSpeculation
 from mtpkit.engine.executor import Executor
 from mtpkit.engine.memory import plan_memory
@@ -37,6 +38,7 @@ from mtpkit.engine.ranks.stages import PipelineStage
 from mtpkit.engine.step import Drafts, Plan, Verdict
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import StepInput, build, build_model
+from mtpkit.model.stages import Decoding
 from tests.engine.rank_cases import MIXED, PROMPTS, Case, config, decode, names, one_rank, split_model
 from tests.engine.replayed import TruthOnDevice, replay_on_cpu
 from tests.engine.tiny import held_bytes, make_llm, record_drafts, tiny_model
@@ -417,3 +419,20 @@ def test_more_stages_than_layers_or_processes(decoded):
         LLM(path, pipeline_parallel_size=2)
     with pytest.raises(UserError, match=r"_size 2 x pipeline_parallel_size 2 needs as many .* --nproc-per-node 4"):
         LLM(path, tensor_parallel_size=2, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(("k", "drafts"), [(0, 0), (2, 2), ("auto", 2)])
+def test_layers_are_dealt_for_the_drafts_and_requests_asked_for(k, drafts, monkeypatch):
+    """Of two batches of 5 requests one has 3."""
+    asked = []
+
+    def opened(*args):
+        asked.append(args[-1])
+        raise MtpkitError("enough")
+
+    monkeypatch.setattr(loading, "open_model", opened)
+    ranks = SimpleNamespace(stage=SimpleNamespace(stages=2), tensor_size=1)
+    monkeypatch.setattr(llm_module, "join", lambda *_: ranks)
+    with pytest.raises(MtpkitError, match="enough"):
+        make_llm(tiny_model(), k, max_num_seqs=5)
+    assert asked == [Decoding(drafts, 3)]

@@ -39,7 +39,10 @@ EXPERTS = [Case("latent", 3, True, settings=MIXED), Case("recurrent experts", 2,
 IN_MEMORY = [Case("mamba2", 3, settings=MIXED), Case("attention", 0, settings=CACHED), *TREES, *EXPERTS]
 SPLITS = {"tensor": (2, 1), "peers": (2, 1), "stages": (1, 2)}
 """Tensor-parallel ranks and stages; with `peers` ranks exchange in each other's memory."""
-TESTED = {"tensor": CASES + EXPERTS, "peers": IN_MEMORY, "stages": CASES}
+FEWER = {"num_blocks": 20}
+"""In place of those of `PREEMPTED` for stages: requests that wait for a step of the other batch give blocks back."""
+FEW = [replace(case, settings=case.settings | (FEWER if "num_blocks" in case.settings else {})) for case in CASES]
+TESTED = {"tensor": CASES + EXPERTS, "peers": IN_MEMORY, "stages": FEW}
 
 
 def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, Any]:

@@ -102,10 +102,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 32])
 @pytest.mark.parametrize("case", CASES)
 def test_bf16(twin, case, rows):
     check(twin, draw(rows, 70, 128, twin.device, **CASES[case]))
+
+
+@pytest.mark.parametrize(("rows", "norms"), [(16, 0), (17, 1), (32, 1)])
+def test_the_norm_of_many_rows_has_a_kernel_of_its_own(rows, norms, monkeypatch):
+    """Which rounds once more, but is not repeated by every program of the product."""
+    module, calls = Twin("interpreter", "cpu")("linear"), []
+    rms_norm = module.norms.rms_norm
+    monkeypatch.setattr(module.norms, "rms_norm", lambda *args: calls.append(args) or rms_norm(*args))
+    run(Twin("interpreter", "cpu"), draw(rows, 70, 128, norm=True))
+    assert len(calls) == norms
 
 
 @pytest.mark.parametrize("tile", [(16, 32, 2, 1, 1), (32, 64, 3, 2, 3), (64, 64, 4, 4, 6)], ids=str)
@@ -117,7 +127,7 @@ def test_tiles(twin, case, tile):
 
 
 @pytest.mark.parametrize("case", ["plain", "norm, relu^2", "all", "a group a program"])
-@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (17, torch.float32), (17, torch.bfloat16)])
+@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (33, torch.float32), (33, torch.bfloat16)])
 def test_many_rows_and_fp32(twin, case, rows, dtype):
     arguments = draw(rows, 5, 64, twin.device, dtype, **CASES[case])
     want, out = oracle(**arguments), run(twin, arguments, tile=None)
@@ -176,6 +186,13 @@ def test_other_weights_are_split_to_fill_the_gpu(outputs, width, splits):
     assert tile.splits == splits and tile.fits(width)
 
 
+@pytest.mark.parametrize(("outputs", "width", "splits"), [(18560, 4096, 1), (4096, 8192, 2), (2048, 4096, 4)])
+def test_tiles_of_more_rows_are_one_program_on_each_multiprocessor(outputs, width, splits):
+    module = importlib.import_module("mtpkit.kernels.linear.triton")
+    for rows in (17, 32):
+        assert module.choose_tile(outputs, width, rows) == module.Tile(64, 128, 4, 4, splits)
+
+
 REAL = {
     "in_proj": (18560, 4096, dict(norm=True)),
     "out_proj": (4096, 8192, dict(group=1024, residual=True)),
@@ -189,7 +206,7 @@ REAL = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("rows", [4, 16, 23, 32])
 @pytest.mark.parametrize("name", REAL)
 def test_sizes_of_an_8b_model(name, rows):
     outputs, width, rest = REAL[name]

@@ -37,20 +37,24 @@ class Call:
     residual: bool = False
     bias: bool = False
 
-    def fuses(self, shapes: Shapes) -> bool:
-        """Whether N tokens are one kernel with norm and activation in it."""
+    def fused(self, shapes: Shapes) -> list[str]:
+        """What is done around the product of N tokens by its kernel."""
+        around = ["residual"] * self.residual
         if shapes.device.type != "cuda" or shapes.dtype != torch.bfloat16:
-            return False
+            return around
         from mtpkit.kernels.linear import triton as kernel  # there may be none without a GPU
 
-        return shapes.count <= kernel.MAX_ROWS and kernel.choose_tile(self.outputs, self.width) is not None
+        count = shapes.count
+        if count > kernel.MAX_ROWS or kernel.choose_tile(self.outputs, self.width, count) is None:
+            return around
+        norm = ["norm"] * (self.norm and count <= kernel.NORMED_ROWS)
+        return norm + ([self.activation] if self.activation else []) + around
 
     def note(self, shapes: Shapes) -> str:
         """Parts of the call that are fused into the kernel of the product, and parts that run apart."""
-        around = [name for name, there in (("norm", self.norm), (self.activation, self.activation)) if there]
-        fused, apart = (around, []) if self.fuses(shapes) else ([], around)
-        fused += ["residual"] * self.residual
-        apart += ["gated norm"] * self.gated
+        around = [("norm", self.norm), (self.activation, self.activation), ("residual", self.residual)]
+        fused = self.fused(shapes)
+        apart = [name for name, there in around if there and name not in fused] + ["gated norm"] * self.gated
         return ", ".join(
             f"{' + '.join(map(str, part))} {how}" for part, how in ((fused, "fused"), (apart, "apart")) if part
         )
@@ -151,7 +155,7 @@ def rms_norm(shapes: Shapes) -> Case:
     """The norm as a kernel of its own: always after the last layer, before others where the linear does not fuse it."""
     config, count, hidden = shapes.config, shapes.count, shapes.config.hidden_size
     rest = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
-    fusing = [call.fuses(shapes) for call in calls(shapes) if call.norm]
+    fusing = ["norm" in call.fused(shapes) for call in calls(shapes) if call.norm]
     return Case(
         norm.rms_norm,
         f"[{count}, {hidden}]",
@@ -183,7 +187,7 @@ def activation(shapes: Shapes) -> Iterator[Case]:
             lambda: (shapes.normal(count, 2 * width),),
             lambda args: 1.5 * size(args[0]),
         )
-    elif not any(call.activation and call.fuses(shapes) for call in calls(shapes)):
+    elif not any("relu2" in call.fused(shapes) for call in calls(shapes)):
         yield Case(activations.relu2, f"[{count}, {width}]", lambda: (shapes.normal(count, width),), _in_and_out)
 
 

@@ -1,10 +1,13 @@
 """What ranks exchange, in Triton: one launch each, in which each program uses one channel of the windows."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import begin, early_launch
 from mtpkit.kernels.exchange.window import BEST_ROWS, BUFFERS_AT, CHANNELS, MOST_RANKS, Windows
 
 _MOST_POLLS = 1 << 30
@@ -62,8 +65,10 @@ def _values_kernel(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST_POLLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Gather `share` values of all ranks in `gathered` [ranks, count], or without that sum them in place."""
+    begin(EARLY)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     summed_in: tl.constexpr = tl.float32 if dtype.primitive_bitwidth <= 32 else dtype
     channel = tl.program_id(0)
@@ -109,8 +114,10 @@ def _best_kernel(
     CAPACITY: tl.constexpr,
     ROWS: tl.constexpr,
     MOST_POLLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Find the best of ROWS rows. A buffer holds their values, then their tokens."""
+    begin(EARLY)
     channel, row = tl.program_id(0), tl.arange(0, ROWS)
     index = channel * ROWS + row
     live = index < count
@@ -158,7 +165,7 @@ def _launch(values: Tensor, gathered: Tensor | None, windows: Windows) -> None:
         values.numel(),
         share,
         BLOCK=block,
-        **_sizes(windows),
+        **_constants(windows, values.device),
         num_warps=_WARPS,
     )
 
@@ -178,13 +185,13 @@ def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) 
             len(values),
             FIRST=first,
             ROWS=BEST_ROWS,
-            **_sizes(windows),
+            **_constants(windows, values.device),
             num_warps=4,
         )
     return best, token
 
 
-def _sizes(windows: Windows) -> dict[str, int]:
+def _constants(windows: Windows, device: torch.device) -> dict[str, Any]:
     """Keyword arguments that all kernels here have."""
     return dict(
         RANK=windows.rank,
@@ -195,4 +202,5 @@ def _sizes(windows: Windows) -> dict[str, int]:
         CAPACITY=windows.capacity,
         MOST_POLLS=_MOST_POLLS,
         sanitize_overflow=False,
+        **early_launch(device),
     )

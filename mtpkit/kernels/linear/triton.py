@@ -17,11 +17,25 @@ from torch import Tensor
 
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm as norms
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, Tile, as_rows, padded, with_rows
+from mtpkit.kernels.device import (
+    MULTIPROCESSORS,
+    NARROW,
+    Tile,
+    as_rows,
+    begin,
+    early_launch,
+    padded,
+    prefetch,
+    with_rows,
+)
 from mtpkit.kernels.linear.reference import FP8, FP8_MAX, compose
 
-MAX_ROWS = 16
+MAX_ROWS = 32
 """Most rows that the kernel takes; with more, cuBLAS makes better use of tensor cores."""
+NORMED_ROWS = 16
+"""Most rows whose norm it takes in; of more, the work that each program would repeat costs more than a kernel."""
+_AHEAD = 4
+"""Tiles of its weight that a program prefetches while the kernel before is still running."""
 _MAX_SPLITS = 8
 """Most splits of the input channels; more would leave a program too few tiles to overlap."""
 
@@ -38,22 +52,22 @@ TILES: dict[tuple[int, int], Tile] = {
 """Tiles by (N, K) of the weight. All programs are resident at once, except with the vocabulary's weight, so that they
 share the bandwidth evenly and end together. 64 outputs are the fewest that Hopper's tensor cores take from shared
 memory as their left operand."""
-_OTHER = Tile(64, 128, 3, 4)
-"""Tile of other weights, before `splits` is chosen."""
-_RESIDENT = 3
-"""Programs with this tile that a multiprocessor holds at once."""
+_OTHER = {16: (Tile(64, 128, 3, 4), 3), 32: (Tile(64, 128, 4, 4), 1)}
+"""By padded rows, the tile of other weights and of more rows, before `splits` is chosen, and for how many programs with
+it on a multiprocessor that is done. More than 16 rows gain nothing from a second one."""
 
 
-def choose_tile(outputs: int, width: int) -> Tile | None:
-    """The table's tile; for other weights one that fills the GPU with programs that are resident at once.
+def choose_tile(outputs: int, width: int, rows: int = 1) -> Tile | None:
+    """The table's tile; for other weights and more rows one that fills the GPU with programs that are resident at once.
 
     None if `width` channels do not divide into whole tiles.
     """
-    if (outputs, width) in TILES:
+    if rows <= NORMED_ROWS and (outputs, width) in TILES:
         return TILES[outputs, width]
-    most = _RESIDENT * MULTIPROCESSORS // triton.cdiv(outputs, _OTHER.block_n)
+    other, resident = _OTHER[padded(rows)]
+    most = resident * MULTIPROCESSORS // triton.cdiv(outputs, other.block_n)
     for splits in range(max(1, min(_MAX_SPLITS, most)), 0, -1):
-        tile = _OTHER._replace(splits=splits)
+        tile = other._replace(splits=splits)
         if tile.fits(width):
             return tile
     return None
@@ -105,6 +119,8 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NARROW: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of all rows per program, summed over SPAN of the WIDTH input channels. The weight is the
     left operand of the product, whose other side may be as narrow as 16. Longer than 70 lines because its parts share
@@ -117,6 +133,9 @@ def _linear_kernel(
     live = (m < rows)[None, :]
     # Outputs past the end repeat the last one, so that loads need no mask.
     weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
+    if EARLY and SPAN >= AHEAD * BLOCK_K:
+        prefetch(weights + split * SPAN, AHEAD * BLOCK_K)
+    begin(EARLY)
     weight_ptrs = weights[:, None] + k[None, :]
     x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -193,17 +212,19 @@ def linear(
     bias: Tensor | None = None,
     activation: Literal["relu2"] | None = None,
     residual: Tensor | None = None,
+    early: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once, after a kernel for a gated norm;
-    other inputs run as separate ops. `tile` overrides the choice of `TILES`.
+    """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once, after a kernel for a gated norm,
+    and for any norm of more than NORMED_ROWS; other inputs run as separate ops. `tile` overrides `choose_tile`.
     """
     assert (
         activation in (None, "relu2") and (bias is None or residual is None) and (gate is None) == (group_size is None)
     )
     (rows, width), outputs = x.shape, len(weight)
-    chosen = tile or choose_tile(outputs, width)
-    if x.dtype != torch.bfloat16 or not 0 < rows <= MAX_ROWS or chosen is None:
+    fits = x.dtype == torch.bfloat16 and 0 < rows <= MAX_ROWS
+    chosen = tile or (choose_tile(outputs, width, rows) if fits else None)
+    if not fits or chosen is None:
         around = norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual
         return compose(norms, activations, x, weight, *around)
     assert chosen.fits(width), f"{chosen} does not divide {width} channels"
@@ -211,6 +232,8 @@ def linear(
     if gate is not None:
         assert norm_weight is not None and group_size is not None and not zero_centered
         x, norm_weight = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps), None
+    elif norm_weight is not None and rows > NORMED_ROWS:
+        x, norm_weight = norms.rms_norm(x, norm_weight, eps, zero_centered), None
     x = with_rows(x)
     residual = None if residual is None else with_rows(residual)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -240,6 +263,8 @@ def linear(
         RELU2=activation is not None,
         ROWS=block_m,
         NARROW=NARROW,
+        AHEAD=_AHEAD,
+        **early_launch(x.device, early),
         **chosen.launch(),
     )
     return out

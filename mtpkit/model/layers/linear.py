@@ -46,7 +46,8 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         used = self.weight if weight is None else weight
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if is_plain(self, input_, used) and (self.tp_group.size() == 1 or not gathers):
-            return linear(input_.flatten(0, -2), used, bias=self.bias).view(*input_.shape[:-1], len(used)), None
+            output = linear(input_.flatten(0, -2), used, bias=self.bias, early=self.tp_group.size() > 1)
+            return output.view(*input_.shape[:-1], len(used)), None
         if self.weight_scale is not None:
             return _in_fp8(self, input_), None
         return super().forward(input_, weight, runtime_gather_output)
@@ -80,7 +81,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
         around: dict[str, Any] = dict(
-            norm_weight=self.layer_norm_weight, eps=self.eps, zero_centered=self.zero_centered
+            norm_weight=self.layer_norm_weight,
+            eps=self.eps,
+            zero_centered=self.zero_centered,
+            early=self.tp_group.size() > 1,
         )
         output = linear(input_.flatten(0, -2), self.weight, **around, bias=self.bias, activation=activation)
         return output.view(*input_.shape[:-1], len(self.weight))
@@ -141,5 +145,6 @@ class RowParallelLinear(MegatronRowParallelLinear):
             group_size=None if norm is None else norm.group_size,
             gate=None if gate is None else gate.flatten(0, -2),
             residual=None if residual is None else residual.contiguous().flatten(0, -2),
+            early=self.tp_group.size() > 1,
         )
         return all_reduce(output, self.tp_group).view(*input_.shape[:-1], len(self.weight)), None
