@@ -437,3 +437,10 @@ def test_only_what_decode_steps_run_is_timed_in_a_graph():
     made = shapes(NEMOTRON_3_TINY)
     cases = kernels._cases(NEMOTRON_3_TINY, KernelConfig((3,), context_len=21), torch.device("cpu"))
     assert [case.op for case in cases if case.capture] == [case.op for case in decode_cases(made)]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_rows_do_not_fold_their_rings_together(k):
+    """As requests that began at different times do not, though without drafts all rings grow alike."""
+    lens = ring_lens(shapes(rows=200, k=k, context_len=512), 20)
+    assert len(lens.unique()) >= 10 and int(lens.bincount().max()) < 50

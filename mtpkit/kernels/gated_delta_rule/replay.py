@@ -25,6 +25,8 @@ from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
+_MANY = 7
+"""With so many times the programs that keep all multiprocessors busy, a program takes one warp."""
 _SMALLEST_HALF = 4
 """Half of the smallest number of columns of a product of tiles."""
 
@@ -43,8 +45,8 @@ def unit_scale(x, axis: tl.constexpr, EPSILON):
 
 
 @triton.jit
-def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE):
-    """[N, O] fp32: keys, then queries, as they come."""
+def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE, EPSILON):
+    """C [N, O] in the dtype of the inputs: keys of unit length, and scaled queries."""
     q_ptr, q_row, q_token, q_head = q_in
     k_ptr, k_row, k_token, k_head = k_in
     in_n = (n < STATE)[:, None]
@@ -53,59 +55,9 @@ def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE):
     keys = tl.load(k_ptrs, mask=in_n & (o < TOKENS)[None, :], other=0.0).to(tl.float32)
     is_query = (o >= HALF) & (o < HALF + TOKENS)
     queries = tl.load(q_ptrs, mask=in_n & is_query[None, :], other=0.0).to(tl.float32)
-    return keys + queries
-
-
-@triton.jit
-def _of_unit_length(parts, PARTS: tl.constexpr, axis: tl.constexpr, factor, kind: tl.constexpr, EPSILON):
-    """The parts of fp32 vectors along an axis, scaled so that the vectors have unit length, times a factor."""
-    squares = tl.sum(parts[0] * parts[0], axis, keep_dims=True)
-    for part in tl.static_range(1, PARTS):
-        squares += tl.sum(parts[part] * parts[part], axis, keep_dims=True)
-    scale, scaled = tl.rsqrt(squares + EPSILON) * factor, ()
-    for part in tl.static_range(PARTS):
-        scaled = scaled + ((parts[part] * scale).to(kind),)  # noqa: RUF005
-    return scaled
-
-
-@triton.jit
-def _shared_products(q_in, k_in, ring_k_ptr, places, masks, row, group, o, t, n, is_first, SIZES: tl.constexpr, NARROW):
-    """What the value heads of a key head share, the N key channels in PARTS parts of BLOCK_N each.
-
-    Returns:
-        C [N, O] in the dtype of the inputs, keys of unit length and scaled queries, and the ring's keys [E, N], both in
-        parts; scores of new keys [T, O] and of old ones [E, O].
-    """
-    PARTS, TOKENS, HALF, STATE, GROUPS, BLOCK_N, EPSILON = SIZES
-    is_old, is_new = masks
-    old_place, new_place = places
-    k_ptr, k_row, k_token, k_head = k_in
-    kind: tl.constexpr = k_ptr.dtype.element_ty
-    columns, keys, old_keys = (), (), ()
-    ring_k_ptr += group * STATE
-    for part in tl.static_range(PARTS):
-        at = n + part * BLOCK_N
-        columns = columns + (_columns(q_in, k_in, row, group, o, at, TOKENS, HALF, STATE),)  # noqa: RUF005
-        k_ptrs = k_ptr + row * k_row + group * k_head + t[:, None] * k_token + at[None, :]
-        key = tl.load(k_ptrs, mask=is_new[:, None] & (at < STATE)[None, :], other=0.0)
-        keys = keys + (key.to(tl.float32),)  # noqa: RUF005
-        old_ptrs = ring_k_ptr + old_place[:, None] * (GROUPS * STATE) + at[None, :]
-        old = tl.load(old_ptrs, mask=is_old[:, None] & (at < STATE)[None, :], other=0.0)
-        old_keys = old_keys + (old,)  # noqa: RUF005
-    columns = _of_unit_length(
-        columns, PARTS, 0, tl.where(o >= HALF, 1.0 / tl.sqrt(STATE + 0.0), 1.0)[None, :], kind, EPSILON
-    )
-    keys = _of_unit_length(keys, PARTS, 1, 1.0, kind, EPSILON)
-    scores, old_scores = dot(keys[0], columns[0], NARROW), dot(old_keys[0], columns[0], NARROW)
-    for part in tl.static_range(1, PARTS):
-        scores += dot(keys[part], columns[part], NARROW)
-        old_scores += dot(old_keys[part], columns[part], NARROW)
-    if is_first:
-        for part in tl.static_range(PARTS):
-            at = n + part * BLOCK_N
-            ptrs = ring_k_ptr + new_place[:, None] * (GROUPS * STATE) + at[None, :]
-            tl.store(ptrs, keys[part].to(ring_k_ptr.dtype.element_ty), mask=is_new[:, None] & (at < STATE)[None, :])
-    return columns, old_keys, scores, old_scores
+    raw = keys + queries
+    scale = unit_scale(raw, 0, EPSILON) * tl.where(o >= HALF, 1.0 / tl.sqrt(STATE + 0.0), 1.0)[None, :]
+    return (raw * scale).to(q_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -131,7 +83,6 @@ def _replay_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HALF: tl.constexpr,
@@ -144,6 +95,7 @@ def _replay_kernel(
     """Compute BLOCK_P channels of each of BLOCK_H value heads of one row and key head per program, with STAGES states
     in flight. WHOLE: every block is full. Longer than 70 lines because its parts share nearly all tiles."""
     ring_k_ptr, ring_u_ptr, ring_g_ptr = rings
+    k_ptr, k_row, k_token, k_head = k_in
     v_ptr, v_row, v_token, v_head = v_in
     a_ptr, a_row, a_token = a_in
     b_ptr, b_row, b_token = b_in
@@ -153,7 +105,8 @@ def _replay_kernel(
     group = first // PER_GROUP
     p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     e, t, o = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_T), tl.arange(0, 2 * HALF)
-    in_p, is_new = p < WIDTH, t < TOKENS
+    in_p, in_n, is_new = p < WIDTH, n < STATE, t < TOKENS
+    state_mask = in_p[:, None] & in_n[None, :]
     out_ptrs = out_ptr + (row * TOKENS + (o - HALF)[None, :]) * (HEADS * WIDTH) + first * WIDTH + p[:, None]
     out_mask = in_p[:, None] & ((o >= HALF) & (o < HALF + TOKENS))[None, :]
     slot, count, old_place, new_place = places(rows, row, e, t, LENGTH)
@@ -165,11 +118,18 @@ def _replay_kernel(
     state_ptr += (slot * HEADS + first) * (WIDTH * STATE)
     is_old = e < count
 
-    is_first, masks = (part == 0) & (first % PER_GROUP == 0), (is_old, is_new)
-    SIZES: tl.constexpr = (PARTS, TOKENS, HALF, STATE, GROUPS, BLOCK_N, EPSILON)
-    columns, old_keys, scores, old_scores = _shared_products(
-        q_in, k_in, ring_k_ptr, (old_place, new_place), masks, row, group, o, t, n, is_first, SIZES, NARROW
-    )
+    # The products that the heads share.
+    columns = _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE, EPSILON)
+    key_mask = is_new[:, None] & in_n[None, :]
+    raw = tl.load(k_ptr + row * k_row + group * k_head + t[:, None] * k_token + n[None, :], mask=key_mask, other=0.0)
+    raw = raw.to(tl.float32)
+    keys = (raw * unit_scale(raw, 1, EPSILON)).to(k_ptr.dtype.element_ty)  # [T, N]
+    ring_k_ptr += group * STATE + n[None, :]
+    if (part == 0) & (first % PER_GROUP == 0):
+        new_k_ptrs = ring_k_ptr + new_place[:, None] * (GROUPS * STATE)
+        tl.store(new_k_ptrs, keys.to(ring_k_ptr.dtype.element_ty), mask=key_mask)
+    old_k = tl.load(ring_k_ptr + old_place[:, None] * (GROUPS * STATE), mask=is_old[:, None] & in_n[None, :], other=0.0)
+    scores, old_scores = dot(keys, columns, NARROW), dot(old_k, columns, NARROW)  # [T, O], [E, O]
     token = o % HALF
     reads = tl.where(o < HALF, token - 1, token)[None, :] >= t[:, None]  # [T, O]: keys read what came before them
     of_token = token[None, :] == t[:, None]
@@ -184,10 +144,7 @@ def _replay_kernel(
     new_slot = slot * LENGTH
     for h in tl.range(BLOCK_H, num_stages=STAGES):
         head = first + h
-        states = ()
-        for piece in tl.static_range(PARTS):
-            mask = in_p[:, None] & (n + piece * BLOCK_N < STATE)[None, :]
-            states = states + (load(state_ptrs + h * (WIDTH * STATE) + piece * BLOCK_N, mask, WHOLE),)  # noqa: RUF005
+        state = load(state_ptrs + h * (WIDTH * STATE), state_mask, WHOLE)
         old_u = tl.load(old_u_ptrs + head * WIDTH, mask=old_u_mask, other=0.0)  # [P, E]
         # All tokens' at once: one wait for memory instead of one per token.
         values = tl.load(v_ptrs + head * v_head, mask=in_p[:, None] & is_new[None, :], other=0.0)  # [P, T]
@@ -203,10 +160,7 @@ def _replay_kernel(
         of_column = tl.sum(tl.where(of_token, since[:, None], 0.0), 0)  # [O]
         between = tl.where(reads, tl.exp(tl.minimum(of_column[None, :] - since[:, None], 0.0)), 0.0)
         weights = scores * between  # [T, O]
-        held = dot(states[0], columns[0], NARROW)
-        for piece in tl.static_range(1, PARTS):
-            held += dot(states[piece], columns[piece], NARROW)
-        held *= tl.exp(whole + of_column)[None, :]
+        held = dot(state, columns, NARROW) * tl.exp(whole + of_column)[None, :]
         held += dot(old_u, old_scores * tl.exp(to_last[:, None] + of_column[None, :]), None)
         for i in range(TOKENS):
             is_i = t == i
@@ -218,15 +172,11 @@ def _replay_kernel(
             tl.store(new_u_ptrs, u.to(ring_u_ptr.dtype.element_ty), mask=in_p)
         tl.store(out_ptrs + h * WIDTH, held.to(out_ptr.dtype.element_ty), mask=out_mask)
         if count + TOKENS > CAPACITY:
-            faded = old_u.to(tl.float32) * tl.exp(to_last)[None, :]
-            for piece in tl.static_range(PARTS):
-                # Loading the state again from the cache is cheaper than keeping it in registers.
-                head_ptrs = state_ptrs + h * (WIDTH * STATE) + piece * BLOCK_N
-                mask = in_p[:, None] & (n + piece * BLOCK_N < STATE)[None, :]
-                folded = load(head_ptrs, mask, WHOLE).to(tl.float32) * tl.exp(whole) + dot(
-                    faded, old_keys[piece], NARROW
-                )
-                tl.store(head_ptrs, folded.to(state_ptr.dtype.element_ty), mask=mask)
+            added = dot(old_u.to(tl.float32) * tl.exp(to_last)[None, :], old_k, NARROW)
+            # Loading the state again from the cache is cheaper than keeping it in registers.
+            head_ptrs = state_ptrs + h * (WIDTH * STATE)
+            folded = load(head_ptrs, state_mask, WHOLE).to(tl.float32) * tl.exp(whole) + added
+            tl.store(head_ptrs, folded.to(state_ptr.dtype.element_ty), mask=state_mask)
 
 
 def delta_replay_update(
@@ -246,26 +196,21 @@ def delta_replay_update(
     dt_bias: Tensor,
     ancestors: Tensor | None = None,
     *,
-    block_p: int | None = None,
+    block_p: int = 32,
     block_h: int = 1,
-    num_warps: int = 2,
+    num_warps: int | None = None,
     num_stages: int = 2,
-    maxnreg: int | None = None,
-    parts: int = 1,
 ) -> Tensor:
     """See the reference. A program computes `block_p` channels of `block_h` value heads of a key head, `num_stages` of
-    them in flight, each in `parts` of the key channels, which take fewer registers. block_p: None: it, `num_warps`,
-    `maxnreg` and `parts` are those that are fastest on an H200: of many states, more resident programs are worth more
-    than registers, as long as none have to be kept in memory."""
+    them in flight. num_warps: None: what is fastest on an H100. Of many states that is one, since warps of a program
+    wait for each other many times."""
     (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
     capacity = ring_capacity(length := ring_k.shape[1])
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
     assert all(buffer.is_contiguous() for buffer in (state, ring_k, ring_u, ring_g))
-    if block_p is None:
-        many = rows * heads * triton.cdiv(width, 64) >= 4 * PROGRAMS
-        block_p, num_warps, maxnreg, parts = (64, 4, 128, 2) if many else (32, 2, None, 1)
+    if num_warps is None:
+        num_warps = 1 if rows * heads * triton.cdiv(width, block_p) >= _MANY * PROGRAMS else 2
     block_n, block_p = padded(state_dim), min(block_p, padded(width))
-    parts = min(parts, block_n // SMALLEST_DOT)
     assert heads // groups % block_h == 0
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _replay_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
@@ -285,8 +230,7 @@ def delta_replay_update(
         TOKENS=tokens,
         BLOCK_H=block_h,
         BLOCK_P=block_p,
-        BLOCK_N=block_n // parts,
-        PARTS=parts,
+        BLOCK_N=block_n,
         BLOCK_E=padded(capacity),
         BLOCK_T=max(SMALLEST_DOT, triton.next_power_of_2(tokens)),
         HALF=max(_SMALLEST_HALF, triton.next_power_of_2(tokens)),
@@ -296,6 +240,5 @@ def delta_replay_update(
         WHOLE=width % block_p == 0 and state_dim == block_n,
         STAGES=num_stages if block_h > 1 else 1,
         num_warps=num_warps,
-        maxnreg=maxnreg,
     )
     return out
