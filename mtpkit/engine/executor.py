@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
-from mtpkit.engine.graphs import StepGraphs
+from mtpkit.engine.graphs import Sent, StepGraphs, largest_step
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.prefix import CheckpointStore
 from mtpkit.engine.processors import GREEDY
@@ -78,15 +79,18 @@ class _Open(NamedTuple):
     launched: Launched
     slots: frozenset[int | None]
     """The slots of its rows: until it is stored no other plan with one of them may begin."""
-    batch: Batch
     held: list[int | None]
     """The slots of its decode rows that are trees, in their order."""
+    store: Callable[[Tensor], Tensor]
+    """Stores the results, given the message [S, bytes] uint8; returns what goes to the host."""
 
     @property
     def is_left(self) -> bool:
         """Whether the request of a tree has left its slot. Its blocks may then get another owner, and what is moved in
         them when the plan is stored must be moved before."""
-        return any(row.request.slot != slot for row, slot in zip(self.batch.plan.decode_rows, self.held, strict=False))
+        return any(
+            row.request.slot != slot for row, slot in zip(self.launched.plan.decode_rows, self.held, strict=False)
+        )
 
 
 class Executor:
@@ -97,6 +101,7 @@ class Executor:
         state: what the device knows of the requests.
         checkpoints: those of a prefix cache, if there is one.
         graphs: the captured steps, if there are graphs.
+        stores: on pipeline stages before the last one what stores their results, captured as well.
     """
 
     def __init__(
@@ -132,10 +137,14 @@ class Executor:
             kept = getattr(torch, config.prefix_cache_dtype)
             fold = cast(CachingRunner, runner).fold
             self.checkpoints = CheckpointStore(layout, self.states, self.state, config.num_checkpoints, kept, fold)
-        self.graphs = None
+        self.graphs = self.stores = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
             self.graphs = StepGraphs(self.builder, config, width, num_blocks)
+            if not self.stage.last:
+                self.stores = StepGraphs(self.builder, config, width, num_blocks)
+                nbytes = nbytes_of(self._columns_of(Plan.without_rows(1, 1, config.drafts)))
+                self._message = torch.zeros(largest_step(config)[2], nbytes, dtype=torch.uint8, device=device)
         self._open: deque[_Open] = deque()
 
     def launch(self, plan: Plan) -> Launched | None:
@@ -169,16 +178,16 @@ class Executor:
         """Launch a step of rows that begin at checkpoints, see `Plan`: no hidden states go from stage to stage."""
         batch = self.builder.build(plan)
         if not self.stage.last:
-            return self._opened(plan, slots, batch)
+            return self._opened(plan, slots, partial(self._store, batch))
         packed = self._resume(batch)
         if self.stage.stages > 1:
             self.stage.tell(to_bytes(packed, self._columns_of(plan)))
         return Launched(plan, packed)
 
-    def _opened(self, plan: Plan, slots: frozenset[int | None], batch: Batch) -> Launched:
-        """The launched plan whose results another stage will tell."""
+    def _opened(self, plan: Plan, slots: frozenset[int | None], store: Callable[[Tensor], Tensor]) -> Launched:
+        """The launched plan whose results another stage will tell, see `_Open`."""
         launched = Launched(plan)
-        self._open.append(_Open(launched, slots, batch, [row.request.slot for row in plan.decode_rows if plan.trees]))
+        self._open.append(_Open(launched, slots, [row.request.slot for row in plan.decode_rows if plan.trees], store))
         return launched
 
     def _resume(self, batch: Batch) -> Tensor:
@@ -197,12 +206,15 @@ class Executor:
             packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
             self.stage.tell(to_bytes(packed, self._columns_of(plan)))
             return Launched(plan, packed)
-        # What is stored later is built now: replays of other plans overwrite what this one's leaves.
-        batch = self.builder.build(plan)
-        launched = self._opened(plan, slots, batch)
-        hidden = self.graphs.replay(self._execute, plan) if self.graphs else self._execute(batch)
+        # By the time that the results come requests may have changed; on the device nothing of these slots has.
+        if self.graphs:
+            sent = self.graphs.send(plan)
+            hidden, store = self.graphs.replay(self._execute, plan, sent), partial(self._replay_store, plan, sent)
+        else:
+            batch = self.builder.build(plan)
+            hidden, store = self._execute(batch), partial(self._store, batch)
         self.stage.send(hidden.clone())
-        return launched
+        return self._opened(plan, slots, store)
 
     def collect(self, launched: Sequence[Launched]) -> list[StepResult]:
         """Wait for the results of launched plans, the oldest that are under way."""
@@ -225,13 +237,30 @@ class Executor:
 
     def _store_first(self) -> None:
         """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
-        launched, _, batch, _ = self._open.popleft()
+        first = self._open.popleft()
+        plan = first.launched.plan
+        message = self.stage.hear(plan.num_sampling_rows, nbytes_of(self._columns_of(plan)), self.builder.device)
+        first.launched.fetch(first.store(message))
+
+    def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:
+        """Store the results of a plan, given what was sent of it, by a graph."""
+        assert self.stores is not None
+        shape, decoded = self.stores.shape_for(plan), plan.num_decode_rows
+        rows = self._message[: shape.rows, : message.shape[1]].zero_()
+        rows[:decoded] = message[:decoded]
+        rows[shape.decode_rows :][: len(message) - decoded] = message[decoded:]
+        return self.stores.run(self._store, plan, sent)
+
+    def _store(self, batch: Batch, message: Tensor | None = None) -> Tensor:
+        """Store the results of a batch, of which the message tells, in a graph `_message`; returns what it says."""
         columns = self._columns_of(batch.plan)
-        packed = from_bytes(self.stage.hear(batch, nbytes_of(columns)), columns)
+        if message is None:
+            message = self._message[: batch.plan.num_sampling_rows, : nbytes_of(columns)]
+        packed = from_bytes(message, columns)
         verdict, drafts = unpack_returned(packed, batch, self.config.tree)
         batch, _ = batch.along(verdict)
         self.state.step(batch, verdict, drafts)
-        launched.fetch(packed)
+        return packed
 
     def _execute(self, batch: Batch) -> Tensor:
         """Run the device's part of a step; returns the tensor of `pack_result`, but on a pipeline stage before the last
@@ -265,6 +294,8 @@ class Executor:
             self._resume(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
         if self.graphs:
             self.graphs.capture_all(self._execute, shapes)
+        if self.stores:
+            self.stores.capture_all(self._store, shapes)
 
     @torch.inference_mode()
     def time_step(self, rows: int, drafts: DraftShape, repeats: int) -> float:

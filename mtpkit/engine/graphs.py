@@ -7,7 +7,7 @@ request has.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,14 @@ _COARSE = 128
 """Up to this many tokens a step takes about as long as reading the weights: captured sizes are far apart."""
 _TOKENS_PER_CHUNK = 4
 """A graph has a row for every so many tokens of its chunks: kernels look at all rows, so that more would cost time."""
+
+
+class Sent(NamedTuple):
+    """What the host sends of a step: its `BatchBuilder.numbers` and its `block_tables`."""
+
+    numbers: np.ndarray
+    tables: np.ndarray
+
 
 Key = tuple[StepShape, DraftShape, Use]
 Execute = Callable[[Batch], Tensor]
@@ -130,24 +138,32 @@ class StepGraphs:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def run(self, execute: Execute, plan: Plan) -> Tensor:
+    def run(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
         """Replay the rows of `plan`.
+
+        Args:
+            sent: what `send` gave of the plan, which its requests may have changed since.
 
         Returns:
             [S, ...], the results of `execute` for the rows that sample, valid until the next run.
         """
-        result, shape = self.replay(execute, plan), self.shape_for(plan)
+        result, shape = self.replay(execute, plan, sent), self.shape_for(plan)
         decoded, chunks = plan.num_decode_rows, plan.num_sampling_rows - plan.num_decode_rows
         first = result[shape.decode_rows :][:chunks]
         return torch.cat([result[:decoded], first]) if decoded and chunks else result[:decoded] if decoded else first
 
-    def replay(self, execute: Execute, plan: Plan) -> Tensor:
+    def replay(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
         """Replay the rows of `plan`; returns all that `execute` gives, of null rows too, valid until the next run."""
         shape = self.shape_for(plan)
         graph, result = self.captured(execute, _key(shape, self._drafts(plan), plan.processors))
-        self._fill(shape, self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block))
+        self._fill(shape, *(sent or self.send(plan)))
         graph.replay()
         return result
+
+    def send(self, plan: Plan) -> Sent:
+        """What the host sends of a plan as it is now."""
+        shape = self.shape_for(plan)
+        return Sent(self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block))
 
     def _drafts(self, plan: Plan) -> DraftShape:
         return self.config.drafts if plan.trees else plan.num_speculative_tokens

@@ -144,11 +144,14 @@ def replayed(model, case: Case, truth) -> dict:
     outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
     accepted = sum(llm.stats().acceptance.accepted_per_depth)
     tokens = [output.outputs[0].token_ids for output in outputs]
-    return dict(tokens=tokens, accepted=accepted, graphs=len(llm.engine.executor.graphs._graphs))
+    executor = llm.engine.executor
+    stores = len(executor.stores._graphs) if executor.stores else 0
+    return dict(tokens=tokens, accepted=accepted, graphs=len(executor.graphs._graphs), stores=stores)
 
 
 def after_aborts(model) -> list[list[int]]:
-    """Outputs of requests that come when others were dropped while batches of theirs were under way."""
+    """Outputs of requests that come when others were dropped while batches of theirs were under way; with replayed
+    graphs, a stage stores the results of a batch whose requests it no longer has."""
     llm = make_llm(model, 3, max_num_seqs=3)
     params = [GREEDY.params[0]] * len(PROMPTS)
     ids = [llm.engine.add_request(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
@@ -180,6 +183,7 @@ def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Pat
         drafts = {base: drafts_of(models[base]) for base in DRAFTING}
         replay_on_cpu(patch)
         graphs = [replayed(models[case.base], case, truth) for case, truth in zip(GRAPHS, replays, strict=True)]
+        aborted = [after_aborts(models["mamba2"])]
     shown = {}
     for name, (case, broken) in SABOTAGE.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +192,7 @@ def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Pat
             index = TESTED.index(case)
             shown[name] = decode(models[case.base], case, wanted[index])[0] != wanted[index]
     refused(models["mamba2"])
-    aborted = after_aborts(models["mamba2"])
+    aborted.append(after_aborts(models["mamba2"]))
     auto = adaptive(rank, models["mamba2"], wanted[TESTED.index(GREEDY)])
     timed = make_llm(models["mamba2"], "auto", max_num_seqs=2).engine.speculation.step_times
     assert {rows for rows, _ in timed} == {1, 2} and all(seconds > 0 for seconds in timed.values())
@@ -284,9 +288,10 @@ def test_two_stages_decode_what_one_rank_does(decoded, index):
 
 def test_stages_replay_graphs(decoded):
     """Transfers are outside of them, and what a stage stores later is not what later replays leave."""
-    for stage in decoded[2]:
+    for number, stage in enumerate(decoded[2]):
         for case, want, one in zip(GRAPHS, read(decoded[0] / "replays.json"), stage["graphs"], strict=True):
             assert one["tokens"] == want and one["graphs"] > 1, names(case)
+            assert one["stores"] == (0 if number else one["graphs"]), names(case)
             assert one["accepted"] > 0 or not case.k, names(case)
 
 
@@ -298,7 +303,7 @@ def test_a_batch_runs_while_the_last_stage_has_another(decoded):
 
 def test_aborted_requests_leave_nothing(decoded):
     want = after_aborts(build_model(config("mamba2"), device="cpu", seed=1))
-    assert [stage["aborted"] for stage in decoded[2]] == [want, want]
+    assert [stage["aborted"] for stage in decoded[2]] == [[want, want]] * 2
 
 
 def test_the_first_stage_chooses_the_drafts(decoded):

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpkit.engine.step import Batch
-
 
 class Stage:
     """The one stage of a model whose layers are not dealt out."""
@@ -38,8 +36,8 @@ class Stage:
     def tell(self, message: Tensor) -> None:
         """Send the results of a step, [S, bytes] uint8, from the last stage to all others."""
 
-    def hear(self, batch: Batch, nbytes: int) -> Tensor:
-        """[S, nbytes] uint8, what `tell` sent of this step: on all stages but the last."""
+    def hear(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
+        """[rows, nbytes] uint8, what `tell` sent of this step: on all stages but the last."""
         raise NotImplementedError("the last stage finds the results itself")
 
     def settle(self) -> None:
@@ -80,10 +78,9 @@ class PipelineStage(Stage):
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
-    def hear(self, batch: Batch, nbytes: int) -> Tensor:
+    def hear(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
         """See `Stage.hear`."""
-        rows = batch.plan.num_sampling_rows
-        message = torch.empty(rows, nbytes, dtype=torch.uint8, device=batch.token_ids.device)
+        message = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
         if rows:
             dist.recv(message, group=self._back, group_src=self.stages - 1)
             self._count(message)
