@@ -201,7 +201,7 @@ def measure_speedup(
     ks = choose_drafts(config_of(model), config.asked_ks, SPEEDUP_DRAFTS)
     first = LLM(
         model,
-        num_speculative_tokens=max(ks),  # for which layers are dealt to pipeline stages
+        num_speculative_tokens=max(ks),  # for which, and for one request, layers are dealt to pipeline stages
         dtype=dtype,
         tokenizer=tokenizer,
         max_num_seqs=1,

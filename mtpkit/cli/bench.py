@@ -81,7 +81,8 @@ def decode(
     timed, outputs must have their length, synthetic acceptance must come out as asked for, and what the base chose must
     be what a plain forward pass of it chooses. A model is split over processes by:
     torchrun --no-python --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ...
-    Layers are dealt to pipeline stages for the most drafts and requests that are asked for: give one K at a time.
+    Layers are dealt to pipeline stages for the largest K and batch size given: give one K at a time to time each with
+    its own balance.
     """
     from mtpkit.bench.decode import kernel_shares, measure_decode
     from mtpkit.bench.shapes import choose_drafts, get_config, read_token_ids
@@ -103,9 +104,9 @@ def decode(
     if prompts is not None and acceptance is None:
         config = replace(config, acceptance=None)
     shape, stages = get_config(model, pattern, distinct), config.pipeline_parallel_size
-    config = replace(config, ks=choose_drafts(shape, config.asked_ks, USUAL_DRAFTS))
-    balances = [Decoding.of(shape, k, max(config.batch_sizes), stages) for k in config.ks or ()]
-    balance = max(balances, key=lambda one: one.drafts)
+    ks = choose_drafts(shape, config.asked_ks, USUAL_DRAFTS)
+    config = replace(config, ks=ks)
+    balance = max((Decoding.of(shape, k, max(config.batch_sizes), stages) for k in ks), key=lambda one: one.drafts)
     token_ids = None if prompts is None else read_token_ids(prompts, model)
 
     def keep(result: "Result[Any]") -> None:

@@ -12,8 +12,9 @@ _PRIOR_MENDED = 0.37
 """Where the first candidate is wrong, how often another one of a tree is assumed to be right: the share of second
 candidates that others have measured."""
 _PROBE_INTERVAL, _PROBE_STEPS = 256, 2
-"""Acceptance is only learnt from drafts that are verified, so in every 256 steps 2 verify other drafts than the best
-ones. The first of them finds stale drafts. If a probe takes twice the time of a plain step, the two cost 1%."""
+"""Acceptance is only learnt from drafts that are verified, so in every 256 steps of a batch 2 verify other drafts than
+the best ones. The first of them finds stale drafts. If a probe takes twice the time of a plain step, the two cost
+1%."""
 _GAIN = 1.01
 """More drafts are chosen if their expected speed is more than this factor higher."""
 
@@ -104,7 +105,7 @@ class AdaptiveSpeculation:
         return (self._chain if isinstance(drafts, int) else self._tree).expected_length(depth_of(drafts))
 
     def choose(self, num_rows: int) -> DraftShape:
-        """K, or the tree, of a step with `num_rows` decode rows."""
+        """K, or the tree, of a step, where all batches together have `num_rows` decode rows."""
         size = next((size for size in self._sizes if size >= num_rows), self._sizes[-1])
         best: DraftShape = 0
         for drafts in self._shapes:

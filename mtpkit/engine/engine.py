@@ -241,7 +241,7 @@ class Engine:
         self.ranks.settle()
 
     def _take_up(self, batch: int | None = None) -> list[Request]:
-        """Commit the results of steps under way, the oldest first: of all, or until one of this batch is left."""
+        """Commit the results of steps under way, the oldest first: all, or until one step of this batch is left."""
         changed = []
         while self._under_way and (batch is None or self._num_under_way(batch) > 1):
             step = self._under_way.popleft()

@@ -145,6 +145,7 @@ class Executor:
                 self.stores = StepGraphs(self.builder, config, width, num_blocks)
                 nbytes = nbytes_of(self._columns_of(Plan.without_rows(1, 1, config.drafts)))
                 self._message = torch.zeros(largest_step(config)[2], nbytes, dtype=torch.uint8, device=device)
+                """What `stores` read: the rows of a message where the step has them, zeros in null rows."""
         self._open: deque[_Open] = deque()
 
     def launch(self, plan: Plan) -> Launched | None:
@@ -252,7 +253,14 @@ class Executor:
         return self.stores.run(self._store, plan, sent)
 
     def _store(self, batch: Batch, message: Tensor | None = None) -> Tensor:
-        """Store the results of a batch, of which the message tells, in a graph `_message`; returns what it says."""
+        """Store the results of a batch.
+
+        Args:
+            message: [S, bytes] uint8; None: in a graph, from the fixed tensor `_message`.
+
+        Returns:
+            [S, columns] int64, the results for the host.
+        """
         columns = self._columns_of(batch.plan)
         if message is None:
             message = self._message[: batch.plan.num_sampling_rows, : nbytes_of(columns)]
@@ -304,6 +312,8 @@ class Executor:
         def step() -> None:
             if self.graphs:
                 self.graphs.replay_free_slots(self._execute, rows, drafts)
+                if self.stores:
+                    self.stores.replay_free_slots(self._store, rows, drafts)
             else:
                 shape, plan = StepShape(rows, 0, 0), Plan.without_rows(rows, rows, drafts)
                 self.state.restart()

@@ -95,12 +95,6 @@ def largest_step(config: EngineConfig) -> tuple[int, int, int]:
     return max(most_chunk_tokens(config), rows + _most_mixed(config)), rows + chunk_rows, decode_rows + chunk_rows
 
 
-def _key(shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:
-    """The key of a graph. Those with chunks always compute temperature and filters, so that there are fewer of them."""
-    chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
-    return shape, drafts, for_graph(chosen)
-
-
 def _size(key: Key) -> int:
     """Tokens of a captured step."""
     shape, drafts, _ = key
@@ -155,7 +149,7 @@ class StepGraphs:
     def replay(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
         """Replay the rows of `plan`; returns all that `execute` gives, of null rows too, valid until the next run."""
         shape = self.shape_for(plan)
-        graph, result = self.captured(execute, _key(shape, self._drafts(plan), plan.processors))
+        graph, result = self.captured(execute, self._key(shape, self._drafts(plan), plan.processors))
         self._fill(shape, *(sent or self.send(plan)))
         graph.replay()
         return result
@@ -189,16 +183,19 @@ class StepGraphs:
         chunks = [self._with_chunks(0, tokens) for tokens in self.chunk_sizes]
         chunks += [self._with_chunks(shape.decode_rows, tokens) for shape in decode for tokens in self.mixed_sizes]
         keys = {
-            _key(shape, drafts, use) for shape in decode for drafts in shapes for use in (GREEDY, {TEMPERATURE.name})
+            self._key(shape, drafts, use)
+            for shape in decode
+            for drafts in shapes
+            for use in (GREEDY, {TEMPERATURE.name})
         }
-        keys |= {_key(shape, self.config.drafts, GREEDY) for shape in chunks}
+        keys |= {self._key(shape, self.config.drafts, GREEDY) for shape in chunks}
         for key in tqdm(sorted(keys, key=_size, reverse=True), desc="CUDA graphs", disable=None):
             self.captured(execute, key)
 
     def replay_free_slots(self, execute: Execute, rows: int, drafts: DraftShape) -> None:
         """Replay a greedy step on the slots 0 .. rows - 1, for timing; no request may hold them."""
         shape = StepShape(bucket_size(rows), 0, 0)
-        graph, _ = self.captured(execute, _key(shape, drafts, GREEDY))
+        graph, _ = self.captured(execute, self._key(shape, drafts, GREEDY))
         self.builder.state.restart()
         self._fill(shape, self.builder.null_numbers(shape, range(rows)), self._null_tables(shape))
         graph.replay()
@@ -209,6 +206,14 @@ class StepGraphs:
             self._fill(key[0], self.builder.null_numbers(key[0]), self._null_tables(key[0]))
             self._graphs[key] = self._capture(execute, key)
         return self._graphs[key]
+
+    def _key(self, shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:
+        """The key of a graph. Those with chunks always compute temperature and filters, so that there are fewer of
+        them; on a stage without the lm_head nothing is computed from logits."""
+        if not self.builder.state.vocabulary.width:
+            return shape, drafts, GREEDY
+        chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
+        return shape, drafts, for_graph(chosen)
 
     def _fill(self, shape: StepShape, numbers: np.ndarray, tables: np.ndarray) -> None:
         """Set what a step of this shape reads. Blocks of a row beyond those given are what an earlier step left."""

@@ -187,8 +187,8 @@ class EngineConfig:
     max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = EngineOptions.max_mixed_tokens
     """Most tokens of chunks that run together with decode rows."""
     max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
-    """Seconds from step to step of a request that chunks should keep to; None: with `graphs`, a multiple of what
-    decoding takes."""
+    """Most seconds from one step of a request to its next, as far as shorter chunks can keep to it; None: with
+    `graphs`, a multiple of what decoding takes."""
     state_rollback: Rollback = EngineOptions.state_rollback
     enable_prefix_caching: bool = EngineOptions.enable_prefix_caching
     num_checkpoints: Annotated[int, Field(ge=0)] = 0

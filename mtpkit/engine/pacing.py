@@ -57,7 +57,7 @@ class Pacing:
             num_decoding: decode rows of the step.
             num_waiting: requests of its batch whose prompts are not computed yet.
             crowded: whether some of these cannot begin before others end.
-            elsewhere: requests that decode, per batch. Where the step has no decode rows, these wait for it.
+            elsewhere: decode rows of each other batch, on average. A step without decode rows delays these.
         """
         chosen = self.told
         if chosen is None:
@@ -87,8 +87,7 @@ class Pacing:
         return self._decode[min(self._decode, key=lambda known: abs(known - num_decoding.bit_length()))]
 
     def observe(self, plans: Sequence[Plan], seconds: float) -> None:
-        """Take up how long the plans of a step took together: from the results of the step before, whichever batch had
-        that one, to their own."""
+        """Record the time of a step: from the previous results, of whichever batch, to its own."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
         level = decoding.bit_length()
@@ -99,8 +98,8 @@ class Pacing:
             fed = sum(row.length for plan in plans for row in plan.decode_rows)
             left = 0.0 if self._token is None else seconds - tokens * self._token
             self._decode[level] = max(left, seconds * fed / (fed + tokens))
-        elif decoding and seconds < self._decode[level]:  # it must have been timed too high
-            self._decode[level] = seconds
+        elif decoding and seconds < self._decode[level]:  # it may have been timed too high, or the host was late
+            self._decode[level] = _mean(self._decode[level], seconds)
         token = (seconds - (self._decode[level] if decoding else 0.0)) / tokens
         if tokens >= _LONG or (self._token is not None and token < self._token):
             self._token = _mean(self._token, token)

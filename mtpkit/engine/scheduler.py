@@ -207,14 +207,14 @@ class Scheduler:
         return [request for request in self.running if request.slot in slots]
 
     def _room(self, num_running: int) -> tuple[int, int]:
-        """Room of the batch whose turn it is, which has so many running requests: its free slots, and how many requests
-        it lacks of its share of all.
+        """Room of the batch whose turn it is, which has so many running requests: its free slots, and how many of the
+        waiting requests belong to its share of all.
 
         While a request waits and a slot is free, some batch has room of both kinds: the smaller one of a batch's slots
         and its share is its share of min(slots, requests), and fewer requests than that run.
         """
-        share = range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches)
-        return len(self._slots) - num_running, max(0, len(share) - num_running)
+        share = len(range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches))
+        return len(self._slots) - num_running, max(0, min(len(self.waiting), share - num_running))
 
     def _paced(self, pacing: Pacing, budget: int, num_decoding: int, begun: list[Request], free: int, due: int) -> int:
         """Prompt tokens of a step beside so many decode rows, with those of `begun` requests first; see `_room`.
@@ -223,7 +223,7 @@ class Scheduler:
         slots are free: in a long step a token costs less, which brings all of them forward.
         """
         crowded = due > free
-        elsewhere = 0 if num_decoding else -(-self.num_decoding // self.config.num_batches)
+        elsewhere = 0 if num_decoding else -(-self.num_decoding // max(1, self.config.num_batches - 1))
         budget = pacing.most_tokens(budget, num_decoding, due + len(begun), crowded, elsewhere)
         left = sum(request.prefill_end - request.num_computed for request in begun)
         left += sum(len(request.token_ids) for request in self.waiting[: min(free, due)])

@@ -48,13 +48,14 @@ class Tile(NamedTuple):
 def early_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """Keyword arguments of a launch whose programs may be placed before the kernel before it has ended, if that is
     wanted and the GPU can do it (programmatic dependent launch, CUDA C++ programming guide). The kernel has a constant
-    EARLY and calls `begin`."""
+    EARLY, and every program of it calls `wait_for_previous`, also those that return at once: a kernel waits for the one
+    before it alone, and through that one's wait for all earlier ones."""
     early = wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return dict(EARLY=True, launch_pdl=True) if early else dict(EARLY=False)
 
 
 @triton.jit
-def begin(EARLY):
+def wait_for_previous(EARLY):
     """With EARLY, wait until all kernels before this one have ended, and let the programs of the next one be placed.
     Programs call it before they read or write what an earlier kernel may have touched."""
     if EARLY:

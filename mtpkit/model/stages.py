@@ -29,8 +29,8 @@ class Decoding:
 
     @classmethod
     def of(cls, config: ModelConfig, k: int | Literal["auto"], requests: int, stages: int) -> "Decoding":
-        """The balance for K drafts, with `auto` as many as the heads were trained for, and so many requests in all
-        batches, one for each stage."""
+        """The balance for K drafts, with `auto` the default of the heads, and for so many requests in all batches, of
+        which there is one for each stage."""
         return cls(config.mtp.default_drafts if k == "auto" else k, -(-requests // stages))
 
 
@@ -52,9 +52,10 @@ def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "me
     Memory is that of bf16 weights, all experts and the embeddings of the first and last stage included, and of what
     AdamW keeps of the heads on one data-parallel rank. Time is 2 FLOPs per weight of the base that a token uses, 6 per
     weight of the heads and depth, 4 per weight of lm_head and depth, and 2 per weight of lm_head for the base's own
-    logits. Activations and attention scores are left out, and what recomputation and fp8 change. A step of decoding
-    reads all weights of the layers once, and for each draft those of a head and the lm_head once more; recurrent
-    states, keys and values are left out.
+    logits. Activations and attention scores are left out, and what recomputation and fp8 change. With `Decoding`, cost
+    is the bytes that a step reads: weights of the layers, of experts those that at least one token is expected to
+    choose, the fp32 recurrent states of its requests, and on the last stage the lm_head, and for each draft a head and
+    the lm_head once more. Keys and values are left out.
 
     Raises:
         UserError: fewer layers than stages, or an unknown balance.

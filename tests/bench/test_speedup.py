@@ -118,6 +118,7 @@ class FakeLLM:
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(speedup, "LLM", FakeLLM)
+    monkeypatch.setattr(speedup, "config_of", lambda model: toy_config())
     monkeypatch.setattr(speedup.time, "perf_counter", lambda: FakeLLM.clock)
     monkeypatch.setattr(FakeLLM, "calls", [])
     return FakeLLM

@@ -235,3 +235,23 @@ def test_each_batch_gathers_prompts_for_itself(ended, gathers):
     begun = first.index((left, 40 * ended))
     waited = 16 if gathers else 0
     assert first[begun - waited - 1 : begun] == [(16, 0)] + [(left, 0)] * waited
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_one_prompt_is_one_prompt_however_many_requests_its_batch_lacks(num_batches):
+    """The requests of one batch have ended, then a prompt comes: the others wait no longer than beside one batch."""
+    engine, _ = paced_engine(4096, 20, num_batches=num_batches)
+    for _ in range(20):
+        engine.add_request([1] * 8, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    while engine.scheduler.num_decoding < 20:
+        engine.step()
+    for request in [one for one in engine.scheduler.running if one.slot % 2 == 0]:
+        engine.abort(request.request_id)
+    asked = []
+    engine.pacing.most_tokens = lambda *args: asked.append(args) or args[0]
+    engine.add_request([1] * 900, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    while engine.scheduler.waiting:
+        engine.step()
+    (taken,) = [args for args in asked if args[2]]
+    _, decoding, waiting, crowded, elsewhere = taken
+    assert waiting == 1 and not crowded and max(decoding, elsewhere) == 10

@@ -214,6 +214,29 @@ def test_sizes_of_an_8b_model(name, rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 32])
+@pytest.mark.parametrize("width", [256, 4096])  # of the first, a program has fewer tiles than are prefetched
+def test_an_early_start_changes_no_bit(rows, width):
+    """Linears that wait for what the one before them writes, which starts early itself."""
+    first, second = (draw(rows, width, width, "cuda", residual=True) for _ in range(2))
+
+    def chain(early: bool) -> torch.Tensor:
+        x = linear(**own_residual(first), early=early)
+        for _ in range(8):
+            x = linear(**own_residual(second) | dict(x=x), early=early)
+        return x
+
+    want = chain(False)
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(True)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(found, want)
+
+
+@pytest.mark.gpu
 def test_a_graph_of_a_layer_repeats():
     """Two linears that share output tiles among programs, one fed by the other, replayed on new inputs."""
     twin = Twin("cuda", "cuda")

@@ -108,7 +108,7 @@ _ACCEPTANCE = (0.85,)
 
 def ring_lens(shapes: Shapes, length: int) -> Tensor:
     """[R] int64 entries of replay rings of `length` places after many steps, each row's drawn for itself. Rows began at
-    different times: where all drafts are accepted, or there are none, they would else fold their rings together."""
+    different times: otherwise, without drafts, all would fold their rings in the same step."""
     rates = torch.tensor(depth_rates(_ACCEPTANCE, shapes.k), dtype=torch.float64, device=shapes.device)
     lens = 1 + shapes.ints(ring.ring_capacity(length), shapes.rows)
     for _ in range(4 * length):

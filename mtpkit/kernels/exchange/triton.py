@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import begin, early_launch
+from mtpkit.kernels.device import early_launch, wait_for_previous
 from mtpkit.kernels.exchange.window import BEST_ROWS, BUFFERS_AT, CHANNELS, MOST_RANKS, Windows
 
 _MOST_POLLS = 1 << 30
@@ -68,7 +68,7 @@ def _values_kernel(
     EARLY: tl.constexpr,
 ):
     """Gather `share` values of all ranks in `gathered` [ranks, count], or without that sum them in place."""
-    begin(EARLY)
+    wait_for_previous(EARLY)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     summed_in: tl.constexpr = tl.float32 if dtype.primitive_bitwidth <= 32 else dtype
     channel = tl.program_id(0)
@@ -117,7 +117,7 @@ def _best_kernel(
     EARLY: tl.constexpr,
 ):
     """Find the best of ROWS rows. A buffer holds their values, then their tokens."""
-    begin(EARLY)
+    wait_for_previous(EARLY)
     channel, row = tl.program_id(0), tl.arange(0, ROWS)
     index = channel * ROWS + row
     live = index < count

@@ -26,7 +26,7 @@ from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
 _MANY = 7
-"""With so many times the programs that keep all multiprocessors busy, a program takes one warp."""
+"""From this multiple of PROGRAMS on, a program takes one warp."""
 _SMALLEST_HALF = 4
 """Half of the smallest number of columns of a product of tiles."""
 

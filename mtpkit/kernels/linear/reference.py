@@ -41,8 +41,8 @@ def linear(
         bias: [N]; with a residual, there is none.
         activation: `relu2` is max(y, 0)^2.
         residual: [M, N]; the result may overwrite it.
-        early: for speed alone: on a GPU the product may start, and bring its weight nearer, while what ran before it
-            ends. That is worth its while after an exchange with other GPUs.
+        early: allow the kernel to be launched before the previous one has ended, and to prefetch its weight into the L2
+            cache meanwhile. Results are the same. It pays after an exchange with other GPUs.
 
     Returns:
         [M, N] in the dtype of x. The reference rounds after every op, but adds a residual directly after the product

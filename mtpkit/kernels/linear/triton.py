@@ -1,4 +1,5 @@
-"""Linear of a few rows in Triton: one pass over the weight, fused with norm, activation and residual.
+"""Linear of a few rows in Triton: one pass over the weight, fused with activation and residual, and up to NORMED_ROWS
+rows with the norm.
 
 The norm's factor 1 / rms is one number per row and is applied after the product; the same loop over K sums the squares.
 (A gated norm has its own kernel: fused, its silu would be recomputed for every tile of outputs, which costs more than
@@ -22,10 +23,10 @@ from mtpkit.kernels.device import (
     NARROW,
     Tile,
     as_rows,
-    begin,
     early_launch,
     padded,
     prefetch,
+    wait_for_previous,
     with_rows,
 )
 from mtpkit.kernels.linear.reference import FP8, FP8_MAX, compose
@@ -53,8 +54,8 @@ TILES: dict[tuple[int, int], Tile] = {
 share the bandwidth evenly and end together. 64 outputs are the fewest that Hopper's tensor cores take from shared
 memory as their left operand."""
 _OTHER = {16: (Tile(64, 128, 3, 4), 3), 32: (Tile(64, 128, 4, 4), 1)}
-"""By padded rows, the tile of other weights and of more rows, before `splits` is chosen, and for how many programs with
-it on a multiprocessor that is done. More than 16 rows gain nothing from a second one."""
+"""By padded rows: the tile of weights outside of `TILES`, before `splits` is chosen, and how many programs per
+multiprocessor `splits` aims at."""
 
 
 def choose_tile(outputs: int, width: int, rows: int = 1) -> Tile | None:
@@ -135,7 +136,7 @@ def _linear_kernel(
     weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
     if EARLY and SPAN >= AHEAD * BLOCK_K:
         prefetch(weights + split * SPAN, AHEAD * BLOCK_K)
-    begin(EARLY)
+    wait_for_previous(EARLY)
     weight_ptrs = weights[:, None] + k[None, :]
     x_ptrs = x_ptr + m[None, :] * x_stride + k[:, None]
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)
