@@ -110,9 +110,10 @@ def generate(
         printer = _InOrder([_heading(one) for one in given], as_json, file)
         # A terminal shows the outputs themselves.
         with tqdm(total=len(given), desc="prompts", disable=True if file.isatty() else None) as progress:
-            for one in stream:
-                printer.update(one)
-                progress.update(one.finished)
+            with printer.whole_lines():
+                for one in stream:
+                    printer.update(one)
+                    progress.update(one.finished)
         print(_summary("auto" if k == "auto" else drafts, llm.stats()), file=sys.stderr)
     if printer.failed:
         raise MtpkitError(f"{printer.failed} of {len(given)} prompts ended with an error, named above")
@@ -191,6 +192,16 @@ class _InOrder:
         self._shown = 0
         self.failed = 0
         """Prompts printed that ended with an error."""
+
+    @contextmanager
+    def whole_lines(self) -> Iterator[None]:
+        """A context that ends the line of a text if an error breaks it off, before the error's own line."""
+        try:
+            yield
+        except BaseException:
+            if self._shown:
+                print(file=self._file, flush=True)
+            raise
 
     def update(self, output: "RequestOutput") -> None:
         """Take up the newest state of a request and print what can be printed."""

@@ -9,7 +9,9 @@ import torch
 
 from mtpkit.cli.generate import _summary, app
 from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine.engine import Engine
 from mtpkit.engine.request import AcceptanceStats, EngineStats
+from mtpkit.errors import MtpkitError
 from tests.ranks import preload
 
 PROMPT = "the cat sat"
@@ -277,3 +279,19 @@ def test_the_memory_plan_is_printed_on_a_gpu_or_when_asked_for(model_dir, call, 
             patch.setattr(LLM, "__init__", plan)
             assert call(app, "--model", model_dir, "--max-tokens", 1, *options, PROMPT) == 0
         assert ("memory plan: " in capsys.readouterr().err) == printed
+
+
+def test_an_error_has_a_line_of_its_own(model_dir, call, capsys, monkeypatch):
+    """Though the text before it had none of its own yet."""
+    step, steps = Engine.step, []
+
+    def failing(engine, *args):
+        steps.append(engine)
+        if len(steps) > 6:
+            raise MtpkitError("rank 1 has died")
+        return step(engine, *args)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    assert call(app, "--model", model_dir, PROMPT, "--max-tokens", 40) != 0
+    said = capsys.readouterr()
+    assert said.out.strip() and said.out.endswith("\n") and said.err.splitlines()[-1].endswith("rank 1 has died")
