@@ -109,11 +109,11 @@ def generate(
             print(f"{model} has no tokenizer, so there is no text: --json prints token ids", file=sys.stderr)
         printer = _InOrder([_heading(one) for one in given], as_json, file)
         # A terminal shows the outputs themselves.
-        with tqdm(total=len(given), desc="prompts", disable=True if file.isatty() else None) as progress:
-            with printer.whole_lines():
-                for one in stream:
-                    printer.update(one)
-                    progress.update(one.finished)
+        progress = tqdm(total=len(given), desc="prompts", disable=True if file.isatty() else None)
+        with progress, printer.whole_lines():
+            for one in stream:
+                printer.update(one)
+                progress.update(one.finished)
         print(_summary("auto" if k == "auto" else drafts, llm.stats()), file=sys.stderr)
     if printer.failed:
         raise MtpkitError(f"{printer.failed} of {len(given)} prompts ended with an error, named above")
