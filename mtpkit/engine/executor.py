@@ -147,12 +147,13 @@ class Executor:
                 self._message = torch.zeros(largest_step(config)[2], nbytes, dtype=torch.uint8, device=device)
                 """What `stores` read: the rows of a message where the step has them, zeros in null rows."""
         self._open: deque[_Open] = deque()
+        self._most_open = 2 * self.stage.stages  # a step of each batch, decode rows and chunks apart
 
     def launch(self, plan: Plan) -> Launched | None:
         """Launch a plan; None if it has no rows: checkpoints were restored."""
         slots = frozenset([*(row.request.slot for row in plan.rows), *(one.slot for one in plan.restores)])
         while self._open and (
-            len(self._open) >= self.stage.stages or any(slots & one.slots or one.is_left for one in self._open)
+            len(self._open) >= self._most_open or any(slots & one.slots or one.is_left for one in self._open)
         ):
             self._store_first()
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])

@@ -53,6 +53,7 @@ TESTED += [
     Case("mamba2", 2, penalised=True, settings=dict(draft_vocab=[1, 5, 31, 32, 60])),
     Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)),
     Case("distinct heads", 3, settings=PREEMPTED),
+    Case("delta", 3, settings=dict(max_mixed_tokens=0, **MIXED)),
 ]
 FOUR = [
     (Case("mamba2", 3, settings=dict(draft_embedding_dtype="int4", **MIXED)), 2, 2),
@@ -298,6 +299,7 @@ def test_stages_replay_graphs(decoded):
 def test_a_batch_runs_while_the_last_stage_has_another(decoded):
     for index, case in enumerate(TESTED):
         most = 2 if case.settings.get("async_scheduling", True) else 1
+        most *= 1 + ("max_mixed_tokens" in case.settings)  # chunks of prompts are plans of their own
         assert [stage["found"][index]["opened"] for stage in decoded[2]] == [most, 0]
 
 
