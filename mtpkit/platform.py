@@ -169,6 +169,16 @@ def init_processes() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def require_one_process() -> None:
+    """For commands that no processes share.
+
+    Raises:
+        UserError: there are several, each of which would do and print the same.
+    """
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise UserError(f"there are {processes} processes, but this command runs in one: start it without torchrun")
+
+
 def ensure_distributed(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,

@@ -11,7 +11,7 @@ from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, too_many_tokens
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
-from mtpkit.errors import raise_problems
+from mtpkit.errors import counted, raise_problems
 from mtpkit.model.hybrid import HybridModel
 
 _NAME_WIDTH = 80
@@ -81,7 +81,9 @@ def measure_decode(
     synthetic, repeated, pattern = config.acceptance is not None, model_config.mtp.repeated, model_config.mtp.pattern
     how = f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}" if synthetic else "real acceptance"
     head = f", {'' if repeated else 'distinct '}head{'' if repeated else 's'} {pattern}" if pattern else ""
-    title = f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+    sizes = ("tensor-parallel rank", config.tensor_parallel_size), ("pipeline stage", config.pipeline_parallel_size)
+    split = "".join(f", {counted(size, noun)}" for noun, size in sizes if size > 1)
+    title = f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}{split}"
     about = {"model": name, "mtp_pattern": pattern, "mtp_use_repeated_layer": repeated, "synthetic": synthetic}
     result = Result("decode", title, DecodeRow, [], machine, {**asdict(config), **about}, details=("kernels",))
     ks = sorted(config.ks or (), key=lambda k: k != 0)  # 0 first

@@ -154,9 +154,14 @@ class Contender:
         return window
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
-        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run; of several
-        ranks at the rates of all, without what they exchange; with
-        trees of the chain inside."""
+        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run; with trees,
+        of the chain inside.
+
+        Tensor-parallel ranks have the rates of all, and exchange nothing. Of n pipeline stages each takes an equal part
+        of every step, for one of up to n batches that requests are divided into, and each batch reads the weights.
+        """
+        ranks = self.llm.ranks
+        rows = -(-self.batch_size // min(self.batch_size, ranks.stage.stages))  # of the largest batch
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
             self.model_config,
@@ -167,11 +172,11 @@ class Contender:
             draft_vocab_size=None if self.draft_vocab is None else len(self.draft_vocab),
         )
         costs = [
-            roofline.decode(self.batch_size, rates[:k], context_len)
+            roofline.decode(rows, rates[:k], context_len)
             for k in (range(self.depths + 1) if self.k == "auto" else [self.k])
         ]
-        bandwidth, rate = (self.llm.ranks.size * one for one in (machine.copy_bandwidth, machine.matrix_rate))
-        return max(cost.limit_tokens_per_s(bandwidth, rate) for cost in costs)
+        bandwidth, rate = (ranks.tensor_size * one for one in (machine.copy_bandwidth, machine.matrix_rate))
+        return self.batch_size / rows * max(cost.limit_tokens_per_s(bandwidth, rate) for cost in costs)
 
     def _window(self) -> Window:
         """Start a run and step while all of its requests decode."""

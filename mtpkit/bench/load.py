@@ -30,6 +30,11 @@ def _pair(name: str) -> Callable[[Any], str]:
     return show
 
 
+def _of_several(show: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Shows what there is of several runs alone."""
+    return lambda row: show(row) if len(row.run_seconds) > 1 else "-"
+
+
 @dataclass(frozen=True)
 class LoadRow:
     """One engine: its start, its first run and its later ones.
@@ -44,9 +49,9 @@ class LoadRow:
     """Making the engine around a model that is loaded, until it takes requests."""
     first_seconds: Annotated[float, Column("first s", ".2f")]
     """From the first arrival to the last output."""
-    seconds: Annotated[float, Column("later s", ".2f")]
+    seconds: Annotated[float, Column("later s", _of_several(lambda row: f"{row.seconds:.2f}"))]
     """Median of the later runs; the first one's time if it is the only one."""
-    spread: Annotated[float, Column("spread", ".1%")]
+    spread: Annotated[float, Column("spread", _of_several(lambda row: f"{row.spread:.1%}"))]
     """By how much the longest of all runs exceeds the shortest."""
     tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
     """Output tokens over `seconds`."""

@@ -19,8 +19,8 @@ from mtpkit.files import staged_file, storage_errors
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_WIDTH = 180
-"""Columns of text in a file."""
+_WIDTH = 1000
+"""Columns of text in a file, more than any table needs."""
 
 
 def significant(value: float, digits: int = 4) -> str:

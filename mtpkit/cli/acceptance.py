@@ -48,7 +48,7 @@ def acceptance(
     drafts, which is what the engine does; and expected there with drafts drawn from the heads (draft_sampling). On text
     that the base wrote itself in that manner (`mtpkit data regenerate`) they are what decoding meets. The loss is the
     KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
-    torchrun the processes share the work: torchrun --no-python --nproc-per-node N mtpkit acceptance ...
+    torchrun the processes share the work: torchrun --standalone --no-python --nproc-per-node N mtpkit acceptance ...
     """
     from mtpkit.files import check_writable, write_file
     from mtpkit.training.evaluation import evaluate_directory

@@ -80,7 +80,7 @@ def decode(
     Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Before anything is
     timed, outputs must have their length, synthetic acceptance must come out as asked for, and what the base chose must
     be what a plain forward pass of it chooses. A model is split over processes by:
-    torchrun --no-python --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ...
+    torchrun --standalone --no-python --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ...
     Layers are dealt to pipeline stages for the largest K and batch size given: give one K at a time to time each with
     its own balance.
     """
@@ -133,7 +133,9 @@ def prefill(
     """Time prompts up to their first token, as a share of the matrix rate measured in the same run."""
     from mtpkit.bench.prefill import measure_prefill
     from mtpkit.bench.shapes import choose_drafts, get_config
+    from mtpkit.platform import require_one_process
 
+    require_one_process()
     choose_drafts(get_config(model), [config.k], ())
     _finish(measure_prefill(_open(model, dtype), config, model), output)
 
@@ -176,7 +178,9 @@ def load(
     from mtpkit.bench.stall import measure_stall
     from mtpkit.bench.turns import measure_turns
     from mtpkit.files import check_writable
+    from mtpkit.platform import require_one_process
 
+    require_one_process()
     if stall and save_requests is not None:
         raise typer.BadParameter("--stall has no requests to save", param_hint="--stall / --save-requests")
     if conversing.turns and (stall or save_requests is not None):
@@ -206,7 +210,7 @@ def train(
     """Time the trainer's own step on random tokens and weights: base, heads and optimizer, tokens/s, memory, TFLOP/s.
 
     FLOPs per token: 2 per weight of the base, 6 per weight of the heads and depth, 4 per weight of lm_head and depth.
-    For several GPUs: torchrun --no-python --nproc-per-node N mtpkit bench train ...
+    For several GPUs: torchrun --standalone --no-python --nproc-per-node N mtpkit bench train ...
     """
     from mtpkit.bench.shapes import get_config, require_gpu
     from mtpkit.bench.train import measure_training
@@ -238,7 +242,9 @@ def kernels(
 
     from mtpkit.bench.kernels import check_kernels, measure_kernels
     from mtpkit.bench.shapes import get_config, require_gpu
+    from mtpkit.platform import require_one_process
 
+    require_one_process()
     require_gpu(model, torch.device(device))
     if check_only:
         for line in check_kernels(get_config(model), config, device):
@@ -262,7 +268,9 @@ def convert(
     All files are removed again. Exported tensors must be those of the original.
     """
     from mtpkit.bench.convert import measure_conversion
+    from mtpkit.platform import require_one_process
 
+    require_one_process()
     _finish(measure_conversion(config, directory), output)
 
 

@@ -81,7 +81,7 @@ def generate(
     stderr.
 
     Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed. A model is split over
-    processes by: torchrun --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
+    processes by: torchrun --standalone --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
     Prompts of a file are shared out over processes with a whole model each by --data-parallel.
     """
     from mtpkit.engine.loading import config_of, resolve_tree

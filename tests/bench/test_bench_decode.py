@@ -17,6 +17,7 @@ from mtpkit.bench.shapes import open_model
 from mtpkit.bench.sizes import NEMOTRON_H_TINY
 from mtpkit.bench.timing import Kernel, Trace
 from mtpkit.engine import verifier
+from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.request import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.layers import attention, moe, recurrent
@@ -312,6 +313,17 @@ def test_a_pruned_vocabulary_raises_the_limit(model):
     assert limits[64] > limits[None]
 
 
+@pytest.mark.parametrize(("batch", "stages", "alone"), [(1, 2, 1), (2, 2, 1), (4, 2, 2), (5, 2, 3), (3, 4, 1)])
+def test_each_batch_of_pipeline_stages_reads_the_weights(model, batch, stages, alone, monkeypatch):
+    """So the limit of a request is that on one GPU in the largest batch; one batch has one stage at a time."""
+    machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e15)  # bytes are what takes time
+    one, split = (
+        decode_run.Contender(model, DecodeConfig(prompt_len=4, max_tokens=12), size, 1, None) for size in (alone, batch)
+    )
+    monkeypatch.setattr(split.llm.ranks, "stage", SimpleNamespace(stages=stages))
+    assert split.limit(machine, [0.85]) / batch == pytest.approx(one.limit(machine, [0.85]) / alone)
+
+
 class FakeEngine:
     """Computes one prompt a step in 100 s, and decodes all that were computed in 1 s."""
 
@@ -369,7 +381,7 @@ def fake(monkeypatch):
         def make(model, num_speculative_tokens, max_num_seqs, **_):
             engines.append(FakeEngine(num_speculative_tokens, accepts, cut))
             return SimpleNamespace(
-                ranks=SimpleNamespace(size=1),
+                ranks=Ranks(),
                 engine=engines[-1],
                 model=model,
                 stats=lambda: SimpleNamespace(

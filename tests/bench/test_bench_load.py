@@ -178,6 +178,9 @@ def test_the_first_run_is_apart(model):
     config = replace(SMALL, ks=(0,), repeats=1)
     (row,) = measure_load(model, config).rows
     assert row.run_seconds == [row.first_seconds] == [row.seconds] and row.spread == 0
+    (table,) = measure_load(model, config).tables()
+    shown = {column.header: list(column.cells) for column in table.columns}
+    assert shown["later s"] == shown["spread"] == ["-"]
 
 
 def test_runs_have_tokens_of_their_own_and_the_first_ones_are_saved(model, tmp_path, monkeypatch):

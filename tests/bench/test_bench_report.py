@@ -2,7 +2,7 @@
 
 import json
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Annotated
 
 import pytest
@@ -144,3 +144,16 @@ def test_a_copy_a_sum_and_a_product_reach_what_a_gpu_can():
     assert min(machine.copy_bandwidth, machine.read_bandwidth) > 1e11 and machine.matrix_rate > 1e13
     sustained = measure_machine(torch.device("cuda"), sustained=True).sustained_rate
     assert sustained is not None and sustained > 1e13
+
+
+def test_a_wide_table_has_whole_cells(tmp_path, capsys):
+    """One line a row, however many columns there are, also where the terminal is narrow but output goes elsewhere."""
+    names = [f"a column of many words {number}" for number in range(20)]
+    fields = [(f"value{number}", Annotated[float, Column(name, ".1f")]) for number, name in enumerate(names)]
+    wide = make_dataclass("Wide", fields, frozen=True)
+    made = Result("wide", "many columns", wide, [wide(*range(20))], MACHINE)
+    made.save(tmp_path)
+    made.show()
+    for text in ((tmp_path / "wide.md").read_text(), capsys.readouterr().out):
+        assert "…" not in text and [line for line in text.splitlines() if all(name in line for name in names)]
+        assert [line for line in text.splitlines() if line.replace("|", " ").split() == [f"{n}.0" for n in range(20)]]

@@ -23,7 +23,7 @@ from mtpkit.cli.errors import run
 from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.ranks import join, watch
-from mtpkit.engine.ranks.join import _problems
+from mtpkit.engine.ranks.join import _problems, reports
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
@@ -221,7 +221,7 @@ def test_sizes_that_cannot_be_split(model_dir):
         LLM(model_dir / "hf", tensor_parallel_size=3)
     with pytest.raises(UserError, match="tensor_parallel_size 2: enable_expert_parallel is set, but the model has no"):
         LLM(model_dir / "hf", tensor_parallel_size=2, enable_expert_parallel=True)
-    with pytest.raises(UserError, match="needs as many processes, there is 1: start them with torchrun --nproc-per"):
+    with pytest.raises(UserError, match="needs as many processes, there is 1: start them with torchrun --standalone"):
         LLM(model_dir / "hf", tensor_parallel_size=2)
 
 
@@ -251,9 +251,21 @@ def test_more_processes_than_ranks_are_refused(monkeypatch, model_dir):
     """Each of them would do all of the work, and print it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        UserError, match="there are 2 processes, but --tensor-parallel-size is 1: set it to 2, or start"
+        UserError, match="there are 2 processes, but --tensor-parallel-size is 1: set it to 2, or start 1"
     ):
         typer.main.get_command(generate.app)(["--model", str(model_dir / "hf"), "a"], standalone_mode=False)
+    with pytest.raises(
+        UserError, match="size 1 x --pipeline-parallel-size 3 is 3: choose sizes whose product is 2, or st"
+    ):
+        reports(1, 3)
+
+
+@pytest.mark.parametrize("command", [["load"], ["prefill"], ["kernels", "--device", "cpu"], ["convert"]])
+def test_what_processes_do_not_share_is_refused_under_torchrun(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = [] if command == ["convert"] else ["--model", "nemotron-h-tiny"]
+    with pytest.raises(UserError, match="there are 2 processes, but this command runs in one: start it without torchr"):
+        typer.main.get_command(bench.app)([*command, *model], standalone_mode=False)
 
 
 def test_a_model_that_is_split_otherwise_is_refused(monkeypatch):

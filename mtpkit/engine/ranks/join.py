@@ -17,7 +17,7 @@ from mtpkit.engine.options import EngineOptions
 from mtpkit.engine.ranks.follow import Ranks, SplitRanks
 from mtpkit.engine.ranks.stages import PipelineStage, Stage
 from mtpkit.engine.ranks.watch import Watch, listen
-from mtpkit.errors import UserError, listed, raise_problems
+from mtpkit.errors import UserError, counted, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
 from mtpkit.platform import before_closing, ensure_distributed, init_processes, on_first_rank
 from mtpkit.version import __version__
@@ -41,11 +41,13 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
     if processes == 1:
         _require_processes(tensor_parallel_size, pipeline_parallel_size)
         return True
-    if processes != tensor_parallel_size * pipeline_parallel_size:
-        stages = f" and --pipeline-parallel-size {pipeline_parallel_size}" if pipeline_parallel_size > 1 else ""
+    if processes != (asked := tensor_parallel_size * pipeline_parallel_size):
+        sizes, remedy = f"is {tensor_parallel_size}", f"set it to {processes}"
+        if pipeline_parallel_size > 1:
+            sizes = f"{tensor_parallel_size} x --pipeline-parallel-size {pipeline_parallel_size} is {asked}"
+            remedy = f"choose sizes whose product is {processes}"
         raise UserError(
-            f"there are {processes} processes, but --tensor-parallel-size is {tensor_parallel_size}{stages}: set it to "
-            f"{processes // pipeline_parallel_size or 1}, or start {tensor_parallel_size * pipeline_parallel_size}"
+            f"there are {processes} processes, but --tensor-parallel-size {sizes}: {remedy}, or start {asked}"
         )
     init_processes()
     if dist.get_rank() == 0:
@@ -62,7 +64,7 @@ def _require_processes(size: int, stages: int) -> None:
         asked = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)
         raise UserError(
             f"{asked} needs as many processes, there {'is' if processes == 1 else 'are'} "
-            f"{processes}: start them with torchrun --nproc-per-node {size * stages}"
+            f"{processes}: start them with torchrun --standalone --nproc-per-node {size * stages}"
         )
 
 
@@ -90,7 +92,8 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
     raise_problems(f"tensor_parallel_size {size}", list(_problems(config, size, whole_experts)))
     if stages > len(config.pattern):
         raise UserError(
-            f"pipeline_parallel_size {stages}: the model's base has {len(config.pattern)} layers; take no more stages"
+            f"pipeline_parallel_size {stages}: the model's base has {counted(len(config.pattern), 'layer')}; "
+            "take no more stages"
         )
     _require_processes(size, stages)
     init_processes()
