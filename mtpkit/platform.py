@@ -169,14 +169,22 @@ def init_processes() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def require_one_process() -> None:
-    """For commands that no processes share.
+def num_processes() -> int:
+    """Processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def require_one_process(what: str = "this command runs in one") -> None:
+    """Refuse several processes where each would do and print the same.
+
+    Args:
+        what: why there can be one alone.
 
     Raises:
-        UserError: there are several, each of which would do and print the same.
+        UserError: there are several.
     """
-    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
-        raise UserError(f"there are {processes} processes, but this command runs in one: start it without torchrun")
+    if (processes := num_processes()) > 1:
+        raise UserError(f"there are {processes} processes, but {what}: start it without torchrun")
 
 
 def ensure_distributed(

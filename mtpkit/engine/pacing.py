@@ -100,7 +100,7 @@ class Pacing:
             self._decode[level] = max(left, seconds * fed / (fed + tokens))
         elif decoding and seconds < self._decode[level]:  # it may have been timed too high, or the host was late
             self._decode[level] = _mean(self._decode[level], seconds)
-        token = (seconds - (self._decode[level] if decoding else 0.0)) / tokens
+        token = max(0.0, seconds - (self._decode[level] if decoding else 0.0)) / tokens
         if tokens >= _LONG or (self._token is not None and token < self._token):
             self._token = _mean(self._token, token)
 

@@ -32,6 +32,7 @@ from mtpkit.engine.params import SEED_BITS, SamplingParams
 from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
 from mtpkit.engine.request import EngineStats, Request, RequestOutput
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.platform import require_one_process
 
 _ENDING = 3.0
 """Seconds that a process has to end after a signal that asks it to, before it is killed."""
@@ -255,8 +256,7 @@ def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
                 f"{count} replicas have a whole model each, {name} {ranks} splits it: leave one out, or "
                 "split the file of prompts and start torchrun for each part"
             )
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"{count} replicas are started by one process: start it without torchrun")
+    require_one_process(f"{count} replicas are started by one")
     if options.device not in (None, "cuda", "cpu"):
         raise UserError(f"{count} replicas have a device each: leave out device {options.device!r}")
     if options.device == "cpu" or not torch.cuda.is_available():

@@ -57,6 +57,21 @@ def test_a_time_that_says_nothing_of_a_token_is_not_taken_up():
     assert before / 2 < pacing.most_tokens(8192, 16, 1) < before
 
 
+@pytest.mark.parametrize("tokens", [16, 1750])
+def test_results_that_come_together_do_not_stop_prompts(tokens):
+    """A late host reads two results at once, and the second one seems to have taken no time."""
+    pacing = timed(Pacing(None))
+    before = pacing.most_tokens(8192, 16, 1)
+    for _ in range(2):
+        pacing.observe([plan(16, tokens)], 1e-4)
+    assert pacing.most_tokens(8192, 16, 1) > before / 3
+    for _ in range(40):
+        chunk = pacing.most_tokens(8192, 16, 1)
+        pacing.observe([plan(16, chunk)], 0.01 + chunk * 1e-4)
+        pacing.observe([plan(16)], 0.01)
+    assert pacing.most_tokens(8192, 16, 1) <= 1.5 * before  # chunks of fewer than `_LONG` do not raise a token's time
+
+
 def load(pacing: Pacing, steps: int = 300, late: dict[int, float] | None = None, every: int = 1) -> list[int]:
     """Prompt tokens of each step of a load in which decoding takes 8 ms and a token 27 us, and prompts wait in all but
     each `every`-th step; `late`: step -> seconds that the host lost then."""

@@ -124,7 +124,7 @@ def test_a_replica_ends_when_nobody_is_left_to_tell(model_dir):
         ({"tensor_parallel_size": 2}, {}, "2 replicas have a whole model each, tensor_parallel_size 2 splits it"),
         ({"pipeline_parallel_size": 2}, {}, "2 replicas have a whole model each, pipeline_parallel_size 2 splits it"),
         ({"device": "cuda:1"}, {}, "2 replicas have a device each: leave out device 'cuda:1'"),
-        ({}, {"WORLD_SIZE": "2"}, "2 replicas are started by one process: start it without torchrun"),
+        ({}, {"WORLD_SIZE": "2"}, "2 processes, but 2 replicas are started by one: start it without torchrun"),
         ({}, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, "2 replicas need as many GPUs, there are 1 here: start 1"),
     ],
 )

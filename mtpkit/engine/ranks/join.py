@@ -19,7 +19,7 @@ from mtpkit.engine.ranks.stages import PipelineStage, Stage
 from mtpkit.engine.ranks.watch import Watch, listen
 from mtpkit.errors import UserError, counted, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
-from mtpkit.platform import before_closing, ensure_distributed, init_processes, on_first_rank
+from mtpkit.platform import before_closing, ensure_distributed, init_processes, num_processes, on_first_rank
 from mtpkit.version import __version__
 
 _OWN = ("model", "device", "tokenizer")
@@ -37,7 +37,7 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
     Raises:
         UserError: there are fewer processes than ranks, or more, each of which would do and print the same.
     """
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = num_processes()
     if processes == 1:
         _require_processes(tensor_parallel_size, pipeline_parallel_size)
         return True
@@ -58,7 +58,7 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
 
 def _require_processes(size: int, stages: int) -> None:
     """Refuse another number of processes than that of the ranks."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = num_processes()
     if processes != size * stages:
         named = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
         asked = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)

@@ -73,8 +73,8 @@ class PipelineStage(Stage):
         """See `Stage.tell`; does not wait for the other stages."""
         if len(message):
             self._count(message)
-            # Each stage may have run as many batches as there are stages before it hears of the first one: with fewer
-            # messages under way they would wait for each other for ever.
+            # Each stage may have run a plan of decode rows and one of chunks for as many batches as there are stages
+            # before it hears of the first one: with fewer messages under way they would wait for each other for ever.
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
