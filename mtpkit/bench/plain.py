@@ -91,10 +91,12 @@ def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tens
         moved: of embeddings that are moved by a rounding each.
     """
 
-    def move(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
+    def move(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        embedded = kwargs["hidden_states"]
         generator = torch.Generator(embedded.device).manual_seed(0)
         signs = torch.rand(embedded.shape, generator=generator, device=embedded.device) - 0.5
-        return embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)
+        moved = embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)
+        return args, kwargs | dict(hidden_states=moved)
 
     group, hook = model.pg_collection.pp, None
     if not model.pre_process:
@@ -104,7 +106,7 @@ def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tens
         dist.recv(received, group=group, group_src=group.rank() - 1)
         model.set_input_tensor(received)
     elif moved:
-        hook = model.embedding.register_forward_hook(move)
+        hook = model.decoder.register_forward_pre_hook(move, with_kwargs=True)
     try:
         hidden = base_forward(model, known, SequenceInput())
     finally:

@@ -8,8 +8,10 @@ from mtpkit.bench.sizes import NEMOTRON_3_TINY
 from mtpkit.errors import MtpkitError
 from mtpkit.model import build_model
 from tests.engine.tiny import VOCAB_SIZE, decode, tiny_model
+from tests.ranks import run_ranks
 
 PROMPT = [3, 1, 4, 1, 5]
+EXPERTS = NEMOTRON_3_TINY.replace(init_std=0.3)
 
 
 @pytest.mark.parametrize("length", [1, 12])
@@ -49,12 +51,17 @@ def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):
             check_greedy(model, PROMPT, [token], [0], precision)
 
 
+def decoded_with_experts():
+    """A mixture in fp32, a prompt and what it decodes."""
+    exact = build_model(EXPERTS, torch.float32, "cpu", seed=1)
+    prompt = torch.randint(512, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    return exact, prompt, decode(exact, prompt, 40)
+
+
 def test_rounding_sends_tokens_to_other_experts():
     """A mixture in bf16 is held to what rounding does to it; tokens that are simply wrong lie much further below."""
-    model = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.bfloat16, "cpu", seed=1)
-    exact = build_model(NEMOTRON_3_TINY.replace(init_std=0.3), torch.float32, "cpu", seed=1)
-    prompt = torch.randint(512, (60,), generator=torch.Generator().manual_seed(3)).tolist()
-    tokens = decode(exact, prompt, 40)
+    model = build_model(EXPERTS, torch.bfloat16, "cpu", seed=1)
+    exact, prompt, tokens = decoded_with_experts()
     assert tokens != decode(model, prompt, 40)
     check_greedy(model, prompt, tokens, range(40), torch.bfloat16)
     check_greedy(model, prompt, tokens, [0], torch.bfloat16)
@@ -66,3 +73,16 @@ def test_rounding_sends_tokens_to_other_experts():
     some = [tokens[i] if i % 4 else wrong[i] for i in range(40)]
     with pytest.raises(MtpkitError, match="of which rounding explains"):
         check_greedy(model, prompt, some, range(40), torch.bfloat16)
+
+
+def two_ranks(rank, prompt, tokens):
+    split = dict(tensor_parallel=2, sequence_parallel=False, expert_parallel=2, expert_tensor_parallel=1)
+    model = build_model(EXPERTS, torch.bfloat16, "cpu", seed=1, **split)
+    check_greedy(model, prompt, tokens, range(40), torch.bfloat16)
+    with pytest.raises(MtpkitError, match="of which rounding explains"):
+        check_greedy(model, prompt, [(token + 1) % 512 for token in tokens], range(40), torch.bfloat16)
+
+
+def test_rounding_is_measured_on_two_ranks():
+    _, prompt, tokens = decoded_with_experts()
+    run_ranks(two_ranks, prompt, tokens)

@@ -221,9 +221,9 @@ def test_an_early_start_changes_no_bit(rows, width):
     first, second = (draw(rows, width, width, "cuda", residual=True) for _ in range(2))
 
     def chain(early: bool) -> torch.Tensor:
-        x = linear(**own_residual(first), early=early)
-        for _ in range(8):
-            x = linear(**own_residual(second) | dict(x=x), early=early)
+        x = first["x"]
+        for arguments in (first, *[second] * 8):
+            x = linear(x, arguments["weight"], residual=arguments["residual"].clone(), early=early)
         return x
 
     want = chain(False)
