@@ -90,8 +90,8 @@ DEEPSEEK_V3 = ModelConfig.of(
 )
 """DeepSeek-V3 (arXiv:2412.19437), 671 billion weights with its one head of 14 more: for `bench roofline`."""
 
-DEEPSEEK_V3_SLICE = DEEPSEEK_V3.replace(pattern="+-+E+E")
-"""Its first kinds of layers once or twice, in their sizes, with the head: what one H200 holds in bf16."""
+DEEPSEEK_V3_SLICE = DEEPSEEK_V3.replace(pattern="+-" * 3 + "+E")
+"""Its first four layers, with the head: some 55 GB in bf16, and 15 GB more while experts are stacked."""
 
 DEEPSEEK_V3_TINY = DEEPSEEK_V3.replace(
     vocab_size=512,

@@ -127,7 +127,6 @@ LLM_METHODS = {
     "get_default_sampling_params": "defaults are those of SamplingParams()",
     "llm_engine": "use llm.engine",
     "get_metrics": "use llm.stats()",
-    "reset_prefix_cache": "prefixes are not cached",
     **dict.fromkeys(("sleep", "wake_up"), "delete the LLM and make a new one"),
     **dict.fromkeys(("start_profile", "stop_profile"), "use mtpkit bench decode --kernels"),
 }

@@ -191,6 +191,23 @@ class LLM:
         """Reset the totals."""
         self.engine.reset_stats()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget what earlier prompts and outputs left in the prefix cache, as one must after a change of the weights.
+        Waits for the end of calls of other threads.
+
+        Returns:
+            False if requests that were added to `engine` directly are unfinished: nothing is forgotten then.
+
+        Raises:
+            UserError: a stream of this thread is still open.
+        """
+        with self._turn.taken():
+            if self.engine.has_unfinished:
+                return False
+            if self.engine.scheduler.prefix:
+                self.engine.scheduler.prefix.clear()
+            return True
+
     def _run(self, requests: list[Request], finished_only: bool = False) -> Iterator[RequestOutput]:
         unfinished = {request.request_id for request in requests}
         with self._turn.taken():

@@ -19,6 +19,8 @@ _CPU_CACHE_BYTES = 4 << 30
 """Limit of the caches on a CPU if `num_blocks` is not given."""
 _CHECKPOINTS = 2
 """Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of its output."""
+_CHECKPOINTS_SHARE = 4
+"""They take at most one part in so many of what the states of requests leave of the memory for caches."""
 _LIVE_COPIES = 3
 """Number of the widest layer's activations that are live at once."""
 
@@ -121,7 +123,7 @@ def plan_memory(
         num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as many as fit.
         earlier: see `Drafter.earlier`.
         prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None: `_CHECKPOINTS` for each
-            request.
+            request, if they do not take too much of what is left.
         draft_embedding: see `draft_embedding_bytes`.
 
     Raises:
@@ -147,7 +149,6 @@ def plan_memory(
     meta, sizes = torch.device("meta"), layout.sizes
     hidden_size = model.hidden_size if ranks.stage.last else 0
     state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, hidden_size)
-    checkpoint, num_checkpoints = _checkpoints(layout, config, state, prefix_bytes, ranks)
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
@@ -161,27 +162,36 @@ def plan_memory(
         num_blocks=num_blocks or 0,
         block_size=config.block_size,
         lookahead=config.lookahead,
-        checkpoint_bytes=checkpoint,
-        num_checkpoints=num_checkpoints,
+        checkpoint_bytes=_checkpoint_bytes(layout, config, state),
+        num_checkpoints=0,
         draft_embedding=ranks.most(draft_embedding),
         null_blocks=int(config.graphs),
     )
+    if config.enable_prefix_caching:
+        plan = replace(plan, num_checkpoints=ranks.least(_checkpoints(plan, available, num_blocks, prefix_bytes)))
     fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(1, layout.block_bytes) - config.graphs
     return replace(plan, num_blocks=ranks.least(_blocks(plan, fitting, available, num_blocks)))
 
 
-def _checkpoints(
-    layout: StateLayout, config: EngineConfig, state: DeviceState, prefix_bytes: int | None, ranks: Ranks
-) -> tuple[int, int]:
-    """Bytes of a checkpoint of the prefix cache and their number, the same on all ranks; (0, 0) without the cache."""
+def _checkpoint_bytes(layout: StateLayout, config: EngineConfig, state: DeviceState) -> int:
+    """Bytes of a checkpoint of the prefix cache; 0 without the cache."""
     if not config.enable_prefix_caching:
-        return 0, 0
+        return 0
     kept = list(vars(state.earlier).values()) if state.earlier else []
-    size = checkpoint_bytes(layout, getattr(torch, config.prefix_cache_dtype), kept)
+    return checkpoint_bytes(layout, getattr(torch, config.prefix_cache_dtype), kept)
+
+
+def _checkpoints(plan: MemoryPlan, available: int, num_blocks: int | None, prefix_bytes: int | None) -> int:
+    """Checkpoints of the prefix cache that a rank has room for; see `plan_memory`. By default they leave the room of
+    the fewest blocks that must fit."""
     if prefix_bytes is None:
-        return size, _CHECKPOINTS * config.max_num_seqs
+        blocks = (num_blocks or plan.blocks_for(plan.max_model_len)) + plan.null_blocks
+        prefix_bytes = max(0, available - plan.state_bytes - blocks * plan.block_bytes) // _CHECKPOINTS_SHARE
+        most = _CHECKPOINTS * plan.max_num_seqs
+    else:
+        most = LARGEST_COUNT
     # A stage without recurrent layers keeps nothing of its own.
-    return size, ranks.least(prefix_bytes // size if size else LARGEST_COUNT)
+    return min(most, prefix_bytes // plan.checkpoint_bytes) if plan.checkpoint_bytes else most
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int]:

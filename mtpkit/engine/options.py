@@ -88,12 +88,12 @@ class EngineOptions:
     copy per token."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent state."""
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     """Let prompts that begin like earlier requests go on from what those left: blocks of keys and values, and
     checkpoints of recurrent state at the ends of prompts and outputs."""
     prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them. 0: nothing is
-    cached."""
+    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them, in at most a
+    quarter of the memory for caches. 0: nothing is cached."""
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
     prefix_cache_interval: Count = 2048
@@ -190,7 +190,7 @@ class EngineConfig:
     """Most seconds from one step of a request to its next, as far as shorter chunks can keep to it; None: with
     `graphs`, a multiple of what decoding takes."""
     state_rollback: Rollback = EngineOptions.state_rollback
-    enable_prefix_caching: bool = EngineOptions.enable_prefix_caching
+    enable_prefix_caching: bool = False
     num_checkpoints: Annotated[int, Field(ge=0)] = 0
     """Room for checkpoints of the prefix cache."""
     prefix_cache_dtype: Literal["float32", "bfloat16"] = "float32"

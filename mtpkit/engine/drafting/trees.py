@@ -21,7 +21,7 @@ from mtpkit.engine.drafting.growth import Growth, Level, Shape
 from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter, shifted_token_ids
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
-from mtpkit.engine.tree import Tree
+from mtpkit.engine.tree import DynamicTree, Tree
 from mtpkit.model import mtp_forward, normed_states
 from mtpkit.model.inputs import StepInput, TreeInput
 
@@ -113,7 +113,8 @@ class _Trees(MtpDrafter):
         """The drafts of a tree that has grown; none in a step in which no row samples."""
         if not batch.plan.num_sampling_rows:
             none = batch.token_ids.new_zeros(0, self.shape.tree.tokens)
-            return Drafts(none[:, 1:], None, none, none[:, : self.num_speculative_tokens])
+            parents = none if isinstance(self.shape.tree, DynamicTree) else None
+            return Drafts(none[:, 1:], None, parents, none[:, : self.num_speculative_tokens])
         token_ids, parents = growth.drafts()
         return Drafts(token_ids, torch.cat(probs, 1) if probs else None, parents, growth.best())
 

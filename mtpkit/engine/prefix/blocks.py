@@ -91,6 +91,11 @@ class CachedBlocks(IdPool):
                 del self._idle[held]
                 self._free.append(held)
 
+    def withdraw_all(self) -> None:
+        """Take all keys away."""
+        for key in list(self._ids):
+            self.withdraw(key)
+
     def _forget(self, held: int) -> None:
         for key in self._keys.pop(held):
             del self._ids[key]

@@ -271,9 +271,10 @@ class PrefixCache:
             self._newest = None
 
     def clear(self) -> None:
-        """Forget all checkpoints; blocks keep their keys."""
+        """Forget all checkpoints, and what the blocks contain. No request may be running."""
         for entry in list(self._entries.values()):
             self._drop(entry)
+        self.blocks.withdraw_all()
 
     def check_integrity(self) -> None:
         """Compare the entries with the store's allocator.

@@ -257,6 +257,8 @@ def expert_mlp(
     def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, shared_by: int, act: str) -> None:
         # swiglu needs two accumulators, one for the gate and one for the value.
         own = tile._replace(block_n=tile.block_n // 2) if act == "swiglu" and tile.block_n > 64 else tile
+        if source.shape[1] <= 4 * own.block_k:
+            own = own._replace(num_stages=2)  # there is little to overlap, and more programs fit a multiprocessor
         count = pairs if blocks is None else len(blocks.experts)
         _expert_kernel[(triton.cdiv(out.shape[1], own.block_n), count)](
             source,

@@ -1,10 +1,15 @@
 """With a prefix cache requests get the tokens, logits and drafts that they get without one."""
 
-import pytest
+from types import SimpleNamespace
 
-from mtpkit.engine import SamplingParams
+import pytest
+import torch
+
+from mtpkit.engine import LLM, SamplingParams, memory
+from mtpkit.errors import UserError
+from mtpkit.model import build_model
 from tests.engine.prefix.compare import Pair, multi_turn
-from tests.engine.tiny import generate, greedy, guide, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts, tiny_config, tiny_model
 
 (START,) = make_prompts((21,))
 KINDS = [("M-*M-", "*-"), ("G-*G-", "*-"), ("*-*-", "*-"), ("+-M-+-", "+-")]
@@ -230,6 +235,67 @@ def test_the_plan_counts_checkpoints():
     assert make_llm(tiny_model(), 3).memory_plan.prefix_bytes == 0
     half = make_llm(tiny_model(), 3, enable_prefix_caching=True, prefix_cache_bytes=plan.checkpoint_bytes * 2 - 1)
     assert half.memory_plan.num_checkpoints == 1
+
+
+def test_a_prefix_cache_is_the_default():
+    llm = LLM(tiny_model(), 3, max_num_seqs=3)
+    plan = llm.memory_plan
+    assert plan.num_checkpoints == 6
+    prompts = [dict(prompt_token_ids=START)]
+    first, second = (llm.generate(prompts, greedy(4))[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, len(START))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert LLM(tiny_model(), 3, enable_prefix_caching=False).memory_plan.num_checkpoints == 0
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_what_is_left_can_be_forgotten_when_weights_change(forgotten):
+    """Neither a checkpoint nor a block of the old weights is found; without, one would be."""
+    model = build_model(tiny_config(), device="cpu", seed=1)
+    llm = make_llm(model, 3, enable_prefix_caching=True)
+    longer = [*START, *START]
+    generate(llm, [START, longer], greedy(4), poison=False)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight.copy_(model.embedding.word_embeddings.weight.flip(0))
+    if forgotten:
+        assert llm.reset_prefix_cache()
+        assert not llm.engine.scheduler.blocks.num_idle
+    llm.reset_stats()
+    found = [generate(llm, [prompt], greedy(4), poison=False)[0] for prompt in (longer[:30], longer)]
+    assert (llm.stats().cached_tokens == 30) == forgotten
+    assert (found == [decode(model, prompt, 4) for prompt in (longer[:30], longer)]) == forgotten
+
+
+def test_requests_under_way_keep_what_they_found():
+    llm = make_llm(tiny_model(), 3, enable_prefix_caching=True)
+    llm.engine.add_request(START, greedy(4))
+    assert not llm.reset_prefix_cache()
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert llm.reset_prefix_cache() and make_llm(tiny_model(), 3).reset_prefix_cache()
+
+
+def test_checkpoints_take_a_quarter_of_what_is_left_at_most(monkeypatch):
+    """Of what the states and one request of full length, or the blocks asked for, leave: they are never the reason why
+    something does not fit."""
+    llm = make_llm(tiny_model(), 3, enable_prefix_caching=True)
+    one, size, most = llm.memory_plan.blocks_for(128), llm.memory_plan.checkpoint_bytes, 2 * 8
+
+    def plan(bytes_left: int, num_blocks: int | None = None, **asked):
+        least = llm.memory_plan.state_bytes + (num_blocks or one) * llm.memory_plan.block_bytes
+        monkeypatch.setattr(memory, "_CPU_CACHE_BYTES", least + bytes_left)
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=least + bytes_left))
+        sizes = llm.model.mtpkit_config, llm.engine.layout, llm.engine.config, torch.device("cpu"), 0.9, num_blocks
+        return memory.plan_memory(*sizes, **asked)
+
+    for num_blocks in (None, 3 * one):
+        for count in (0, 1, 5, most, most + 3):
+            for missing in (0, 1):
+                found = plan(max(0, 4 * count * size - missing), num_blocks)
+                assert found.num_checkpoints == min(most, max(0, count - missing))
+                assert found.num_blocks >= (num_blocks or one)
+    with pytest.raises(UserError, match="prefix_cache_bytes"):
+        plan(4 * size, prefix_bytes=5 * size)
 
 
 def test_checkpoints_in_bf16_are_rounded_and_no_more():
