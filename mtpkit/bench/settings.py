@@ -82,8 +82,7 @@ class SpeedupConfig:
     speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
     speculative_eagle_topk: Positive | None = field_of(EngineOptions, "speculative_eagle_topk")
     speculative_num_draft_tokens: Positive | None = field_of(EngineOptions, "speculative_num_draft_tokens")
-    enable_prefix_caching: bool = False
-    """Let prompts go on from what earlier requests left. Off by default, since repeats would find their own prompts."""
+    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
