@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape
+from mtpkit.engine.capture import RowGraphs
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.graphs import Sent, StepGraphs, largest_step
@@ -136,7 +137,10 @@ class Executor:
         if cached:
             kept = getattr(torch, config.prefix_cache_dtype)
             fold = cast(CachingRunner, runner).fold
-            self.checkpoints = CheckpointStore(layout, self.states, self.state, config.num_checkpoints, kept, fold)
+            rows = RowGraphs(config.max_num_seqs, 2, device) if config.graphs else None
+            self.checkpoints = CheckpointStore(
+                layout, self.states, self.state, config.num_checkpoints, kept, fold, graphs=rows
+            )
         self.graphs = self.stores = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
@@ -289,7 +293,7 @@ class Executor:
     @torch.inference_mode()
     def warm_up(self, shapes: Sequence[DraftShape]) -> None:
         """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each of these shapes of drafts. With
-        a prefix cache, compile what it runs without graphs.
+        a prefix cache, capture its copies, and compile what it runs without graphs.
 
         Slots and blocks must be free.
         """

@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape, block_tables
+from mtpkit.engine.capture import Capture
 from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.processors import GREEDY, TEMPERATURE, Use, for_graph
 from mtpkit.engine.step import Batch, Plan
 from mtpkit.engine.tree import DraftShape, width_of
 
-_WARM_UPS = 1
-"""Runs before a capture, in which kernels are compiled and libraries choose their algorithms."""
 _SMALLEST = 16
 """Fewest tokens of chunks that a graph is captured for."""
 _COARSE = 128
@@ -129,8 +127,7 @@ class StepGraphs:
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
         self._tables = torch.full((largest.rows, table_width), null_block, dtype=torch.int64, device=device)
         self._graphs: dict[Key, tuple[Any, Tensor]] = {}
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        self._capture = Capture()
 
     def run(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
         """Replay the rows of `plan`.
@@ -204,7 +201,7 @@ class StepGraphs:
         """The graph of a key and the tensor that holds its result after a replay."""
         if key not in self._graphs:
             self._fill(key[0], self.builder.null_numbers(key[0]), self._null_tables(key[0]))
-            self._graphs[key] = self._capture(execute, key)
+            self._graphs[key] = self._capture.graph(lambda: self._step(execute, key))
         return self._graphs[key]
 
     def _key(self, shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:
@@ -222,22 +219,6 @@ class StepGraphs:
 
     def _null_tables(self, shape: StepShape) -> np.ndarray:
         return np.full((shape.rows, self._tables.shape[1]), self.null_block)
-
-    def _capture(self, execute: Execute, key: Key) -> tuple[Any, Tensor]:
-        torch.cuda.synchronize()
-        # One stream for all graphs: libraries keep a workspace for each.
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._step(execute, key)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Beside NCCL, whose own thread asks for events meanwhile.
-        mode = "thread_local" if dist.is_initialized() and dist.get_world_size() > 1 else "global"
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
-            result = self._step(execute, key)
-        self._pool = self._pool or graph.pool()
-        return graph, result
 
     def _step(self, execute: Execute, key: Key) -> Tensor:
         shape, drafts, use = key

@@ -272,7 +272,7 @@ def execution(
         )
     reason = ""
     if not stacked:
-        reason = "experts that cannot be stacked run one by one, with a host-device sync, which CUDA graphs forbid"
+        reason = "experts that cannot be stacked need a host-device sync, which CUDA graphs forbid"
     if on_gpu and not on_kernels(weight):
         reason = f"{CHOICE} chooses plain PyTorch kernels, with host-device syncs, which CUDA graphs forbid"
     if on_gpu and (enforce_eager or reason):

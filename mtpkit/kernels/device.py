@@ -79,6 +79,26 @@ def prefetch(rows, ITEMS: tl.constexpr):
         )
 
 
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters_of(device: torch.device, count: int) -> Tensor:
+    """Counters of programs that have stored their part of something that the last one of them puts together; that one
+    resets its counter to zero.
+
+    All calls on a device share the counters, so that two streams must not run them at once. They are never freed, since
+    CUDA graphs hold their address. During a capture nothing runs: counters created then become zero only by a memset
+    that belongs to the graph and is replayed with it. A call before the capture avoids that.
+    """
+    key = device, max(4096, triton.next_power_of_2(count))
+    if key in _counters:
+        return _counters[key]
+    counters = torch.zeros(key[1], dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _counters[key] = counters
+    return counters
+
+
 WIDE_TILE = Tile(64, 16, 2, 4)
 """Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay in registers."""
 

@@ -252,11 +252,11 @@ def drop_base_layers(model: HybridModel) -> None:
 
 def freeze_base(model: HybridModel) -> dict[str, nn.Parameter]:
     """Make the heads' parameters the only ones that require a gradient, and return them by name. Experts of the base
-    then run together, see `stack_experts`: not with tensor- or expert-parallel ranks."""
+    are stacked, see `stack_experts`: not with tensor- or expert-parallel ranks."""
     model.requires_grad_(False)
     model.eval()
     if not stack_experts(model.decoder):
-        _logger.info("experts of the base run one by one, since ranks share sequences or experts")
+        _logger.info("experts of the base are copied together in each step, since ranks share sequences or experts")
     heads = {name: parameter for name, parameter in model.named_parameters() if name.startswith(HEAD_PREFIX)}
     for parameter in heads.values():
         parameter.requires_grad_(True)

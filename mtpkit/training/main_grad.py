@@ -3,7 +3,8 @@
 Autograd would sum the contributions of the K uses of a weight in the weight's dtype: bf16 loses a contribution that is
 256 times smaller than the sum so far. Here the backward pass adds each contribution to `parameter.main_grad`
 (megatron-core's name for the optimizer's fp32 gradient), and `parameter.grad` stays None. megatron-core's linears add
-the product that is their contribution in fp32, without a tensor of its own.
+the product that is their contribution in fp32, without a tensor of its own; that of experts which run together is first
+rounded to the weight's dtype.
 """
 
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)

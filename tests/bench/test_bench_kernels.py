@@ -26,7 +26,7 @@ from tests.toy_config import toy_config
 OPS = {
     *("ssm_replay_update", "ssm_snapshot_update", "causal_conv1d_update", "gated_rms_norm"),
     *("paged_attention", "store_kv", "rms_norm", "relu2", "mtp_input"),
-    *("fold_ring", "move_entries", "linear_best", "best", "top_tokens", "accept_tree"),
+    *("fold_ring", "copy_units", "move_entries", "linear_best", "best", "top_tokens", "accept_tree"),
     *("linear_argmax", "argmax", "probabilities", "sample_logits", "accept_matching", "accept_rejection"),
     *("apply_penalties", "uniform", "sample"),
     *("prefill_attention", "causal_conv1d_varlen", "ssd_varlen"),
@@ -38,7 +38,7 @@ OPS = {
 }
 
 
-EXPERT_OPS = {"route", "expert_mlp", "route, prefill", "expert_mlp, prefill"}
+EXPERT_OPS = {"route", "choose_experts", "expert_mlp", "route, prefill", "expert_mlp, prefill"}
 
 
 def shapes(config=NEMOTRON_H_TINY, rows=3, k=3, context_len=21, **more) -> Shapes:

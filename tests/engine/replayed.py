@@ -3,23 +3,25 @@
 import torch
 
 from mtpkit.engine import loading
-from mtpkit.engine.graphs import StepGraphs
+from mtpkit.engine.capture import Capture
 from mtpkit.engine.step import Drafts
 
 
 class Replayed:
-    """Runs a step again where a graph would replay it, and leaves the result where the first run left it."""
+    """Runs a function again where a graph would replay it, and leaves the result where the first run left it."""
 
-    def __init__(self, step) -> None:
-        self.step = step
-        self.result = step()
+    def __init__(self, function) -> None:
+        self.function = function
+        self.result = function()
 
     def replay(self) -> None:
-        self.result.copy_(self.step())
+        result = self.function()
+        if self.result is not None:
+            self.result.copy_(result)
 
 
-def _capture(self, execute, key):
-    graph = Replayed(lambda: self._step(execute, key))
+def _graph(self, function):
+    graph = Replayed(function)
     return graph, graph.result
 
 
@@ -30,7 +32,7 @@ def _execution(weight, stacked, async_scheduling, enforce_eager, stages=1):
 def replay_on_cpu(monkeypatch) -> None:
     """Let engines launch steps as they do on a GPU."""
     monkeypatch.setattr(loading, "execution", _execution)
-    monkeypatch.setattr(StepGraphs, "_capture", _capture)
+    monkeypatch.setattr(Capture, "graph", _graph)
 
 
 class TruthOnDevice:

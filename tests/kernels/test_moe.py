@@ -108,6 +108,37 @@ def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
     assert torch.allclose(have[0, [0, 3]], scores / scores.sum())
 
 
+CHOICES = {
+    "few experts": (16, 256, {}),
+    "groups and a bias": (32, 128, dict(num_groups=8, top_groups=3, scale=2.5)),
+    "groups of three": (24, 256, dict(num_groups=8, top_groups=3)),
+    "softmax, a gate": (40, 512, dict(score="softmax", shared="gated")),
+    "many, whole": (513, 256, dict(normalize=False, shared="whole")),
+    "no whole tiles": (16, 200, {}),
+}
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("case", CHOICES)
+def test_experts_are_chosen_by_the_routers_product(twin: Twin, case, tokens):
+    """In fp64, of bf16 numbers, and not the same twice: what a call leaves must not reach the next."""
+    experts, width, how = CHOICES[case]
+    rows = experts + 3  # the gate's, and others that count for nothing
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        router = torch.randn(rows, width, generator=generator).bfloat16()
+        wide = torch.full((tokens, width + 16), torch.nan).bfloat16()
+        wide[:, 8:-8] = torch.randn(tokens, width, generator=generator) / width**0.5
+        x, bias = wide[:, 8:-8], 0.1 * torch.randn(experts, generator=generator)
+        logits = (x.double() @ router.double().t())[:, : experts + (how.get("shared") == "gated")]
+        want = reference.route(logits.float(), bias, 4, **how)
+        arguments = x.to(twin.device), router.to(twin.device), experts, bias.to(twin.device), 4
+        have = twin("moe").choose_experts(*arguments, **how)
+        dense_have, dense_want = (dense(*pair, rows) for pair in (have, want))
+        assert torch.equal(dense_have != 0, dense_want != 0)
+        assert torch.allclose(dense_have, dense_want, rtol=1e-4, atol=1e-6)
+
+
 NAN_ROUTINGS = [dict(), dict(num_groups=4, top_groups=2), dict(num_groups=2, top_groups=1), dict(score="softmax")]
 
 
@@ -177,6 +208,7 @@ def check(twin: Twin, arguments: dict, **rest) -> None:
 
 SIZES = {
     "one token": (1, 4, 2, 32, 24),
+    "one token of many experts": (1, 12, 5, 200, 136),
     "more experts than pairs": (3, 24, 2, 32, 24),
     "an expert for all": (9, 1, 1, 32, 40),
     "blocks that overflow": (40, 3, 2, 72, 20),

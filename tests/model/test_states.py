@@ -215,6 +215,31 @@ def test_a_state_from_outside_is_rolled_back_copied_and_forked(kind):
     assert error(TOYS[kind](), fork=True) == error(TOYS[kind]())
 
 
+@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+def test_rows_are_settled_as_copies_of_one_request_are_restored(rollback):
+    """States of base and heads, which are behind; null rows and other slots are left as they are."""
+    sizes = StateSizes(8, WIDTH, rollback, FP32)
+    windows = (ConvWindowSpec(kernel=4, channels=5), VECTOR), (ConvWindowSpec(kernel=3, channels=5), VECTOR)
+    layers = {"decoder.0": windows[0], "decoder.1": windows[0], "decoder.2": windows[1], "mtp.0": windows[0]}
+    layout = StateLayout(layers, sizes, BEHIND)
+    states, same = (layout.allocate(1, SLOTS, CPU) for _ in range(2))
+    for one, other in zip(states.all(), same.all(), strict=True):
+        for tensor, twin in zip(one.tensors.values(), other.tensors.values(), strict=True):
+            twin.copy_(tensor.normal_())
+    committed = Committed.none(layout.counters, SLOTS, CPU)
+    for counts in committed.counts.values():
+        counts.copy_(torch.randint(0, WIDTH, (SLOTS,)))
+    slots = [3, -1, 0, -1, 4]
+    rows = torch.tensor(slots)
+    states.settle(rows, committed.at(rows))
+    for state in same.all():
+        for slot in set(slots) - {-1}:
+            state.restore(slot, state.copy(slot, committed))
+    for one, other in zip(states.all(), same.all(), strict=True):
+        for name, tensor in one.tensors.items():
+            assert tensor.equal(other.tensors[name])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 def test_copies_do_not_wait_for_the_device(rollback):

@@ -25,7 +25,7 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     has = shapes.config.has
     if has(Mamba2Config):
         yield from (mixers.ssm_replay(shapes), mixers.ssm_snapshot(shapes), mixers.conv_update(shapes))
-        yield from (linears.gated_norm(shapes), mixers.ssm_fold(shapes))
+        yield from (linears.gated_norm(shapes), mixers.ssm_fold(shapes), mixers.leave_state(shapes))
     if has(GatedDeltaNetConfig):
         yield from (delta.replay(shapes), delta.snapshot(shapes), delta.gated_norm(shapes), delta.fold(shapes))
         if not has(Mamba2Config):  # which has the same op
@@ -42,7 +42,8 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     if has(MlpConfig):
         yield from linears.activation(shapes)
     if has(MoeConfig):
-        yield from (linears.route(shapes, shapes.count), linears.expert_mlp(shapes, shapes.count))
+        yield from (linears.route(shapes, shapes.count), linears.choose_experts(shapes, shapes.count))
+        yield linears.expert_mlp(shapes, shapes.count)
     if shapes.config.mtp.num_depths:
         yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes), tokens.linear_best(shapes))
     yield from tokens.sampling_cases(shapes)

@@ -3,6 +3,7 @@
 Shape legend: R rows (requests), T = 1 + K tokens per row, B blocks per row.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from mtpkit.bench.settings import depth_rates
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import Mamba2Config
 from mtpkit.kernels import attention, causal_conv1d, kv_store, ring, ring_fold, ssd, ssm_update
+from mtpkit.kernels import copy_units as units
 from mtpkit.kernels import move_entries as moves
 
 _BLOCK = 16
@@ -169,6 +171,26 @@ def ssm_fold(shapes: Shapes) -> Case:
         return _state(shapes, shapes.rows), x.contiguous(), B.contiguous(), dt, A_log
 
     return fold_case(shapes, contents)
+
+
+def leave_state(shapes: Shapes) -> Case:
+    """Copying the rows' states of a Mamba2 layer to checkpoints of the prefix cache."""
+
+    def make() -> Args:
+        rows = shapes.rows
+        return shapes.permutation(rows), shapes.permutation(rows), _state(shapes, rows), _state(shapes, rows)
+
+    def over_pairs(op: Callable[..., None]) -> Callable[..., None]:
+        return lambda sources, targets, *pair: op(sources, targets, pair)
+
+    return Case(
+        over_pairs(units.copy_units),
+        f"R = {shapes.rows}, {list(_state_shape(shapes.config))} each",
+        make,
+        lambda args: size(*args[2:]),
+        name="copy_units",
+        reference=over_pairs(inspect.unwrap(units.copy_units)),
+    )
 
 
 def ssm_replay(shapes: Shapes) -> Case:

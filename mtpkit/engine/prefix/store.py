@@ -5,7 +5,8 @@ prefill chunk leaves them, with the ring folded in; the last base hidden states 
 heads go on and the next token is chosen; and their tokens. Of several pipeline stages each has checkpoints of its own
 layers, and the last one the hidden states. All copies run in the order of launches: those of a request that begins at a
 checkpoint before its first step, those that leave one after the step that comes to it and before any later one. No copy
-waits for the device.
+waits for the device. However many requests begin or leave one in a step, the copies take few launches, and with CUDA
+graphs a replay.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mtpkit.engine.capture import NO_ROW, RowGraphs
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.step import Restore, Save
-from mtpkit.model.state import Committed, State, StateLayout, States
+from mtpkit.kernels.copy_units import copy_units
+from mtpkit.model.state import Committed, StateLayout, States
 from mtpkit.platform import to_device
 
 Fold = Callable[[States, Tensor, Tensor, Committed], None]
@@ -30,23 +33,28 @@ class CheckpointStore:
         count: checkpoints.
         dtype: type of recurrent state.
         fold: folds the rings of some slots.
+        graphs: replays what is done to rows; None: it is launched each time.
+
+    Attributes:
+        tensors: [count, ...] each.
     """
 
     def __init__(
-        self, layout: StateLayout, states: States, state: DeviceState, count: int, dtype: torch.dtype, fold: Fold
+        self,
+        layout: StateLayout,
+        states: States,
+        state: DeviceState,
+        count: int,
+        dtype: torch.dtype,
+        fold: Fold,
+        graphs: RowGraphs | None = None,
     ) -> None:
-        self.states, self.state, self.fold = states, state, fold
-        self.tensors = [*_saved_tensors(layout, states, count, dtype), *_like(self._earlier, count)]
-        """[count, ...] each, in the order of `_held`."""
-
-    def _held(self) -> list[Tensor]:
-        """[slots, ...], what the slots hold of what a checkpoint has."""
-        parts = [part for state in _slot_states(self.states) for part in state.chunk_end.values()]
-        return [*parts, *self._earlier]
-
-    @property
-    def _earlier(self) -> list[Tensor]:
-        return list(vars(self.state.earlier).values()) if self.state.earlier else []
+        self.states, self.state, self.fold, self.graphs = states, state, fold, graphs
+        earlier = list(vars(state.earlier).values()) if state.earlier else []
+        self.tensors = [*_saved_tensors(layout, states, count, dtype), *_like(earlier, count)]
+        ends = [part for one in states.all() if one.unit == "slot" for part in one.chunk_end.values()]
+        self._held = [*ends, *earlier]
+        """[slots, ...] each, what the slots hold of what a checkpoint has, in the order of `tensors`."""
 
     def restore(self, restores: Sequence[Restore]) -> None:
         """Copy checkpoints to slots, and the blocks of their tails; all blocks are read before any is written."""
@@ -56,33 +64,52 @@ class CheckpointStore:
             for state in (one for one in self.states.all() if one.unit == "block"):
                 for tensor in state.tensors.values():
                     tensor[new] = tensor[old]
-        held = self._held()
-        for one in restores:
-            _copy([part[one.slot] for part in held], [part[one.checkpoint] for part in self.tensors])
+        self._run(self._enter, [(one.slot, one.checkpoint) for one in restores])
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copy slots to checkpoints."""
-        self._settle([one.slot for one in saves if one.decoded])
-        held = self._held()
-        for one in saves:
-            _copy([part[one.checkpoint] for part in self.tensors], [part[one.slot] for part in held])
+        """Copy slots to checkpoints; of two that one checkpoint is for, the first had to give it up."""
+        last = {one.checkpoint: one for one in saves}.values()
+        self._run(self._leave, [(one.slot, one.checkpoint) for one in last if not one.decoded])
+        self._run(self._settle_and_leave, [(one.slot, one.checkpoint) for one in last if one.decoded])
 
     def warm_up(self) -> None:
-        """Compile the kernel that folds rings, on no slot."""
-        rows = torch.full((1,), -1, device=self.state.tokens.device)
-        self.fold(self.states, rows, torch.zeros_like(rows), self.state.committed.at(rows))
+        """Capture all graphs, or compile the kernels if there are none."""
+        for function in (self._enter, self._leave, self._settle_and_leave):
+            if self.graphs:
+                self.graphs.capture_all(function)
+            else:
+                self._run(function, [(NO_ROW, NO_ROW)])
 
-    def _settle(self, slots: Sequence[int]) -> None:
-        """Bring the states of slots that decoded to where a chunk would have left them."""
-        if not slots:
-            return
-        committed = self.state.committed
-        for state in _slot_states(self.states):
-            for slot in slots:
-                state.settle(slot, committed)
-        rows = to_device(slots, torch.int64, self.state.tokens.device)
-        self.fold(self.states, rows, self.state.num_computed[rows], committed.at(rows))
-        committed.put(rows, committed.none(committed.counts, len(slots), rows.device))
+    def _run(self, function: Callable[[Tensor], None], rows: Sequence[tuple[int, int]]) -> None:
+        """Run one of the functions below, which get rows [2, R] int64 of slots and checkpoints, both -1 in null
+        rows."""
+        if rows and self.graphs:
+            self.graphs.run(function, rows)
+        elif rows:
+            function(to_device(list(zip(*rows, strict=True)), torch.int64, self.state.tokens.device))
+
+    def _enter(self, rows: Tensor) -> None:
+        """Copy checkpoints to slots."""
+        slots, checkpoints = rows.unbind()
+        copy_units(checkpoints, slots, *zip(self.tensors, self._held, strict=True))
+
+    def _leave(self, rows: Tensor) -> None:
+        """Copy slots to checkpoints."""
+        slots, checkpoints = rows.unbind()
+        copy_units(slots, checkpoints, *zip(self._held, self.tensors, strict=True))
+
+    def _settle_and_leave(self, rows: Tensor) -> None:
+        """Copy slots that decoded to checkpoints."""
+        self._settle(rows[0])
+        self._leave(rows)
+
+    def _settle(self, slots: Tensor) -> None:
+        """Bring the states of slots [R] that decoded to where a chunk would have left them."""
+        # Null rows read and write the counts of the null slot, which has no states.
+        committed = self.state.committed.at(slots)
+        self.states.settle(slots, committed)
+        self.fold(self.states, slots, self.state.num_computed[slots], committed)
+        self.state.committed.put(slots, committed.none(committed.counts, len(slots), slots.device))
 
 
 def checkpoint_bytes(layout: StateLayout, dtype: torch.dtype, earlier: Sequence[Tensor]) -> int:
@@ -110,18 +137,3 @@ def _saved_tensors(layout: StateLayout, states: States, count: int, dtype: torch
 
 def _like(tensors: Sequence[Tensor], count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [torch.empty(count, *t.shape[1:], dtype=dtype or t.dtype, device=t.device) for t in tensors]
-
-
-def _slot_states(states: States) -> list[State]:
-    return [state for state in states.all() if state.unit == "slot"]
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors in few launches, whatever their number: one for each type and a few hundred tensors."""
-    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        group = groups.setdefault((target.dtype, source.dtype), ([], []))
-        group[0].append(target)
-        group[1].append(source)
-    for group in groups.values():
-        torch._foreach_copy_(*group)

@@ -23,6 +23,7 @@ from mtpkit.kernels.device import (
     NARROW,
     Tile,
     as_rows,
+    counters_of,
     early_launch,
     padded,
     prefetch,
@@ -182,25 +183,6 @@ def _linear_kernel(
     tl.store(out_ptr + m[None, :] * outputs + n[:, None], product.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counters_of(device: torch.device, tiles: int) -> Tensor:
-    """Counters, one per tile of outputs, of programs that have stored their part; the kernel resets them to zero.
-
-    All calls on a device share the counters, so that two streams must not run them at once. They are never freed, since
-    CUDA graphs hold their address. During a capture nothing runs: counters created then become zero only by a memset
-    that belongs to the graph and is replayed with it. A call before the capture avoids that.
-    """
-    key = device, max(4096, triton.next_power_of_2(tiles))
-    if key in _counters:
-        return _counters[key]
-    counters = torch.zeros(key[1], dtype=torch.int32, device=device)
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _counters[key] = counters
-    return counters
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -242,7 +224,7 @@ def linear(
     tiles, parts, counters = triton.cdiv(outputs, chosen.block_n), None, None
     if chosen.splits > 1:
         parts = torch.empty(tiles, chosen.splits, block_m, chosen.block_n + 1, device=x.device)
-        counters = _counters_of(x.device, tiles)
+        counters = counters_of(x.device, tiles)
     _linear_kernel[(tiles, chosen.splits)](
         x,
         weight,

@@ -66,6 +66,36 @@ def route(
     return expert_ids, torch.cat([weights, of_all], 1)
 
 
+def choose_experts(
+    x: Tensor,
+    router: Tensor,
+    experts: int,
+    bias: Tensor | None,
+    top_k: int,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    score: ScoreFunction = "sigmoid",
+    normalize: bool = True,
+    shared: Shared = "apart",
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token by its logits x @ router.T, computed in float32.
+
+    Args:
+        x: [T, h].
+        router: [E or more, h], one row for each of the `experts`, then with a `gated` shared expert that of its gate;
+            further rows are left out.
+        bias, and all that follow: see `route`.
+
+    Returns:
+        See `route`.
+    """
+    logits = x.float() @ router.float().t()
+    rest = top_k, scale, num_groups, top_groups, group_best, score, normalize, shared
+    return route(logits[:, : experts + (shared == "gated")], bias, *rest)
+
+
 def expert_mlp(
     x: Tensor,
     fc1: Tensor,

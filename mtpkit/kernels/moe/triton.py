@@ -3,9 +3,8 @@
 A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert into blocks of a
 fixed size, and the last block of an expert is padded. A program multiplies one block by one tile of its expert's
 weight. With few tokens there are many small blocks, each of which streams an expert's weights once; with many tokens,
-blocks fill the tensor cores. The pairs of a single token need no sort: each is a block.
-
-Routing has one program per token, which searches for the best expert k times.
+blocks fill the tensor cores. The pairs of a single token need no sort: each is a block, and the program that comes last
+adds them up.
 """
 
 from typing import NamedTuple
@@ -15,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.config.sections import ScoreFunction
-from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, load, padded, with_rows
-from mtpkit.kernels.moe import reference
-from mtpkit.kernels.moe.reference import Activation, Shared
+from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, counters_of, load, padded, with_rows
+from mtpkit.kernels.moe.reference import Activation
+from mtpkit.kernels.moe.routing import choose_experts, route
+
+__all__ = ["choose_experts", "expert_mlp", "route"]
 
 _SORT_CHUNK = 2048
 """Pairs that a program of the sort reads at a time."""
@@ -26,10 +26,6 @@ _FEW_PAIRS = 128
 """Up to this many pairs one program sorts all of them, comparing each with each."""
 _COMBINE_BLOCK = 1024
 """Channels of a token per program of the final sum."""
-
-LAST = tl.constexpr(2**31 - 1)
-LEAST = tl.constexpr(-(2**63))
-"""Largest int32 and smallest int64."""
 
 TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
 """Tiles by pairs per block."""
@@ -102,10 +98,14 @@ def _expert_kernel(
     out_ptr,
     ids_ptr,
     blocks,
+    residual_ptr,
+    total_ptr,
+    counters_ptr,
     pairs,
     outputs,
     x_stride,
     EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED_BY: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -115,8 +115,10 @@ def _expert_kernel(
     NARROW: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
-    Without `blocks` pair i is block i. The weight is the left operand of the product, whose other side may be as narrow
-    as 16."""
+    Without `blocks` pair i is block i. With `total_ptr` these are the PAIRS pairs of a single token, whose experts are
+    all here, and the last program of a tile adds them and the residual up. The weight is the left operand of the
+    product, whose other side may be as narrow as 16. Longer than 70 lines because all of it shares the pair and its
+    expert."""
     block = tl.program_id(1)
     if blocks is None:
         expert = tl.load(ids_ptr + block).to(tl.int64)
@@ -155,6 +157,18 @@ def _expert_kernel(
         product *= tl.load(scale_ptr + pair, mask=pair < pairs, other=0.0)[None, :]
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=real & live)
+    if total_ptr is not None:
+        tl.debug_barrier()  # all threads must have stored their part before one thread increments the counter
+        if tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel") == PAIRS - 1:
+            tl.store(counters_ptr + tl.program_id(0), 0)
+            total = tl.zeros([BLOCK_N], tl.float32)
+            for other in tl.static_range(PAIRS):
+                # .cg reads the L2 cache, where the other multiprocessors' stores are.
+                part = tl.load(out_ptr + other * outputs + n, mask=n < outputs, other=0.0, cache_modifier=".cg")
+                total += part.to(tl.float32)
+            if residual_ptr is not None:
+                total += tl.load(residual_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
+            tl.store(total_ptr + n, total.to(total_ptr.dtype.element_ty), mask=n < outputs)
 
 
 @triton.jit
@@ -228,6 +242,16 @@ def block_size(pairs: int, experts: int) -> int:
     return min(max(TILES), padded(triton.cdiv(pairs, experts)))
 
 
+def _tile(size: int, dtype: torch.dtype, width: int, activation: str) -> Tile:
+    """The tile for blocks of `size` pairs with `width` input channels."""
+    tile = TILES[size] if dtype == torch.bfloat16 else WIDE_TILE
+    if activation == "swiglu" and tile.block_n > 64:
+        tile = tile._replace(block_n=tile.block_n // 2)  # there are two accumulators, for the gate and for the value
+    if width <= 4 * tile.block_k:
+        tile = tile._replace(num_stages=2)  # there is little to overlap, and more programs fit a multiprocessor
+    return tile
+
+
 def expert_mlp(
     x: Tensor,
     fc1: Tensor,
@@ -250,37 +274,39 @@ def expert_mlp(
     size = size or block_size(pairs, experts)
     expert_ids = expert_ids.contiguous()
     blocks = _sort(expert_ids, experts, size) if tokens > 1 else None
-    tile = TILES[size] if x.dtype == torch.bfloat16 else WIDE_TILE
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    summed = blocks is None and not some_elsewhere
 
-    def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, shared_by: int, act: str) -> None:
-        # swiglu needs two accumulators, one for the gate and one for the value.
-        own = tile._replace(block_n=tile.block_n // 2) if act == "swiglu" and tile.block_n > 64 else tile
-        if source.shape[1] <= 4 * own.block_k:
-            own = own._replace(num_stages=2)  # there is little to overlap, and more programs fit a multiprocessor
-        count = pairs if blocks is None else len(blocks.experts)
-        _expert_kernel[(triton.cdiv(out.shape[1], own.block_n), count)](
+    def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, into: Tensor, shared_by: int, act: str) -> None:
+        tile = _tile(size, x.dtype, source.shape[1], act)
+        count, tiles = pairs if blocks is None else len(blocks.experts), triton.cdiv(into.shape[1], tile.block_n)
+        last = (residual, out, counters_of(x.device, tiles)) if summed and into is parts else (None, None, None)
+        _expert_kernel[(tiles, count)](
             source,
             weight,
             scale,
-            out,
+            into,
             expert_ids,
             blocks,
+            *last,
             pairs,
-            out.shape[1],
+            into.shape[1],
             source.stride(0),
             EXPERTS=experts,
+            PAIRS=pairs if summed else 0,
             WIDTH=source.shape[1],
             SHARED_BY=shared_by,
             ACTIVATION=act,
             BLOCK_M=size,
             NARROW=NARROW if x.dtype == torch.bfloat16 else None,
-            **own.launch(),
+            **tile.launch(),
         )
 
     multiply(x, fc1, None, hidden, top_k, activation)
     multiply(hidden, fc2, weights.contiguous(), parts, 1, "none")
+    if summed:
+        return out
     _combine_kernel[(tokens, triton.cdiv(width, _COMBINE_BLOCK))](
         parts,
         expert_ids if some_elsewhere else None,
@@ -293,142 +319,3 @@ def expert_mlp(
         BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(width)),
     )
     return out
-
-
-@triton.jit
-def _best(values, taken, index):
-    """The index of the largest value that is not taken, the first among equals; NaN counts as the smallest."""
-    values = tl.where(values == values, values, -1e30)
-    values = tl.where(taken, float("-inf"), values)
-    return tl.min(tl.where((values == tl.max(values)) & ~taken, index, 2147483647))
-
-
-@triton.jit
-def _order(values, taken, index):
-    """int64 keys whose largest belongs to what `_best` finds: the value in the upper half, of which the sign makes
-    larger bits smaller where it is set, and in the lower half LAST - index. No value is -0."""
-    bits = tl.where(values == values, values, -1e30).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ LAST, bits)
-    return tl.where(taken, LEAST, (bits.to(tl.int64) << 32) | (index ^ LAST).to(tl.int64))
-
-
-@triton.jit
-def _route_kernel(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    weights_ptr,
-    stride,
-    scale,
-    TOP_K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SHARED: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PLACES: tl.constexpr,
-):
-    """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
-    token = tl.program_id(0).to(tl.int64)
-    row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
-    index = row[:, None] * GROUP + column[None, :]
-    real = (row < NUM_GROUPS)[:, None] & (column < GROUP)[None, :]
-    logits = tl.load(logits_ptr + token * stride + index, mask=real, other=0.0)
-    if SOFTMAX:
-        highest = tl.max(tl.max(tl.where(real, logits, float("-inf")), 1), 0)
-        powers = tl.where(real, tl.exp(logits - highest), 0.0)
-        sum_of_powers = tl.sum(tl.sum(powers, 1), 0)
-        scores = powers / sum_of_powers
-    else:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    ranked = scores
-    if bias_ptr is not None:
-        ranked += tl.load(bias_ptr + index, mask=real, other=0.0)
-    taken = ~real
-    if NUM_GROUPS > 1:
-        # The score of a group is the sum of its best GROUP_BEST experts.
-        left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
-        value = tl.zeros([ROWS], tl.float32)
-        for _ in tl.static_range(GROUP_BEST):
-            best = tl.max(left, 1)
-            value += best
-            first = tl.min(tl.where(left == best[:, None], column[None, :], COLUMNS), 1)
-            left = tl.where(column[None, :] == first[:, None], float("-inf"), left)
-        out = row >= NUM_GROUPS
-        for _ in tl.static_range(TOP_GROUPS):
-            out = out | (row == _best(value, out, row))
-        taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
-    left = _order(ranked, taken, index)
-    ids = tl.zeros([PLACES], tl.int32)
-    for k in tl.static_range(TOP_K):
-        best = tl.max(tl.max(left, 1), 0)
-        left = tl.where(left == best, LEAST, left)
-        ids = tl.where(place == k, (best & LAST).to(tl.int32) ^ LAST, ids)
-    used = place < TOP_K
-    ids_ptr += token * (TOP_K + (SHARED != "apart"))
-    weights_ptr += token * (TOP_K + (SHARED != "apart"))
-    tl.store(ids_ptr + place, ids.to(tl.int64), mask=used)
-    chosen = tl.load(logits_ptr + token * stride + ids, mask=used, other=0.0)
-    chosen = tl.exp(chosen - highest) / sum_of_powers if SOFTMAX else 1.0 / (1.0 + tl.exp(-chosen))
-    if NORMALIZE:
-        chosen = chosen / (tl.sum(tl.where(used, chosen, 0.0), 0) + 1e-20)
-    tl.store(weights_ptr + place, chosen * scale, mask=used)
-    if SHARED != "apart":
-        tl.store(ids_ptr + TOP_K, tl.full([], NUM_GROUPS * GROUP, tl.int64))
-        weight = 1.0
-        if SHARED == "gated":
-            weight = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + token * stride + NUM_GROUPS * GROUP)))
-        tl.store(weights_ptr + TOP_K, weight)
-
-
-def route(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_best: int = 2,
-    score: ScoreFunction = "sigmoid",
-    normalize: bool = True,
-    shared: Shared = "apart",
-) -> tuple[Tensor, Tensor]:
-    """See the reference. Padding tokens may be NaN and go to some experts too.
-
-    Group sizes that are no power of two run the reference, which does not wait for the device either.
-    """
-    tokens, experts = len(logits), logits.shape[1] - (shared == "gated")
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1
-    assert bias is None or bias.dtype == torch.float32
-    group = experts // num_groups
-    if num_groups > 1 and group != triton.next_power_of_2(group):
-        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared)
-    of_each = top_k + (shared != "apart")
-    expert_ids = torch.empty(tokens, of_each, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(tokens, of_each, dtype=torch.float32, device=logits.device)
-    if tokens:
-        _route_kernel[(tokens,)](
-            logits,
-            bias,
-            expert_ids,
-            weights,
-            logits.stride(0),
-            scale,
-            TOP_K=top_k,
-            NUM_GROUPS=num_groups,
-            TOP_GROUPS=top_groups,
-            GROUP_BEST=group_best,
-            SOFTMAX=score == "softmax",
-            NORMALIZE=normalize,
-            SHARED=shared,
-            GROUP=group,
-            ROWS=triton.next_power_of_2(num_groups),
-            COLUMNS=triton.next_power_of_2(group),
-            PLACES=triton.next_power_of_2(top_k),
-            num_warps=1,
-        )
-    return expert_ids, weights

@@ -1,6 +1,7 @@
 """Mixture of experts with latent projections that need no Transformer Engine."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.linear import linear
-from mtpkit.kernels.moe import expert_mlp, route
+from mtpkit.kernels.moe import choose_experts, expert_mlp, route
 from mtpkit.kernels.moe.reference import Shared
 from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState
+from mtpkit.model.layers.experts import Experts
 from mtpkit.model.layers.norm import ACTIVATIONS
 
 _JOINED_TOKENS = 256
@@ -42,7 +44,7 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
 
 class Router(TopKRouter):
     """megatron-core's router on the device where its weights are (the original moves CPU weights to the GPU), with
-    `mtpkit.kernels.moe.route`, which knows what megatron-core's routing does not. Its bias stays as it is."""
+    `mtpkit.kernels.moe`, which knows what megatron-core's routing does not. Its bias stays as it is."""
 
     def gating(self, input: Tensor) -> Tensor:
         """input [..., hidden] to fp32 logits [..., experts]."""
@@ -55,38 +57,38 @@ class Router(TopKRouter):
             rows: the weight in place of the router's own: [E + 1 or more, hidden] with a `gated` shared expert.
             shared: see `mtpkit.kernels.moe.route`.
         """
-        weight = self.weight if rows is None else rows
-        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        else:
-            logits = x.float() @ weight.float().t()
-        return self._route(logits[:, : self.num_experts + (shared == "gated")], shared)
+        router = self.weight if rows is None else rows
+        return choose_experts(x, router, self.num_experts, self._bias, *self._settings, shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
         assert padding_mask is None, "nothing pads sequences"
         flat = logits.flatten(0, -2)
-        chosen, weights = self._route(flat)
+        chosen, weights = route(flat, self._bias, *self._settings)
         nowhere = torch.zeros_like(flat, dtype=torch.bool)
         return torch.zeros_like(flat).scatter(1, chosen, weights), nowhere.scatter(1, chosen, True)
 
-    def _route(self, logits: Tensor, shared: Shared = "apart") -> tuple[Tensor, Tensor]:
-        bias = None if self.expert_bias is None else self.expert_bias.float()
-        settings: Routing = self.config.mtpkit.moe.routing
-        return route(logits, bias, *settings, shared)
+    @property
+    def _bias(self) -> Tensor | None:
+        return None if self.expert_bias is None else self.expert_bias.float()
+
+    @property
+    def _settings(self) -> Routing:
+        return self.config.mtpkit.moe.routing
 
 
 class MoELayer(MegatronMoELayer):
     """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3).
 
     Where nothing is differentiated and `stack_experts` has been called, all routed experts are two products between a
-    sort and a sum. Otherwise megatron-core's own forward runs them one by one, which needs a host-device sync for the
-    number of tokens of each.
+    sort and a sum. Otherwise it is megatron-core's own forward with `Experts`, which needs a host-device sync for the
+    number of tokens of each expert.
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         submodules = copy.copy(submodules)
         submodules.router = Router
+        submodules.experts = partial(Experts, **submodules.experts.keywords)
         latent = config.moe_latent_size
         if not latent:
             super().__init__(config, submodules, *args, **kwargs)
@@ -113,8 +115,12 @@ class MoELayer(MegatronMoELayer):
         return self.add_to(None, hidden_states), None
 
     def one_by_one(self, hidden_states: Tensor) -> Tensor:
-        """Run megatron-core's own pass through the experts, whether they are stacked or not."""
-        return super().forward(hidden_states)[0]
+        """Run megatron-core's own pass through the experts, one after the other, whether they are stacked or not."""
+        self.experts.apart = True
+        try:
+            return super().forward(hidden_states)[0]
+        finally:
+            self.experts.apart = False
 
     def stack_experts(self) -> bool:
         """Lay the weights of all routed experts side by side; the parameters become views of them.

@@ -15,7 +15,7 @@ from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, ca
 from mtpkit.kernels.dispatch import no_grad, on_kernels
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput, TreeInput
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
-from mtpkit.model.state import Committed, ConvWindow, Replay, Snapshot, States
+from mtpkit.model.state import Committed, ConvWindow, Replay, Ring, Snapshot, States
 
 Places = tuple[Tensor, Tensor, Tensor]
 """States of all slots, which rows continue and leave; the rows' slots; the lengths of their contexts."""
@@ -27,16 +27,19 @@ def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, 
     The counts of the rings are 0 from then on, which the caller writes. Does not wait for the device.
 
     Args:
-        slots: [R] int64.
+        slots: [R] int64, each once; -1: a null row.
         context_lens: [R] int64, committed positions.
         committed: of these R rows.
     """
+    lens: dict[Ring, tuple[Tensor, Tensor]] = {}
     for mixer in model.modules():
         if isinstance(mixer, RecurrentMixer) and mixer.layer_name in states.layers:
             _window, recurrent = states[mixer.layer_name]
             if isinstance(recurrent, Replay):
                 ring = recurrent.ring
-                mixer.fold(recurrent, slots, ((context_lens - ring.behind).clamp_min(0), committed.counts[ring]))
+                if ring not in lens:
+                    lens[ring] = (context_lens - ring.behind).clamp_min(0), committed.counts[ring]
+                mixer.fold(recurrent, slots, lens[ring])
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):

@@ -92,6 +92,12 @@ class Newest(Counter):
         """See `Counter.copied`: a copy is what a chunk would have left."""
         return torch.full_like(counts, self.start)
 
+    def places(self, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Where the `length` places of what is committed are for `counts` [R], and where a chunk leaves them; see
+        `State.settling`."""
+        steps = torch.arange(length, device=counts.device)
+        return counts[:, None] + steps, self.start + steps
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -182,14 +188,15 @@ class State:
         """[units, ...] by name, views of what a prefill chunk reads and leaves."""
         return self.tensors
 
-    def settle(self, unit: int, committed: Committed) -> None:
-        """Bring what is committed of one unit to where a chunk would have left it, but for rings, which only the layer
-        can fold. Does not wait for the device.
+    def settling(self, committed: Committed) -> tuple[Tensor, Tensor] | None:
+        """The places in each of `of_tokens` that hold what is committed of R rows, [R, P] int64, and those where a
+        chunk would have left it, [P] int64; see `States.settle`. None: a chunk would have left it where it is, but for
+        rings, which only the layer can fold.
 
         Args:
-            committed: of all slots; afterwards that of the unit is `Counter.copied`.
+            committed: of these rows.
         """
-        self.restore(unit, self.copy(unit, committed))
+        return None
 
     def copy(self, unit: int, committed: Committed) -> Saved:
         """What `restore` needs of one unit. Does not wait for the device.

@@ -36,6 +36,10 @@ class ConvWindow(State):
         """See `State.chunk_end`."""
         return {"columns": self.folded}
 
+    def settling(self, committed: Committed) -> tuple[Tensor, Tensor]:
+        """See `State.settling`: the committed window."""
+        return self.newest.places(committed.counts[self.newest], self.taps)
+
     def copy(self, unit: int, committed: Committed) -> Saved:
         """See `State.copy`: the committed window."""
         windows = self.columns[unit].unfold(0, self.taps, 1)  # [columns - taps + 1, channels, taps]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ class SavedRequest:
     """Layer -> its states that have a slot for each request."""
     committed: Committed
     """The committed part of these states, one row."""
+
+
+class _Alike(NamedTuple):
+    """States that keep the tokens of a step at the same places."""
+
+    of_heads: bool
+    state: State
+    """One of them."""
+    entries: list[Tensor]
+    """[entries, ...] each, `State.of_tokens` of all of them, counted over all units."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +65,41 @@ class States:
             path: [R, 1 + K] int64, the tokens of each row on its path, of which the first one is token 0.
             accepted: [R] int64, how many follow that one; the others are not read.
         """
-        alike: dict[tuple[type[State], int], list[State]] = {}
-        for name, states in self.layers.items():
-            for state in states:
-                if state.of_tokens and not name.startswith(_HEADS):
-                    alike.setdefault((type(state), state.of_tokens[0].shape[1]), []).append(state)
         depth = torch.arange(1, path.shape[1], device=path.device)
         stands = depth <= accepted[:, None]
-        for group in alike.values():
-            sources = torch.where(stands, group[0].entries_of(step, torch.where(stands, path[:, 1:], 0)), -1)
-            targets = group[0].entries_of(step, depth.expand_as(sources))
-            move_entries(sources, targets, *(t.flatten(0, 1) for state in group for t in state.of_tokens))
+        for group in (one for one in self._alike if not one.of_heads):
+            sources = torch.where(stands, group.state.entries_of(step, torch.where(stands, path[:, 1:], 0)), -1)
+            targets = group.state.entries_of(step, depth.expand_as(sources))
+            move_entries(sources, targets, *group.entries)
+
+    def settle(self, slots: Tensor, committed: Committed) -> None:
+        """Bring what is committed of requests to where a chunk would have left it, but for rings, which only layers can
+        fold. Does not wait for the device.
+
+        Args:
+            slots: [R] int64, each once; -1: a null row, which has no states.
+            committed: of these rows; `Counter.copied` from then on, which the caller writes.
+        """
+        for group in self._alike:
+            settling = group.state.settling(committed) if group.state.unit == "slot" else None
+            if settling is not None:
+                first = slots[:, None] * group.state.of_tokens[0].shape[1]
+                sources, targets = (first + places for places in settling)
+                move_entries(sources, targets, *group.entries)
+
+    @cached_property
+    def _alike(self) -> "list[_Alike]":
+        """All states that have an entry for each token of a step, those that have the same ones together."""
+        groups: dict[tuple, list[State]] = {}
+        for name, states in self.layers.items():
+            for state in (one for one in states if one.of_tokens):
+                rest = [value for value in vars(state).values() if value is not state.tensors]
+                key = name.startswith(_HEADS), type(state), state.of_tokens[0].shape[1], *rest
+                groups.setdefault(key, []).append(state)
+        return [
+            _Alike(key[0], alike[0], [tensor.flatten(0, 1) for state in alike for tensor in state.of_tokens])
+            for key, alike in groups.items()
+        ]
 
     def copy(self, slot: int, committed: Committed) -> SavedRequest:
         """What the slot of a request holds, for `restore`. Keys and values are not part of it: they lie in blocks,

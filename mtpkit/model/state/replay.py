@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mtpkit.kernels.ring import ring_base, ring_length
-from mtpkit.model.state.base import Committed, Counter, Part, Saved, State, StateSizes, StateSpec, StepPlaces
+from mtpkit.model.state.base import Counter, Part, Saved, State, StateSizes, StateSpec, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,6 @@ class Replay(State):
     def chunk_end(self) -> Saved:
         """See `State.chunk_end`: without the rings."""
         return {"state": self.folded}
-
-    def settle(self, unit: int, committed: Committed) -> None:
-        """See `State.settle`: nothing but the rings has to be brought anywhere."""
 
     def inputs(self, name: str) -> Tensor:
         """[slots, L, ...] the latest inputs `name`, that of position i at place i % L."""

@@ -34,6 +34,10 @@ class Snapshot(State):
         """See `State.chunk_end`."""
         return {"state": self.folded}
 
+    def settling(self, committed: Committed) -> tuple[Tensor, Tensor]:
+        """See `State.settling`: the committed entry."""
+        return self.newest.places(committed.counts[self.newest], 1)
+
     def copy(self, unit: int, committed: Committed) -> Saved:
         """See `State.copy`: the committed entry."""
         return {"state": self.entries[unit, committed.counts[self.newest][unit : unit + 1]][0]}

@@ -28,7 +28,11 @@ def stale_state(patch):
 
 def ring_not_folded(patch):
     init = CheckpointStore.__init__
-    patch.setattr(CheckpointStore, "__init__", lambda self, *given: init(self, *given[:-1], lambda *_: None))
+
+    def without(self, *given, **more):
+        init(self, *given[:-1], lambda *_: None, **more)
+
+    patch.setattr(CheckpointStore, "__init__", without)
 
 
 def window_shifted(patch):
@@ -48,13 +52,13 @@ def entry_with_a_rejected_token(patch):
 
 def _with_a_rejected_token(patch, kind):
     """What decoding fed last is not taken back as far as it must be."""
-    settle = kind.settle
+    settling = kind.settling
 
-    def late(self, unit, committed):
+    def late(self, committed):
         counts = {counter: (held + 1).clamp_max(3) for counter, held in committed.counts.items()}
-        settle(self, unit, Committed(counts))
+        return settling(self, Committed(counts))
 
-    patch.setattr(kind, "settle", late)
+    patch.setattr(kind, "settling", late)
 
 
 def heads_left_out(patch):

@@ -1,0 +1,360 @@
+"""The choice of experts in Triton, one program per token, which searches for the best expert k times.
+
+Of a few tokens the router's product is part of it: programs multiply parts of its rows, and the one that comes last
+adds the parts up and chooses.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.config.sections import ScoreFunction
+from mtpkit.kernels.device import MULTIPROCESSORS, counters_of, with_rows
+from mtpkit.kernels.moe import reference
+from mtpkit.kernels.moe.reference import Shared
+
+_FEW_TOKENS = 4
+"""Up to so many tokens one program chooses the experts of all; more of them have one each."""
+_BLOCK_N, _BLOCK_K = 16, 128
+"""Rows of the router and input channels that a program multiplies at a time."""
+
+LAST = tl.constexpr(2**31 - 1)
+LEAST = tl.constexpr(-(2**63))
+"""Largest int32 and smallest int64."""
+
+
+@triton.jit
+def _best(values, taken, index):
+    """The index of the largest value that is not taken, the first among equals; NaN counts as the smallest."""
+    values = tl.where(values == values, values, -1e30)
+    values = tl.where(taken, float("-inf"), values)
+    return tl.min(tl.where((values == tl.max(values)) & ~taken, index, 2147483647))
+
+
+@triton.jit
+def _order(values, taken, index):
+    """int64 keys whose largest belongs to what `_best` finds: the value in the upper half, of which the sign makes
+    larger bits smaller where it is set, and in the lower half LAST - index. No value is -0."""
+    bits = tl.where(values == values, values, -1e30).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ LAST, bits)
+    return tl.where(taken, LEAST, (bits.to(tl.int64) << 32) | (index ^ LAST).to(tl.int64))
+
+
+@triton.jit
+def _choose(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    scale,
+    TOP_K,
+    NUM_GROUPS,
+    TOP_GROUPS,
+    GROUP_BEST,
+    SOFTMAX,
+    NORMALIZE,
+    SHARED,
+    GROUP,
+    ROWS,
+    COLUMNS,
+    PLACES,
+):
+    """Choose the experts of one token; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
+    row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    index = row[:, None] * GROUP + column[None, :]
+    real = (row < NUM_GROUPS)[:, None] & (column < GROUP)[None, :]
+    logits = tl.load(logits_ptr + index, mask=real, other=0.0)
+    if SOFTMAX:
+        highest = tl.max(tl.max(tl.where(real, logits, float("-inf")), 1), 0)
+        powers = tl.where(real, tl.exp(logits - highest), 0.0)
+        sum_of_powers = tl.sum(tl.sum(powers, 1), 0)
+        scores = powers / sum_of_powers
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    ranked = scores
+    if bias_ptr is not None:
+        ranked += tl.load(bias_ptr + index, mask=real, other=0.0)
+    taken = ~real
+    if NUM_GROUPS > 1:
+        # The score of a group is the sum of its best GROUP_BEST experts.
+        left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
+        value = tl.zeros([ROWS], tl.float32)
+        for _ in tl.static_range(GROUP_BEST):
+            best = tl.max(left, 1)
+            value += best
+            first = tl.min(tl.where(left == best[:, None], column[None, :], COLUMNS), 1)
+            left = tl.where(column[None, :] == first[:, None], float("-inf"), left)
+        out = row >= NUM_GROUPS
+        for _ in tl.static_range(TOP_GROUPS):
+            out = out | (row == _best(value, out, row))
+        taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
+    left = _order(ranked, taken, index)
+    ids = tl.zeros([PLACES], tl.int32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(tl.max(left, 1), 0)
+        left = tl.where(left == best, LEAST, left)
+        ids = tl.where(place == k, (best & LAST).to(tl.int32) ^ LAST, ids)
+    used = place < TOP_K
+    tl.store(ids_ptr + place, ids.to(tl.int64), mask=used)
+    chosen = tl.load(logits_ptr + ids, mask=used, other=0.0)
+    chosen = tl.exp(chosen - highest) / sum_of_powers if SOFTMAX else 1.0 / (1.0 + tl.exp(-chosen))
+    if NORMALIZE:
+        chosen = chosen / (tl.sum(tl.where(used, chosen, 0.0), 0) + 1e-20)
+    tl.store(weights_ptr + place, chosen * scale, mask=used)
+    if SHARED != "apart":
+        tl.store(ids_ptr + TOP_K, tl.full([], NUM_GROUPS * GROUP, tl.int64))
+        weight = 1.0
+        if SHARED == "gated":
+            weight = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + NUM_GROUPS * GROUP)))
+        tl.store(weights_ptr + TOP_K, weight)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride,
+    scale,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Route one token per program."""
+    token = tl.program_id(0).to(tl.int64)
+    first = token * (TOP_K + (SHARED != "apart"))
+    _choose(
+        logits_ptr + token * stride,
+        bias_ptr,
+        ids_ptr + first,
+        weights_ptr + first,
+        scale,
+        TOP_K,
+        NUM_GROUPS,
+        TOP_GROUPS,
+        GROUP_BEST,
+        SOFTMAX,
+        NORMALIZE,
+        SHARED,
+        GROUP,
+        ROWS,
+        COLUMNS,
+        PLACES,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose_kernel(
+    x_ptr,
+    router_ptr,
+    parts_ptr,
+    logits_ptr,
+    counter_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    tokens,
+    outputs,
+    x_stride,
+    scale,
+    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Multiply BLOCK_N rows of the router and all tokens per program, over SPAN of the WIDTH input channels; the last
+    program chooses. Longer than 70 lines because it takes what a product and a choice take."""
+    SPLITS: tl.constexpr = WIDTH // SPAN
+    n, t = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
+    k = tl.program_id(1) * SPAN + tl.arange(0, BLOCK_K)
+    # Rows past the end repeat the last one, so that loads need no mask.
+    router_ptrs = router_ptr + tl.minimum(n, outputs - 1)[:, None] * WIDTH + k[None, :]
+    x_ptrs = x_ptr + t[:, None] * x_stride + k[None, :]
+    product = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    for start in range(0, SPAN, BLOCK_K):
+        w = tl.load(router_ptrs + start).to(tl.float32)
+        x = tl.load(x_ptrs + start, mask=(t < tokens)[:, None], other=0.0).to(tl.float32)
+        product += tl.sum(w[:, None, :] * x[None, :, :], 2)
+    places = parts_ptr + (tl.program_id(1) * TOKENS + t)[None, :] * LOGITS + n[:, None]
+    tl.store(places, product, mask=(n < outputs)[:, None])
+    tl.debug_barrier()  # all threads must have stored their part before one thread increments the counter
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") != tl.num_programs(0) * SPLITS - 1:
+        return
+    tl.store(counter_ptr, 0)
+    logit = tl.arange(0, LOGITS)
+    for token in range(tokens):
+        total = tl.zeros([LOGITS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            part = parts_ptr + (split * TOKENS + token) * LOGITS + logit
+            # .cg reads the L2 cache, where the other multiprocessors' stores are.
+            total += tl.load(part, mask=logit < outputs, other=0.0, cache_modifier=".cg")
+        tl.store(logits_ptr + token * LOGITS + logit, total)
+        tl.debug_barrier()  # other threads read them
+        first = token * (TOP_K + (SHARED != "apart"))
+        _choose(
+            logits_ptr + token * LOGITS,
+            bias_ptr,
+            ids_ptr + first,
+            weights_ptr + first,
+            scale,
+            TOP_K,
+            NUM_GROUPS,
+            TOP_GROUPS,
+            GROUP_BEST,
+            SOFTMAX,
+            NORMALIZE,
+            SHARED,
+            GROUP,
+            ROWS,
+            COLUMNS,
+            PLACES,
+        )
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    score: ScoreFunction = "sigmoid",
+    normalize: bool = True,
+    shared: Shared = "apart",
+) -> tuple[Tensor, Tensor]:
+    """See the reference. Padding tokens may be NaN and go to some experts too.
+
+    Group sizes that are no power of two run the reference, which does not wait for the device either.
+    """
+    tokens, experts = len(logits), logits.shape[1] - (shared == "gated")
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1
+    assert bias is None or bias.dtype == torch.float32
+    if not _takes(experts, num_groups):
+        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared)
+    chosen = _chosen(tokens, top_k, shared, logits.device)
+    if tokens:
+        how = _constants(experts, top_k, num_groups, top_groups, group_best, score, normalize, shared)
+        _route_kernel[(tokens,)](logits, bias, *chosen, logits.stride(0), scale, **how, num_warps=1)
+    return chosen
+
+
+def choose_experts(
+    x: Tensor,
+    router: Tensor,
+    experts: int,
+    bias: Tensor | None,
+    top_k: int,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    score: ScoreFunction = "sigmoid",
+    normalize: bool = True,
+    shared: Shared = "apart",
+) -> tuple[Tensor, Tensor]:
+    """See the reference. In bf16 a few tokens take one kernel, more of them a product and `route`."""
+    rest = top_k, scale, num_groups, top_groups, group_best, score, normalize, shared
+    (tokens, width), outputs = x.shape, experts + (shared == "gated")
+    tiles = triton.cdiv(outputs, _BLOCK_N)
+    splits = max(1, MULTIPROCESSORS // tiles)
+    while width % (splits * _BLOCK_K) and splits > 1:
+        splits -= 1
+    narrow = x.dtype == router.dtype == torch.bfloat16
+    fits = width % (splits * _BLOCK_K) == 0 and _takes(experts, num_groups) and router.is_contiguous()
+    if not narrow or not 0 < tokens <= _FEW_TOKENS or not fits:
+        if narrow and x.is_cuda:
+            logits = torch.mm(x, router.t(), out_dtype=torch.float32)
+        else:
+            logits = x.float() @ router.float().t()
+        return route(logits[:, :outputs], bias, *rest)
+    assert bias is None or bias.dtype == torch.float32
+    x, chosen = with_rows(x), _chosen(tokens, top_k, shared, x.device)
+    padded, most = triton.next_power_of_2(outputs), triton.next_power_of_2(tokens)
+    _choose_kernel[(tiles, splits)](
+        x,
+        router,
+        torch.empty(splits, most, padded, dtype=torch.float32, device=x.device),
+        torch.empty(tokens, padded, dtype=torch.float32, device=x.device),
+        counters_of(x.device, 1),
+        bias,
+        *chosen,
+        tokens,
+        outputs,
+        x.stride(0),
+        scale,
+        WIDTH=width,
+        SPAN=width // splits,
+        TOKENS=most,
+        LOGITS=padded,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+        **_constants(experts, top_k, num_groups, top_groups, group_best, score, normalize, shared),
+        num_warps=4,
+    )
+    return chosen
+
+
+def _takes(experts: int, num_groups: int) -> bool:
+    """Whether the kernels know groups of this size."""
+    group = experts // num_groups
+    return num_groups == 1 or group == triton.next_power_of_2(group)
+
+
+def _chosen(tokens: int, top_k: int, shared: Shared, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for what is chosen, see `reference.route`."""
+    of_each = top_k + (shared != "apart")
+    ids = torch.empty(tokens, of_each, dtype=torch.int64, device=device)
+    return ids, torch.empty(tokens, of_each, dtype=torch.float32, device=device)
+
+
+def _constants(
+    experts: int,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    group_best: int,
+    score: ScoreFunction,
+    normalize: bool,
+    shared: Shared,
+) -> dict[str, Any]:
+    """Keyword arguments that both kernels have."""
+    group = experts // num_groups
+    return dict(
+        TOP_K=top_k,
+        NUM_GROUPS=num_groups,
+        TOP_GROUPS=top_groups,
+        GROUP_BEST=group_best,
+        SOFTMAX=score == "softmax",
+        NORMALIZE=normalize,
+        SHARED=shared,
+        GROUP=group,
+        ROWS=triton.next_power_of_2(num_groups),
+        COLUMNS=triton.next_power_of_2(group),
+        PLACES=triton.next_power_of_2(top_k),
+    )

@@ -1,0 +1,116 @@
+"""Routed experts as megatron-core has them, of which all run in two products, with gradients.
+
+megatron-core runs one expert after the other, each in some ten launches: of hundreds of narrow experts a step of
+training is hardly more than launches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from mtpkit.model.layers.norm import ACTIVATIONS
+
+_ALIGNED = 8
+"""On a GPU rows of matrices must be a multiple of 16 bytes long: so many numbers of 16 bits."""
+
+
+class Experts(SequentialMLP):
+    """megatron-core's experts, whose matrices are multiplied all at once where PyTorch has a product for that: on a
+    CPU, and in bfloat16 with sizes that are multiples of 8 on a GPU. Elsewhere they run one by one, and where `apart`
+    says so."""
+
+    apart = False
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Run the experts of this rank.
+
+        Args:
+            permuted_local_hidden_states: [P, h] rows, one for each token and expert of it, sorted by expert.
+            tokens_per_expert: [E] rows of each expert, on any device.
+            permuted_probs: [P], the weight of each row.
+
+        Returns:
+            [P, h], each expert's output times the weight; and None.
+        """
+        x = permuted_local_hidden_states
+        if self.apart or not self._run_together(x):
+            return super().forward(x, tokens_per_expert, permuted_probs)
+        ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
+        inner = ACTIVATIONS[self.config.mtpkit.mlp.activation](_multiply(x, ends, self._linears("linear_fc1")))
+        inner = (inner * permuted_probs[:, None]).to(x.dtype)
+        return _multiply(inner, ends, self._linears("linear_fc2")), None
+
+    def _linears(self, name: str) -> list[Any]:
+        return [getattr(expert, name) for expert in self.local_experts]
+
+    def _run_together(self, x: Tensor) -> bool:
+        first = self.local_experts[0]
+        pair = first.linear_fc1, first.linear_fc2
+        known = isinstance(pair[0], layers.ColumnParallelLinear) and isinstance(pair[1], layers.RowParallelLinear)
+        # Linears of Transformer Engine, and weights in fp8, have products of their own.
+        if not known or not len(x) or any(getattr(one, "weight_scale", None) is not None for one in pair):
+            return False
+        sizes = [size for one in pair for size in one.weight.shape]
+        aligned = x.dtype == torch.bfloat16 and not any(size % _ALIGNED for size in sizes)
+        return all(one.weight.dtype == x.dtype for one in pair) and (aligned or not x.is_cuda)
+
+
+def _multiply(x: Tensor, ends: Tensor, linears: Sequence[Any]) -> Tensor:
+    """[P, out] rows of x [P, in] times the weights of their experts, whose rows end at `ends` [E] int32."""
+    weights = [linear.weight for linear in linears]
+    into_main = linears[0].gradient_accumulation_fusion and hasattr(weights[0], "main_grad")
+    sums = [weight.main_grad for weight in weights] if into_main else None
+    return _Grouped.apply(x.contiguous(), ends, sums, *weights)
+
+
+class _Grouped(torch.autograd.Function):
+    """Products of groups of rows with a matrix each. Gradients of the weights are added to `sums`, if there are any."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, sums: list[Tensor] | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        ctx.sums = sums
+        return F.grouped_mm(x, side_by_side(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        out = grads[0].contiguous()
+        own = F.grouped_mm(out, side_by_side(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[3:]):
+            return own, None, None, *([None] * len(weights))
+        of_weights = F.grouped_mm(out.t(), x, offs=ends)  # [E, out, in]
+        if ctx.sums is None:
+            return own, None, None, *of_weights.unbind()
+        if (together := _evenly_spaced(ctx.sums)) is not None:
+            together.add_(of_weights)
+        else:
+            for total, part in zip(ctx.sums, of_weights, strict=True):
+                total.add_(part)
+        return own, None, None, *([None] * len(weights))
+
+
+def side_by_side(matrices: Sequence[Tensor]) -> Tensor:
+    """[E, n, m], the matrices [n, m] as one tensor, copied only if they do not lie evenly spaced in one memory."""
+    together = _evenly_spaced(matrices)
+    return torch.stack(list(matrices)) if together is None else together
+
+
+def _evenly_spaced(matrices: Sequence[Tensor]) -> Tensor | None:
+    """The matrices as a view, if there is one."""
+    first = matrices[0].detach()
+    places = [matrix.data_ptr() for matrix in matrices]
+    step = places[1] - places[0] if len(places) > 1 else 0
+    one_memory = all(each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for each in matrices)
+    even = all(place == places[0] + index * step for index, place in enumerate(places))
+    size = first.element_size()
+    if not one_memory or not even or step < 0 or step % size or not all(each.is_contiguous() for each in matrices):
+        return None
+    return first.as_strided((len(matrices), *first.shape), (step // size, *first.stride()), first.storage_offset())
