@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
+from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.moe import reference
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
@@ -108,6 +109,7 @@ def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
     assert torch.allclose(have[0, [0, 3]], scores / scores.sum())
 
 
+DEFAULTS = dict(top_k=4, scale=1.0, num_groups=1, top_groups=1, group_best=2, score="sigmoid", normalize=True)
 CHOICES = {
     "few experts": (16, 256, {}),
     "groups and a bias": (32, 128, dict(num_groups=8, top_groups=3, scale=2.5)),
@@ -132,8 +134,10 @@ def test_experts_are_chosen_by_the_routers_product(twin: Twin, case, tokens):
         x, bias = wide[:, 8:-8], 0.1 * torch.randn(experts, generator=generator)
         logits = (x.double() @ router.double().t())[:, : experts + (how.get("shared") == "gated")]
         want = reference.route(logits.float(), bias, 4, **how)
-        arguments = x.to(twin.device), router.to(twin.device), experts, bias.to(twin.device), 4
-        have = twin("moe").choose_experts(*arguments, **how)
+        rest = {name: value for name, value in how.items() if name != "shared"}
+        routing = Routing(**DEFAULTS | rest)
+        arguments = x.to(twin.device), router.to(twin.device), experts, bias.to(twin.device), routing
+        have = twin("moe").choose_experts(*arguments, how.get("shared", "apart"))
         dense_have, dense_want = (dense(*pair, rows) for pair in (have, want))
         assert torch.equal(dense_have != 0, dense_want != 0)
         assert torch.allclose(dense_have, dense_want, rtol=1e-4, atol=1e-6)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,7 +222,7 @@ def route(shapes: Shapes, tokens: int) -> Case:
     return Case(
         moe.route,
         f"[{tokens}, {count}], {top_k} each",
-        lambda: (shapes.normal(tokens, count).float(), *_routing(shapes)),
+        lambda: (shapes.normal(tokens, count).float(), _bias(shapes), *shapes.config.moe.routing),
         lambda args: size(args[0], args[1]) + tokens * top_k * 12,
         judge=partial(_weights, count),
     )
@@ -231,21 +230,21 @@ def route(shapes: Shapes, tokens: int) -> Case:
 
 def choose_experts(shapes: Shapes, tokens: int) -> Case:
     """The experts of each token, with the router's product."""
-    count, width = shapes.config.moe.num_experts, shapes.config.hidden_size
+    count, width, routing = shapes.config.moe.num_experts, shapes.config.hidden_size, shapes.config.moe.routing
     return Case(
         moe.choose_experts,
         f"[{tokens}, {width}] x [{count}, {width}]",
-        lambda: (shapes.normal(tokens, width), _matrix(shapes, count, width), count, *_routing(shapes)),
-        lambda args: size(*args[:2]) + tokens * shapes.config.moe.routing.top_k * 12,
+        lambda: (shapes.normal(tokens, width), _matrix(shapes, count, width), count, _bias(shapes), routing),
+        lambda args: size(*args[:2]) + tokens * routing.top_k * 12,
         flops=2.0 * tokens * count * width,
         judge=partial(_weights, count),
     )
 
 
-def _routing(shapes: Shapes) -> tuple[Any, ...]:
-    """The bias, and how experts are chosen."""
+def _bias(shapes: Shapes) -> Tensor | None:
+    """The router's bias, if it has one."""
     moe = shapes.config.moe
-    return shapes.normal(moe.num_experts).float() if moe.router_enable_expert_bias else None, *moe.routing
+    return shapes.normal(moe.num_experts).float() if moe.router_enable_expert_bias else None
 
 
 def _weights(count: int, args: Args, out: tuple[Tensor, Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
+from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.activation.reference import relu2, swiglu
 
 Activation = Literal["relu2", "swiglu"]
@@ -67,18 +68,7 @@ def route(
 
 
 def choose_experts(
-    x: Tensor,
-    router: Tensor,
-    experts: int,
-    bias: Tensor | None,
-    top_k: int,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_best: int = 2,
-    score: ScoreFunction = "sigmoid",
-    normalize: bool = True,
-    shared: Shared = "apart",
+    x: Tensor, router: Tensor, experts: int, bias: Tensor | None, how: Routing, shared: Shared = "apart"
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token by its logits x @ router.T, computed in float32.
 
@@ -86,14 +76,14 @@ def choose_experts(
         x: [T, h].
         router: [E or more, h], one row for each of the `experts`, then with a `gated` shared expert that of its gate;
             further rows are left out.
-        bias, and all that follow: see `route`.
+        bias, shared: see `route`.
+        how: all else that `route` takes.
 
     Returns:
         See `route`.
     """
     logits = x.float() @ router.float().t()
-    rest = top_k, scale, num_groups, top_groups, group_best, score, normalize, shared
-    return route(logits[:, : experts + (shared == "gated")], bias, *rest)
+    return route(logits[:, : experts + (shared == "gated")], bias, *how, shared)
 
 
 def expert_mlp(

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
+from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.device import MULTIPROCESSORS, counters_of, with_rows
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Shared
@@ -252,49 +253,38 @@ def route(
 
     Group sizes that are no power of two run the reference, which does not wait for the device either.
     """
+    how = Routing(top_k, scale, num_groups, top_groups, group_best, score, normalize)
     tokens, experts = len(logits), logits.shape[1] - (shared == "gated")
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert bias is None or bias.dtype == torch.float32
     if not _takes(experts, num_groups):
-        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared)
+        return reference.route(logits, bias, *how, shared)
     chosen = _chosen(tokens, top_k, shared, logits.device)
     if tokens:
-        how = _constants(experts, top_k, num_groups, top_groups, group_best, score, normalize, shared)
-        _route_kernel[(tokens,)](logits, bias, *chosen, logits.stride(0), scale, **how, num_warps=1)
+        constants = _constants(experts, how, shared)
+        _route_kernel[(tokens,)](logits, bias, *chosen, logits.stride(0), scale, **constants, num_warps=1)
     return chosen
 
 
 def choose_experts(
-    x: Tensor,
-    router: Tensor,
-    experts: int,
-    bias: Tensor | None,
-    top_k: int,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_best: int = 2,
-    score: ScoreFunction = "sigmoid",
-    normalize: bool = True,
-    shared: Shared = "apart",
+    x: Tensor, router: Tensor, experts: int, bias: Tensor | None, how: Routing, shared: Shared = "apart"
 ) -> tuple[Tensor, Tensor]:
     """See the reference. In bf16 a few tokens take one kernel, more of them a product and `route`."""
-    rest = top_k, scale, num_groups, top_groups, group_best, score, normalize, shared
     (tokens, width), outputs = x.shape, experts + (shared == "gated")
     tiles = triton.cdiv(outputs, _BLOCK_N)
     splits = max(1, MULTIPROCESSORS // tiles)
     while width % (splits * _BLOCK_K) and splits > 1:
         splits -= 1
     narrow = x.dtype == router.dtype == torch.bfloat16
-    fits = width % (splits * _BLOCK_K) == 0 and _takes(experts, num_groups) and router.is_contiguous()
+    fits = width % (splits * _BLOCK_K) == 0 and _takes(experts, how.num_groups) and router.is_contiguous()
     if not narrow or not 0 < tokens <= _FEW_TOKENS or not fits:
         if narrow and x.is_cuda:
             logits = torch.mm(x, router.t(), out_dtype=torch.float32)
         else:
             logits = x.float() @ router.float().t()
-        return route(logits[:, :outputs], bias, *rest)
+        return route(logits[:, :outputs], bias, *how, shared)
     assert bias is None or bias.dtype == torch.float32
-    x, chosen = with_rows(x), _chosen(tokens, top_k, shared, x.device)
+    x, chosen = with_rows(x), _chosen(tokens, how.top_k, shared, x.device)
     padded, most = triton.next_power_of_2(outputs), triton.next_power_of_2(tokens)
     _choose_kernel[(tiles, splits)](
         x,
@@ -307,14 +297,14 @@ def choose_experts(
         tokens,
         outputs,
         x.stride(0),
-        scale,
+        how.scale,
         WIDTH=width,
         SPAN=width // splits,
         TOKENS=most,
         LOGITS=padded,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
-        **_constants(experts, top_k, num_groups, top_groups, group_best, score, normalize, shared),
+        **_constants(experts, how, shared),
         num_warps=4,
     )
     return chosen
@@ -333,28 +323,19 @@ def _chosen(tokens: int, top_k: int, shared: Shared, device: torch.device) -> tu
     return ids, torch.empty(tokens, of_each, dtype=torch.float32, device=device)
 
 
-def _constants(
-    experts: int,
-    top_k: int,
-    num_groups: int,
-    top_groups: int,
-    group_best: int,
-    score: ScoreFunction,
-    normalize: bool,
-    shared: Shared,
-) -> dict[str, Any]:
+def _constants(experts: int, how: Routing, shared: Shared) -> dict[str, Any]:
     """Keyword arguments that both kernels have."""
-    group = experts // num_groups
+    group = experts // how.num_groups
     return dict(
-        TOP_K=top_k,
-        NUM_GROUPS=num_groups,
-        TOP_GROUPS=top_groups,
-        GROUP_BEST=group_best,
-        SOFTMAX=score == "softmax",
-        NORMALIZE=normalize,
+        TOP_K=how.top_k,
+        NUM_GROUPS=how.num_groups,
+        TOP_GROUPS=how.top_groups,
+        GROUP_BEST=how.group_best,
+        SOFTMAX=how.score == "softmax",
+        NORMALIZE=how.normalize,
         SHARED=shared,
         GROUP=group,
-        ROWS=triton.next_power_of_2(num_groups),
+        ROWS=triton.next_power_of_2(how.num_groups),
         COLUMNS=triton.next_power_of_2(group),
-        PLACES=triton.next_power_of_2(top_k),
+        PLACES=triton.next_power_of_2(how.top_k),
     )

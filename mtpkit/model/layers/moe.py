@@ -58,7 +58,7 @@ class Router(TopKRouter):
             shared: see `mtpkit.kernels.moe.route`.
         """
         router = self.weight if rows is None else rows
-        return choose_experts(x, router, self.num_experts, self._bias, *self._settings, shared)
+        return choose_experts(x, router, self.num_experts, self._bias, self._settings, shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
