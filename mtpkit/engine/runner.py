@@ -1,6 +1,6 @@
 """The base model as the engine runs it, and what a stand-in for it must offer."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from mtpkit.engine.ranks import Stage
 from mtpkit.engine.step import Batch, StepOutput
 from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.state import Committed, States
 
 
@@ -40,7 +41,7 @@ class Runner:
         most_tokens: the most tokens of a step, where there are several stages.
     """
 
-    def __init__(self, model: Any, stage: Stage | None = None, most_tokens: int = 0) -> None:
+    def __init__(self, model: HybridModel, stage: Stage | None = None, most_tokens: int = 0) -> None:
         self.model, self.stage = model, stage or Stage()
         self.hidden_size: int = model.mtpkit_config.hidden_size
         weight, stage = next(model.parameters()), self.stage

@@ -6,11 +6,10 @@ histograms, never logits. Nothing waits for the host, so that all of it can be c
 Shape legend: N rows, V vocabulary, v the part of it that this rank holds, R decode rows, K drafts.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mtpkit.kernels import NO_TOKEN, acceptance, draft_head
 from mtpkit.kernels import sampling as ops
@@ -107,7 +106,7 @@ class SplitVocabulary(Vocabulary):
         size: V, which the ranks divide.
     """
 
-    def __init__(self, size: int, group: Any) -> None:
+    def __init__(self, size: int, group: ProcessGroup) -> None:
         super().__init__(size)
         self.group, self.rank = group, group.rank()
         self.width = size // group.size()

@@ -4,11 +4,10 @@ All of it can be captured in a CUDA graph: sizes are fixed, and no call waits fo
 bits, so that ranks which decide by them decide alike.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mtpkit.kernels import NO_TOKEN
 
@@ -16,19 +15,19 @@ from mtpkit.kernels import NO_TOKEN
 class Exchange:
     """What ranks of a group exchange, by the group's own backend, NCCL or gloo."""
 
-    def all_reduce(self, values: Tensor, group: Any) -> Tensor:
+    def all_reduce(self, values: Tensor, group: ProcessGroup) -> Tensor:
         """The sum of `values` over the ranks, with the same bits on all of them; `values` may be overwritten by it."""
         values = values.contiguous()
         dist.all_reduce(values, group=group)
         return values
 
-    def all_gather(self, values: Tensor, group: Any) -> Tensor:
+    def all_gather(self, values: Tensor, group: ProcessGroup) -> Tensor:
         """[ranks, ...], the `values` [...] of each rank."""
         gathered = values.new_empty(group.size() * len(values), *values.shape[1:])
         dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
         return gathered.view(group.size(), *values.shape)
 
-    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
+    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
         """See `best_of_ranks`."""
         tokens = torch.where(tokens < 0, tokens, tokens + first)
         pairs = self.all_gather(torch.stack([values.double(), tokens.double()], 1), group)  # exact: below 2^53
@@ -38,11 +37,11 @@ class Exchange:
 
 
 _by_group = Exchange()
-_chosen: dict[Any, Exchange] = {}
+_chosen: dict[ProcessGroup, Exchange] = {}
 """What ranks of a group exchange by, where that is not its backend."""
 
 
-def use_exchange(group: Any, exchange: Exchange | None) -> None:
+def use_exchange(group: ProcessGroup, exchange: Exchange | None) -> None:
     """Let the functions below use `exchange` for a group, such as kernels that reach the memory of other GPUs; None:
     the group's backend. All ranks must choose the same one, before graphs are captured."""
     if exchange is None:
@@ -51,21 +50,21 @@ def use_exchange(group: Any, exchange: Exchange | None) -> None:
         _chosen[group] = exchange
 
 
-def _exchange(group: Any) -> Exchange:
+def _exchange(group: ProcessGroup) -> Exchange:
     return _chosen.get(group, _by_group)
 
 
-def all_reduce(values: Tensor, group: Any) -> Tensor:
+def all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
     """Sum `values` over the ranks of a group, perhaps in place; of one rank they are the sum."""
     return values if group.size() == 1 else _exchange(group).all_reduce(values, group)
 
 
-def all_gather(values: Tensor, group: Any) -> Tensor:
+def all_gather(values: Tensor, group: ProcessGroup) -> Tensor:
     """[ranks, ...], the `values` [...] of each rank."""
     return values[None] if group.size() == 1 else _exchange(group).all_gather(values, group)
 
 
-def best_of_ranks(values: Tensor, tokens: Tensor, group: Any, first: int = 0) -> tuple[Tensor, Tensor]:
+def best_of_ranks(values: Tensor, tokens: Tensor, group: ProcessGroup, first: int = 0) -> tuple[Tensor, Tensor]:
     """The best token over the parts of a vocabulary that ranks hold: up to 16 bytes per row and rank are exchanged.
 
     Args:
@@ -81,7 +80,7 @@ def best_of_ranks(values: Tensor, tokens: Tensor, group: Any, first: int = 0) ->
     return _exchange(group).best_of_ranks(values, tokens, first, group)
 
 
-def top_of_ranks(values: Tensor, tokens: Tensor, log_sums: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+def top_of_ranks(values: Tensor, tokens: Tensor, log_sums: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """The best tokens over the parts of a vocabulary that ranks hold, each as many as this rank gives.
 
     Args:

@@ -50,6 +50,14 @@ def test_gradients_are_those_of_one_after_the_other(counts, activation, stacked,
         assert (have - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("inner", [50, 51])
+def test_odd_sizes_run_one_after_the_other(inner):
+    experts, counts = experts_of(inner=inner), COUNTS["uneven"]
+    drawn = draw(experts, counts)
+    want = gradients(experts, counts, *drawn, apart=True)
+    assert all(map(torch.equal, gradients(experts, counts, *drawn, apart=False), want))
+
+
 def lay_side_by_side(experts) -> None:
     for name in ("linear_fc1", "linear_fc2"):
         weights = [getattr(expert, name).weight for expert in experts.local_experts]

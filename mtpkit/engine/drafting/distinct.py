@@ -5,7 +5,7 @@ newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from mtpkit.engine.batch import kv_slots, token_rows
 from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.model import mtp_forward
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.inputs import StepInput
 
 
@@ -35,7 +36,12 @@ class DistinctDrafter(MtpDrafter):
     """
 
     def __init__(
-        self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool, draft_token_ids: Tensor | None
+        self,
+        model: HybridModel,
+        num_speculative_tokens: int,
+        block_size: int,
+        sample: bool,
+        draft_token_ids: Tensor | None,
     ) -> None:
         super().__init__(model, num_speculative_tokens, block_size, sample, draft_token_ids)
         self.earlier = (num_speculative_tokens - 1, model.mtpkit_config.hidden_size)

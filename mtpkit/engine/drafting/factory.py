@@ -1,6 +1,6 @@
 """Choice of the drafter for a model, and the check of how many drafts its heads can make."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -11,10 +11,11 @@ from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.drafting.trees import DistinctTreeDrafter, RepeatedTreeDrafter
 from mtpkit.engine.tree import Tree
 from mtpkit.errors import UserError
+from mtpkit.model.hybrid import HybridModel
 
 
 def make_drafter(
-    model: Any,
+    model: HybridModel,
     num_speculative_tokens: int,
     block_size: int,
     sample: bool,

@@ -4,7 +4,7 @@ Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V voca
 newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from mtpkit.engine import sampler
 from mtpkit.engine.step import Batch, Drafts, Verdict
 from mtpkit.kernels.linear import linear
 from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
+from mtpkit.model.hybrid import HybridModel
 
 
 class Drafter(Protocol):
@@ -42,7 +43,12 @@ class MtpDrafter:
     """Base class of drafters with heads: chooses a draft from the hidden state of a depth."""
 
     def __init__(
-        self, model: Any, num_speculative_tokens: int, block_size: int, sample: bool, draft_token_ids: Tensor | None
+        self,
+        model: HybridModel,
+        num_speculative_tokens: int,
+        block_size: int,
+        sample: bool,
+        draft_token_ids: Tensor | None,
     ) -> None:
         self.model = model
         self.num_speculative_tokens = num_speculative_tokens

@@ -9,7 +9,6 @@ known and t_{p+1} was just chosen.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from mtpkit.engine.drafting.repeated import RepeatedDrafter, shifted_token_ids
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.engine.tree import DynamicTree, Tree
 from mtpkit.model import mtp_forward, normed_states
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.inputs import StepInput, TreeInput
 
 
@@ -31,7 +31,7 @@ class _Trees(MtpDrafter):
 
     def __init__(
         self,
-        model: Any,
+        model: HybridModel,
         num_speculative_tokens: int,
         block_size: int,
         sample: bool,

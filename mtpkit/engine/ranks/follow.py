@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
 from mtpkit.engine.ranks.peers import exchange_in_peer_memory
@@ -162,7 +163,9 @@ class SplitRanks(Ranks):
         stage: that of this rank.
     """
 
-    def __init__(self, tensor_group: Any, control_group: Any, watch: Watch | None, stage: Stage) -> None:
+    def __init__(
+        self, tensor_group: ProcessGroup, control_group: ProcessGroup, watch: Watch | None, stage: Stage
+    ) -> None:
         self.rank, self.size, self.tensor_size = control_group.rank(), control_group.size(), tensor_group.size()
         self.stage = stage
         self._tensor_group, self._control, self._watch = tensor_group, control_group, watch

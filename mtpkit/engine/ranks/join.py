@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine.options import EngineOptions
@@ -138,7 +139,7 @@ def _stage() -> Stage:
 
 
 @cache
-def _group_back(forward: Any, processes: int) -> Any:
+def _group_back(forward: ProcessGroup, processes: int) -> ProcessGroup:
     """A second group of the ranks that have the stages of one model; all ranks make those of all."""
     before_closing.append(_group_back.cache_clear)
     apart = processes // forward.size()
@@ -161,14 +162,14 @@ def _problems(config: ModelConfig, ranks: int, whole_experts: bool) -> Iterator[
 
 
 @cache
-def _control_group() -> Any:
+def _control_group() -> ProcessGroup:
     """The group of all hosts, made with the first engine."""
     before_closing.append(_control_group.cache_clear)
     return dist.new_group(backend="gloo")
 
 
 @cache
-def _watch(control: Any) -> Watch:
+def _watch(control: ProcessGroup) -> Watch:
     """The watch of this process, made with the first engine."""
     rank, server = dist.get_rank(), None
     port: list[Any] = [None]
@@ -181,7 +182,7 @@ def _watch(control: Any) -> Watch:
     return watch
 
 
-def _compare(control: Any, own: dict[str, str]) -> None:
+def _compare(control: ProcessGroup, own: dict[str, str]) -> None:
     """Refuse ranks that differ from rank 0."""
     every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, own, group=control)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mtpkit.errors import listed
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
@@ -30,7 +31,7 @@ def limit_of(ranks: int) -> int:
     return _MOST_OF_TWO if ranks <= 2 else _MOST_READ // ranks
 
 
-def exchange_in_peer_memory(group: Any, control: Any, weight: Tensor, wanted: bool) -> None:
+def exchange_in_peer_memory(group: ProcessGroup, control: ProcessGroup, weight: Tensor, wanted: bool) -> None:
     """Choose what the functions of `collectives` do for a group. All ranks of `control` call it together.
 
     Where ranks of the group cannot reach each other's memory, a line of the log says why, and its backend exchanges.
@@ -51,19 +52,19 @@ class PeerMemory(Exchange):
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
 
-    def all_reduce(self, values: Tensor, group: Any) -> Tensor:
+    def all_reduce(self, values: Tensor, group: ProcessGroup) -> Tensor:
         """See `Exchange.all_reduce`."""
         if not self._takes(values):
             return super().all_reduce(values, group)
         return sum_over_ranks(values.contiguous(), self.windows)
 
-    def all_gather(self, values: Tensor, group: Any) -> Tensor:
+    def all_gather(self, values: Tensor, group: ProcessGroup) -> Tensor:
         """See `Exchange.all_gather`."""
         if not self._takes(values):
             return super().all_gather(values, group)
         return gather_ranks(values.contiguous(), self.windows)
 
-    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
+    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
         """See `Exchange.best_of_ranks`."""
         if not self._takes(values) or len(values) > self.windows.most_rows:
             return super().best_of_ranks(values, tokens, first, group)
@@ -74,7 +75,7 @@ class PeerMemory(Exchange):
 
 
 @cache
-def _peers(group: Any, control: Any, device: torch.device) -> PeerMemory | None:
+def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> PeerMemory | None:
     """The peer memory of a group, made with the first engine that wants it; None: there cannot be any."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
     limit = limit_of(len(ranks))
@@ -135,14 +136,14 @@ def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _of_all[T](control: Any, own: T) -> list[T]:
+def _of_all[T](control: ProcessGroup, own: T) -> list[T]:
     """What each rank has."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own, group=control)
     return every
 
 
-def _close(group: Any, control: Any, held: dict[int, Tensor]) -> None:
+def _close(group: ProcessGroup, control: ProcessGroup, held: dict[int, Tensor]) -> None:
     """Give the windows back in order: when all ranks have read what they will, those of others, then the own one."""
     use_exchange(group, None)
     _peers.cache_clear()

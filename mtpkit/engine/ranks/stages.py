@@ -8,11 +8,11 @@ and recurrent states by itself, as the only stage would.
 """
 
 from collections import deque
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class Stage:
@@ -53,7 +53,7 @@ class PipelineStage(Stage):
             other.
     """
 
-    def __init__(self, forward: Any, back: Any) -> None:
+    def __init__(self, forward: ProcessGroup, back: ProcessGroup) -> None:
         self._forward, self._back, self._stage, self.stages = forward, back, forward.rank(), forward.size()
         self.first, self.last = self._stage == 0, self._stage == self.stages - 1
         self._most_sends = 2 * self.stages
@@ -86,7 +86,7 @@ class PipelineStage(Stage):
             self._count(message)
         return message
 
-    def _begin(self, values: Tensor, group: Any, stage: int, most: int) -> None:
+    def _begin(self, values: Tensor, group: ProcessGroup, stage: int, most: int) -> None:
         """Begin a transfer and keep the tensor until it has left; of more than `most` wait for the oldest."""
         self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
         self._wait(most)

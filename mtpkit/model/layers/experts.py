@@ -15,14 +15,13 @@ from torch import Tensor
 
 from mtpkit.model.layers.norm import ACTIVATIONS
 
-_ALIGNED = 8
-"""On a GPU rows of matrices must be a multiple of 16 bytes long: so many numbers of 16 bits."""
+_ALIGNED = 16
+"""Bytes of which rows of matrices must be a multiple for `grouped_mm`."""
 
 
 class Experts(SequentialMLP):
-    """megatron-core's experts, whose matrices are multiplied all at once where PyTorch has a product for that: on a
-    CPU, and in bfloat16 with sizes that are multiples of 8 on a GPU. Elsewhere they run one by one, and where `apart`
-    says so."""
+    """megatron-core's experts, whose matrices are multiplied all at once where PyTorch has a product for that: rows are
+    to be multiples of 16 bytes, and on a GPU in bfloat16. Elsewhere they run one by one, and where `apart` says so."""
 
     apart = False
 
@@ -57,9 +56,9 @@ class Experts(SequentialMLP):
         # Linears of Transformer Engine, and weights in fp8, have products of their own.
         if not known or not len(x) or any(getattr(one, "weight_scale", None) is not None for one in pair):
             return False
-        sizes = [size for one in pair for size in one.weight.shape]
-        aligned = x.dtype == torch.bfloat16 and not any(size % _ALIGNED for size in sizes)
-        return all(one.weight.dtype == x.dtype for one in pair) and (aligned or not x.is_cuda)
+        aligned = not any(size * x.element_size() % _ALIGNED for one in pair for size in one.weight.shape)
+        alike = all(one.weight.dtype == x.dtype for one in pair)
+        return aligned and alike and (x.dtype == torch.bfloat16 or not x.is_cuda)
 
 
 def _multiply(x: Tensor, ends: Tensor, linears: Sequence[Any]) -> Tensor:
