@@ -95,8 +95,8 @@ def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tens
         embedded = kwargs["hidden_states"]
         generator = torch.Generator(embedded.device).manual_seed(0)
         signs = torch.rand(embedded.shape, generator=generator, device=embedded.device) - 0.5
-        moved = embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)
-        return args, kwargs | dict(hidden_states=moved)
+        by_one = embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)
+        return args, kwargs | dict(hidden_states=by_one)
 
     group, hook = model.pg_collection.pp, None
     if not model.pre_process:

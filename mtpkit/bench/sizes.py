@@ -91,7 +91,7 @@ DEEPSEEK_V3 = ModelConfig.of(
 """DeepSeek-V3 (arXiv:2412.19437), 671 billion weights with its one head of 14 more: for `bench roofline`."""
 
 DEEPSEEK_V3_SLICE = DEEPSEEK_V3.replace(pattern="+-" * 3 + "+E")
-"""Its first four layers, with the head: some 55 GB in bf16, and 15 GB more while experts are stacked."""
+"""Its first four layers, with the head: 53 GB in bf16, and 15 GB more while experts are stacked."""
 
 DEEPSEEK_V3_TINY = DEEPSEEK_V3.replace(
     vocab_size=512,

@@ -69,7 +69,7 @@ class RowGraphs:
         self._capture = Capture()
 
     def run(self, function: Callable[[Tensor], None], rows: Sequence[Sequence[int]]) -> None:
-        """Run a function for rows of as many numbers each, without waiting for the device."""
+        """Run a function for rows, which all have the same number of numbers, without waiting for the device."""
         for some in batched(rows, self.sizes[-1]):
             size = next(size for size in self.sizes if size >= len(some))
             graph = self._captured(function, size)

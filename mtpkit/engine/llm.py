@@ -193,7 +193,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget what earlier prompts and outputs left in the prefix cache, as one must after a change of the weights.
-        Waits for the end of calls of other threads.
+        Waits for the end of calls of other threads. Of a model that is split, every rank must call it.
 
         Returns:
             False if requests that were added to `engine` directly are unfinished: nothing is forgotten then.

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpkit.bench.sizes import NEMOTRON_3_TINY
 from mtpkit.model import build_model, stack_experts
+from mtpkit.model.layers import experts as layer
 from mtpkit.model.layers.experts import Experts, side_by_side
 from mtpkit.training.main_grad import gradients_into_main
 
@@ -20,7 +21,7 @@ def experts_of(activation="relu2", dtype=torch.float32, device="cpu", count=4, i
     return model.decoder.layers[1].mlp.experts
 
 
-def draw(experts, counts, width=None):
+def draw(experts, counts):
     weight = experts.local_experts[0].linear_fc1.weight
     x, probs = torch.randn(sum(counts), weight.shape[1]), torch.rand(sum(counts))
     pull = torch.randn(sum(counts), weight.shape[1])
@@ -50,12 +51,46 @@ def test_gradients_are_those_of_one_after_the_other(counts, activation, stacked,
         assert (have - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("inner", [50, 51])
-def test_odd_sizes_run_one_after_the_other(inner):
-    experts, counts = experts_of(inner=inner), COUNTS["uneven"]
+@pytest.mark.parametrize("inner, dtype", [(50, torch.float32), (51, torch.float32), (48, torch.float64)])
+def test_what_pytorch_does_not_multiply_runs_one_after_the_other(inner, dtype):
+    experts, counts = experts_of(inner=inner, dtype=dtype), COUNTS["uneven"]
     drawn = draw(experts, counts)
     want = gradients(experts, counts, *drawn, apart=True)
     assert all(map(torch.equal, gradients(experts, counts, *drawn, apart=False), want))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_large_matrices_are_not_copied(stacked, monkeypatch):
+    experts, counts = experts_of(), COUNTS["uneven"]
+    if stacked:
+        lay_side_by_side(experts)
+    monkeypatch.setattr(layer, "_MOST_COPIED", sum(one.linear_fc1.weight.nbytes for one in experts.local_experts) - 1)
+    ran = []
+    before = layer.SequentialMLP.forward
+    monkeypatch.setattr(layer.SequentialMLP, "forward", lambda *args: ran.append(1) or before(*args))
+    gradients(experts, counts, *draw(experts, counts), apart=False)
+    assert bool(ran) != stacked
+
+
+def test_some_experts_are_frozen():
+    """Of the others, one has an optimizer's gradient and the rest autograd's."""
+    experts, counts = experts_of(), (2, 3, 1, 4)
+    drawn = draw(experts, counts)
+    want = dict(zip(dict(experts.named_parameters()), gradients(experts, counts, *drawn, apart=True)[3:], strict=True))
+    experts.local_experts[0].requires_grad_(False)
+    for parameter in experts.local_experts[1].parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    experts.apart = False
+    with gradients_into_main(experts):
+        for expert in experts.local_experts:
+            expert.linear_fc1.gradient_accumulation_fusion = expert.linear_fc2.gradient_accumulation_fusion = True
+        out, _ = experts(drawn[0].requires_grad_(), torch.tensor(counts), drawn[1])
+    (out * drawn[2]).sum().backward()
+    for name, parameter in experts.named_parameters():
+        index = int(name.split(".")[1])
+        found = (None, getattr(parameter, "main_grad", None), parameter.grad, parameter.grad)[index]
+        assert parameter.grad is None or index > 1
+        assert found is None if index == 0 else torch.allclose(found, want[name], rtol=1e-4, atol=1e-5)
 
 
 def lay_side_by_side(experts) -> None:
@@ -144,6 +179,9 @@ def test_bf16_on_a_gpu(activation, inner, monkeypatch):
     near = gradients(experts, counts, *drawn, apart=True)
     if inner % 8 == 0:
         monkeypatch.setattr(Experts.__base__, "forward", None)
+    # The gradient of an expert without rows may be what lay in memory before.
+    junk = [torch.full((sum(p.numel() for p in experts.parameters()),), torch.nan, device="cuda") for _ in range(4)]
+    del junk
     have = gradients(experts, counts, *drawn, apart=False)
     exact = experts_of(activation, torch.float64, "cpu", inner=inner)
     exact.load_state_dict({name: value.double().cpu() for name, value in experts.state_dict().items()})

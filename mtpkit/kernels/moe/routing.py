@@ -1,7 +1,7 @@
 """The choice of experts in Triton, one program per token, which searches for the best expert k times.
 
-Of a few tokens the router's product is part of it: programs multiply parts of its rows, and the one that comes last
-adds the parts up and chooses.
+For a few tokens the router's product is part of the same kernel: programs multiply parts of the router's rows, and the
+one that comes last adds the parts up and chooses.
 """
 
 from typing import Any

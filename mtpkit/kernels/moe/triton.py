@@ -123,7 +123,9 @@ def _expert_kernel(
     if blocks is None:
         expert = tl.load(ids_ptr + block).to(tl.int64)
         pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, pairs)
-        if expert >= EXPERTS:
+        if total_ptr is not None:
+            expert = tl.minimum(expert, EXPERTS - 1)  # all programs must count, whatever the ids are
+        elif expert >= EXPERTS:
             return
     else:
         if block >= tl.load(blocks.used):

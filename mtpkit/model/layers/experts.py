@@ -1,7 +1,7 @@
 """Routed experts as megatron-core has them, of which all run in two products, with gradients.
 
-megatron-core runs one expert after the other, each in some ten launches: of hundreds of narrow experts a step of
-training is hardly more than launches.
+megatron-core runs one expert after the other, each in some ten launches. With hundreds of narrow experts a step of
+training then consists of little else than launches.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,20 @@ from mtpkit.model.layers.norm import ACTIVATIONS
 
 _ALIGNED = 16
 """Bytes of which rows of matrices must be a multiple for `grouped_mm`."""
+_MOST_COPIED = 4 << 30
+"""Bytes of one matrix of all experts, up to which they are copied together where they lie apart. Larger ones are so
+wide that their launches do not count."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What `grouped_mm` multiplies on a CPU."""
 
 
 class Experts(SequentialMLP):
     """megatron-core's experts, whose matrices are multiplied all at once where PyTorch has a product for that: rows are
-    to be multiples of 16 bytes, and on a GPU in bfloat16. Elsewhere they run one by one, and where `apart` says so."""
+    to be multiples of 16 bytes, and on a GPU in bfloat16. Elsewhere they run one by one, and where `apart` says so.
+
+    Where they do not lie side by side, as those of heads, all fc1 and then all fc2 are copied in each pass, forward and
+    backward; the backward pass has the gradient of one of them, too.
+    """
 
     apart = False
 
@@ -58,22 +67,29 @@ class Experts(SequentialMLP):
             return False
         aligned = not any(size * x.element_size() % _ALIGNED for one in pair for size in one.weight.shape)
         alike = all(one.weight.dtype == x.dtype for one in pair)
-        return aligned and alike and (x.dtype == torch.bfloat16 or not x.is_cuda)
+        known = x.dtype == torch.bfloat16 or (not x.is_cuda and x.dtype in _DTYPES)
+        return aligned and alike and known and all(map(self._fits, ("linear_fc1", "linear_fc2")))
+
+    def _fits(self, name: str) -> bool:
+        """Whether these matrices lie side by side or can be copied."""
+        weights = [linear.weight for linear in self._linears(name)]
+        return sum(weight.nbytes for weight in weights) <= _MOST_COPIED or _evenly_spaced(weights) is not None
 
 
 def _multiply(x: Tensor, ends: Tensor, linears: Sequence[Any]) -> Tensor:
     """[P, out] rows of x [P, in] times the weights of their experts, whose rows end at `ends` [E] int32."""
     weights = [linear.weight for linear in linears]
-    into_main = linears[0].gradient_accumulation_fusion and hasattr(weights[0], "main_grad")
-    sums = [weight.main_grad for weight in weights] if into_main else None
+    fused = [linear.gradient_accumulation_fusion for linear in linears]
+    sums = [getattr(each, "main_grad", None) if adds else None for each, adds in zip(weights, fused, strict=True)]
     return _Grouped.apply(x.contiguous(), ends, sums, *weights)
 
 
 class _Grouped(torch.autograd.Function):
-    """Products of groups of rows with a matrix each. Gradients of the weights are added to `sums`, if there are any."""
+    """Products of groups of rows with a matrix each. The gradient of a weight is added to its one of `sums`, if there
+    is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, sums: list[Tensor] | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ends: Tensor, sums: list[Tensor | None], *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
         ctx.sums = sums
         return F.grouped_mm(x, side_by_side(weights).transpose(1, 2), offs=ends)
@@ -86,14 +102,19 @@ class _Grouped(torch.autograd.Function):
         if not any(ctx.needs_input_grad[3:]):
             return own, None, None, *([None] * len(weights))
         of_weights = F.grouped_mm(out.t(), x, offs=ends)  # [E, out, in]
-        if ctx.sums is None:
-            return own, None, None, *of_weights.unbind()
-        if (together := _evenly_spaced(ctx.sums)) is not None:
+        # Not on every GPU is that of no rows written: https://github.com/pytorch/pytorch/issues/172439
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        of_weights.masked_fill_(empty[:, None, None], 0)
+        sums = [total for total in ctx.sums if total is not None]
+        if len(sums) == len(weights) and (together := _evenly_spaced(sums)) is not None:
             together.add_(of_weights)
-        else:
-            for total, part in zip(ctx.sums, of_weights, strict=True):
+            return own, None, None, *([None] * len(weights))
+        found: list[Tensor | None] = []
+        for total, part in zip(ctx.sums, of_weights, strict=True):
+            found.append(part if total is None else None)
+            if total is not None:
                 total.add_(part)
-        return own, None, None, *([None] * len(weights))
+        return own, None, None, *found
 
 
 def side_by_side(matrices: Sequence[Tensor]) -> Tensor:

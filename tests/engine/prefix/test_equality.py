@@ -257,10 +257,12 @@ def test_what_is_left_can_be_forgotten_when_weights_change(forgotten):
 
 def test_requests_under_way_keep_what_they_found():
     llm = make_llm(tiny_model(), 3, enable_prefix_caching=True)
+    generate(llm, [START], greedy(4), poison=False)
     llm.engine.add_request(START, greedy(4))
     assert not llm.reset_prefix_cache()
     while llm.engine.has_unfinished:
         llm.engine.step()
+    assert llm.stats().cached_tokens == len(START)
     assert llm.reset_prefix_cache() and make_llm(tiny_model(), 3).reset_prefix_cache()
 
 
