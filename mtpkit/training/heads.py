@@ -256,7 +256,7 @@ def freeze_base(model: HybridModel) -> dict[str, nn.Parameter]:
     model.requires_grad_(False)
     model.eval()
     if not stack_experts(model.decoder):
-        _logger.info("experts of the base are copied together in each step, since ranks share sequences or experts")
+        _logger.info("experts of the base are not stacked, since ranks share sequences or experts")
     heads = {name: parameter for name, parameter in model.named_parameters() if name.startswith(HEAD_PREFIX)}
     for parameter in heads.values():
         parameter.requires_grad_(True)

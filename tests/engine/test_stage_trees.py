@@ -36,7 +36,10 @@ CASES = [
     Case("latent", 3, penalised=True, settings=GROWN_SHAPE | PREEMPTED),
     Case("mamba2", 2, settings=dict(speculative_token_tree=[2, 2], max_num_seqs=3)),
     Case("mamba2", 2, guided=False, settings=DRAWN),
-    Case("distinct heads", 3, settings=FIXED | dict(max_num_batched_tokens=12, max_num_seqs=2)),
+    Case("distinct heads", 3, settings=FIXED),
+    Case(
+        "mamba2", 3, settings=FIXED | dict(max_num_batched_tokens=12, max_num_seqs=2)
+    ),  # chunks of which no row samples
 ]
 """PREEMPTED has so few blocks that those of a request that ends go to another one at once."""
 FIXED_CASE, ENDING, GRAPHS = CASES[0], CASES[4], CASES[2]

@@ -22,6 +22,7 @@ from mtpkit.model.state import (
     Snapshot,
     State,
     StateLayout,
+    States,
     StateSizes,
     StateSpec,
 )
@@ -238,6 +239,28 @@ def test_rows_are_settled_as_copies_of_one_request_are_restored(rollback):
     for one, other in zip(states.all(), same.all(), strict=True):
         for name, tensor in one.tensors.items():
             assert tensor.equal(other.tensors[name])
+
+
+class Shifted(State):
+    """A state from outside that lies elsewhere after decoding, and does not say where."""
+
+    def copy(self, unit, committed):
+        return {name: tensor[unit] for name, tensor in self.tensors.items()}
+
+
+class Single(State):
+    """A number a request, which lies where it always does."""
+
+
+@pytest.mark.parametrize("kind", [Shifted, Single])
+def test_a_state_from_outside_says_what_settles_it(kind):
+    states = States({"decoder.0": (kind({"state": torch.arange(SLOTS)}),)})
+    rows = torch.tensor([2])
+    if kind is Single:
+        states.settle(rows, Committed({}))
+        return
+    with pytest.raises(NotImplementedError, match="Shifted has a `copy` of its own, so it needs a `settling`, too"):
+        states.settle(rows, Committed({}))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,6 @@ from mtpkit.engine.batch import kv_slots, token_rows
 from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
 from mtpkit.model import mtp_forward
-from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.inputs import StepInput
 
 
@@ -35,16 +34,10 @@ class DistinctDrafter(MtpDrafter):
     In a step with fewer than K drafts all depths run, which keeps their caches complete for later steps.
     """
 
-    def __init__(
-        self,
-        model: HybridModel,
-        num_speculative_tokens: int,
-        block_size: int,
-        sample: bool,
-        draft_token_ids: Tensor | None,
-    ) -> None:
-        super().__init__(model, num_speculative_tokens, block_size, sample, draft_token_ids)
-        self.earlier = (num_speculative_tokens - 1, model.mtpkit_config.hidden_size)
+    @property
+    def earlier(self) -> tuple[int, int]:
+        """See `Drafter.earlier`."""
+        return self.num_speculative_tokens - 1, self.model.mtpkit_config.hidden_size
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)

@@ -20,9 +20,11 @@ class Drafter(Protocol):
     """Proposes drafts. It reads no state of the host, since a step may run before the host has the results of the
     previous one, and may be captured in a CUDA graph."""
 
-    earlier: tuple[int, int]
-    """E and h: the number of committed positions before a step that the drafter reads, and the size of their hidden
-    states. The recurrent states of the heads stay E positions behind."""
+    @property
+    def earlier(self) -> tuple[int, int]:
+        """E and h: the number of committed positions before a step that the drafter reads, and the size of their hidden
+        states. The recurrent states of the heads stay E positions behind."""
+        ...
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """Propose [S, K] drafts for the rows that sample, given the base's hidden states [T, 1, h]."""
@@ -42,6 +44,11 @@ class NoDrafter:
 class MtpDrafter:
     """Base class of drafters with heads: chooses a draft from the hidden state of a depth."""
 
+    @property
+    def earlier(self) -> tuple[int, int]:
+        """See `Drafter.earlier`."""
+        return 0, 0
+
     def __init__(
         self,
         model: HybridModel,
@@ -55,7 +62,6 @@ class MtpDrafter:
         self.block_size = block_size
         self.sample = sample
         self.draft_token_ids = draft_token_ids
-        self.earlier = (0, 0)
         self._draft_weight: Tensor | None = None
         if draft_token_ids is not None:
             self._draft_weight, self.draft_token_ids = draft_output_weight(model, draft_token_ids)

@@ -18,8 +18,8 @@ from mtpkit.model.layers.norm import ACTIVATIONS
 _ALIGNED = 16
 """Bytes of which rows of matrices must be a multiple for `grouped_mm`."""
 _MOST_COPIED = 4 << 30
-"""Bytes of one matrix of all experts, up to which they are copied together where they lie apart. Larger ones are so
-wide that their launches do not count."""
+"""Bytes of one matrix of all experts, up to which they are copied together where they lie apart; a copy of more would
+take too much memory."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What `grouped_mm` multiplies on a CPU."""
 
@@ -61,9 +61,9 @@ class Experts(SequentialMLP):
     def _run_together(self, x: Tensor) -> bool:
         first = self.local_experts[0]
         pair = first.linear_fc1, first.linear_fc2
-        known = isinstance(pair[0], layers.ColumnParallelLinear) and isinstance(pair[1], layers.RowParallelLinear)
+        plain = isinstance(pair[0], layers.ColumnParallelLinear) and isinstance(pair[1], layers.RowParallelLinear)
         # Linears of Transformer Engine, and weights in fp8, have products of their own.
-        if not known or not len(x) or any(getattr(one, "weight_scale", None) is not None for one in pair):
+        if not plain or not len(x) or any(getattr(one, "weight_scale", None) is not None for one in pair):
             return False
         aligned = not any(size * x.element_size() % _ALIGNED for one in pair for size in one.weight.shape)
         alike = all(one.weight.dtype == x.dtype for one in pair)

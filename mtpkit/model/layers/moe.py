@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoELayer
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
@@ -88,6 +89,7 @@ class MoELayer(MegatronMoELayer):
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         submodules = copy.copy(submodules)
         submodules.router = Router
+        assert submodules.experts.func is SequentialMLP and not submodules.experts.args
         submodules.experts = partial(Experts, **submodules.experts.keywords)
         latent = config.moe_latent_size
         if not latent:

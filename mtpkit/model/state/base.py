@@ -196,6 +196,8 @@ class State:
         Args:
             committed: of these rows.
         """
+        if type(self).copy is not State.copy:
+            raise NotImplementedError(f"{type(self).__name__} has a `copy` of its own, so it needs a `settling`, too")
         return None
 
     def copy(self, unit: int, committed: Committed) -> Saved:

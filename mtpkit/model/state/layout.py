@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +24,22 @@ class SavedRequest:
     """The committed part of these states, one row."""
 
 
-class _Alike(NamedTuple):
+@dataclass(frozen=True)
+class _Alike:
     """States that keep the tokens of a step at the same places."""
 
     of_heads: bool
-    state: State
-    """One of them."""
-    entries: list[Tensor]
-    """[entries, ...] each, `State.of_tokens` of all of them, counted over all units."""
+    states: list[State]
+
+    @property
+    def state(self) -> State:
+        """One of them."""
+        return self.states[0]
+
+    @cached_property
+    def entries(self) -> list[Tensor]:
+        """[entries, ...] each, `State.of_tokens` of all of them, counted over all units."""
+        return [tensor.flatten(0, 1) for state in self.states for tensor in state.of_tokens]
 
 
 @dataclass(frozen=True)
@@ -94,12 +101,9 @@ class States:
         for name, states in self.layers.items():
             for state in (one for one in states if one.of_tokens):
                 rest = [value for value in vars(state).values() if value is not state.tensors]
-                key = name.startswith(_HEADS), type(state), state.of_tokens[0].shape[1], *rest
+                key = name.startswith(_HEADS), type(state), state.of_tokens[0].shape[1:2], *rest
                 groups.setdefault(key, []).append(state)
-        return [
-            _Alike(key[0], alike[0], [tensor.flatten(0, 1) for state in alike for tensor in state.of_tokens])
-            for key, alike in groups.items()
-        ]
+        return [_Alike(key[0], alike) for key, alike in groups.items()]
 
     def copy(self, slot: int, committed: Committed) -> SavedRequest:
         """What the slot of a request holds, for `restore`. Keys and values are not part of it: they lie in blocks,
