@@ -1,7 +1,8 @@
 """The choice of experts in Triton, one program per token, which searches for the best expert k times.
 
-For a few tokens the router's product is part of the same kernel: programs multiply parts of the router's rows, and the
-one that comes last adds the parts up and chooses.
+For a single token the router's product is part of the same kernel: programs multiply parts of the router's rows, and
+the one that comes last adds the parts up and chooses. For several it would choose for one after the other, which takes
+longer than a second kernel.
 """
 
 from typing import Any
@@ -17,8 +18,6 @@ from mtpkit.kernels.device import MULTIPROCESSORS, counters_of, with_rows
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Shared
 
-_FEW_TOKENS = 4
-"""Up to so many tokens one program chooses the experts of all; more of them have one each."""
 _BLOCK_N, _BLOCK_K = 16, 128
 """Rows of the router and input channels that a program multiplies at a time."""
 
@@ -156,7 +155,7 @@ def _route_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def _choose_kernel(
     x_ptr,
     router_ptr,
@@ -166,13 +165,10 @@ def _choose_kernel(
     bias_ptr,
     ids_ptr,
     weights_ptr,
-    tokens,
     outputs,
-    x_stride,
     scale,
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
-    TOKENS: tl.constexpr,
     LOGITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -188,53 +184,48 @@ def _choose_kernel(
     COLUMNS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Multiply BLOCK_N rows of the router and all tokens per program, over SPAN of the WIDTH input channels; the last
-    program chooses. Longer than 70 lines because it takes what a product and a choice take."""
+    """Multiply BLOCK_N rows of the router by the token, per program over SPAN of its WIDTH channels; the last program
+    chooses."""
     SPLITS: tl.constexpr = WIDTH // SPAN
-    n, t = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * SPAN + tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last one, so that loads need no mask.
     router_ptrs = router_ptr + tl.minimum(n, outputs - 1)[:, None] * WIDTH + k[None, :]
-    x_ptrs = x_ptr + t[:, None] * x_stride + k[None, :]
-    product = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    x_ptrs = x_ptr + k
+    product = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, SPAN, BLOCK_K):
         w = tl.load(router_ptrs + start).to(tl.float32)
-        x = tl.load(x_ptrs + start, mask=(t < tokens)[:, None], other=0.0).to(tl.float32)
-        product += tl.sum(w[:, None, :] * x[None, :, :], 2)
-    places = parts_ptr + (tl.program_id(1) * TOKENS + t)[None, :] * LOGITS + n[:, None]
-    tl.store(places, product, mask=(n < outputs)[:, None])
+        product += tl.sum(w * tl.load(x_ptrs + start).to(tl.float32)[None, :], 1)
+    tl.store(parts_ptr + tl.program_id(1) * LOGITS + n, product, mask=n < outputs)
     tl.debug_barrier()  # all threads must have stored their part before one thread increments the counter
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") != tl.num_programs(0) * SPLITS - 1:
         return
     tl.store(counter_ptr, 0)
     logit = tl.arange(0, LOGITS)
-    for token in range(tokens):
-        total = tl.zeros([LOGITS], tl.float32)
-        for split in tl.static_range(SPLITS):
-            part = parts_ptr + (split * TOKENS + token) * LOGITS + logit
-            # .cg reads the L2 cache, where the other multiprocessors' stores are.
-            total += tl.load(part, mask=logit < outputs, other=0.0, cache_modifier=".cg")
-        tl.store(logits_ptr + token * LOGITS + logit, total)
-        tl.debug_barrier()  # other threads read them
-        first = token * (TOP_K + (SHARED != "apart"))
-        _choose(
-            logits_ptr + token * LOGITS,
-            bias_ptr,
-            ids_ptr + first,
-            weights_ptr + first,
-            scale,
-            TOP_K,
-            NUM_GROUPS,
-            TOP_GROUPS,
-            GROUP_BEST,
-            SOFTMAX,
-            NORMALIZE,
-            SHARED,
-            GROUP,
-            ROWS,
-            COLUMNS,
-            PLACES,
-        )
+    total = tl.zeros([LOGITS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        # .cg reads the L2 cache, where the other multiprocessors' stores are.
+        total += tl.load(parts_ptr + split * LOGITS + logit, mask=logit < outputs, other=0.0, cache_modifier=".cg")
+    tl.store(logits_ptr + logit, total)
+    tl.debug_barrier()  # other threads read them
+    _choose(
+        logits_ptr,
+        bias_ptr,
+        ids_ptr,
+        weights_ptr,
+        scale,
+        TOP_K,
+        NUM_GROUPS,
+        TOP_GROUPS,
+        GROUP_BEST,
+        SOFTMAX,
+        NORMALIZE,
+        SHARED,
+        GROUP,
+        ROWS,
+        COLUMNS,
+        PLACES,
+    )
 
 
 def route(
@@ -269,7 +260,7 @@ def route(
 def choose_experts(
     x: Tensor, router: Tensor, experts: int, bias: Tensor | None, how: Routing, shared: Shared = "apart"
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. In bf16 a few tokens take one kernel, more of them a product and `route`."""
+    """See the reference. In bf16 a single token takes one kernel, several a product and `route`."""
     (tokens, width), outputs = x.shape, experts + (shared == "gated")
     tiles = triton.cdiv(outputs, _BLOCK_N)
     splits = max(1, MULTIPROCESSORS // tiles)
@@ -277,30 +268,27 @@ def choose_experts(
         splits -= 1
     narrow = x.dtype == router.dtype == torch.bfloat16
     fits = width % (splits * _BLOCK_K) == 0 and _takes(experts, how.num_groups) and router.is_contiguous()
-    if not narrow or not 0 < tokens <= _FEW_TOKENS or not fits:
+    if not narrow or tokens != 1 or not fits:
         if narrow and x.is_cuda:
             logits = torch.mm(x, router.t(), out_dtype=torch.float32)
         else:
             logits = x.float() @ router.float().t()
         return route(logits[:, :outputs], bias, *how, shared)
     assert bias is None or bias.dtype == torch.float32
-    x, chosen = with_rows(x), _chosen(tokens, how.top_k, shared, x.device)
-    padded, most = triton.next_power_of_2(outputs), triton.next_power_of_2(tokens)
+    chosen = _chosen(tokens, how.top_k, shared, x.device)
+    padded = triton.next_power_of_2(outputs)
     _choose_kernel[(tiles, splits)](
-        x,
+        with_rows(x),
         router,
-        torch.empty(splits, most, padded, dtype=torch.float32, device=x.device),
-        torch.empty(tokens, padded, dtype=torch.float32, device=x.device),
+        torch.empty(splits, padded, dtype=torch.float32, device=x.device),
+        torch.empty(padded, dtype=torch.float32, device=x.device),
         counters_of(x.device, 1),
         bias,
         *chosen,
-        tokens,
         outputs,
-        x.stride(0),
         how.scale,
         WIDTH=width,
         SPAN=width // splits,
-        TOKENS=most,
         LOGITS=padded,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
