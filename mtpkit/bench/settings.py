@@ -348,8 +348,8 @@ class TrainBenchConfig:
     """What the heads learn: kl, tv, ce."""
     k: Annotated[Drafts, Field(ge=1)] = Field(default=3, validation_alias="num_depths")
     """Depths."""
-    pattern: str = "*-"
-    """Layers of one depth."""
+    pattern: str | None = None
+    """Layers of one depth; by default those that the trainer gives new heads."""
     distinct: bool = False
     """A block for each depth; needs per_depth."""
     attention: Literal["serving", "per_depth"] = "serving"

@@ -34,7 +34,7 @@ from mtpkit.training.config.settings import (
     ParallelConfig,
     TrainConfig,
 )
-from mtpkit.training.heads import freeze_base
+from mtpkit.training.heads import default_pattern, freeze_base
 from mtpkit.training.metrics import find_peak, utilization
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import check_layout, has_results
@@ -91,16 +91,19 @@ def measure_training(
         UserError: settings that the trainer refuses, or that do not fit the shape or the number of processes.
         MtpkitError: a loss is not finite.
     """
-    config = replace(config, dtype=cast(Any, resolve_dtype(config.dtype, default_device())))
+    pattern = config.pattern
+    if pattern is None:
+        pattern = default_pattern(model_config.replace(mtp_pattern="", mtp_num_depths=0))
+    config = replace(config, dtype=cast(Any, resolve_dtype(config.dtype, default_device())), pattern=pattern)
     shape = model_config.replace(
-        mtp_pattern=config.pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct
+        mtp_pattern=pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct
     )
     cases = [(length, loss) for length in config.sequence_lengths for loss in config.losses]
     check_layout(_parallel(config), shape)
     for case in cases:  # refuses settings that the trainer would refuse
         train_settings(config, *case, ranks=1)
     bench = _Bench(shape, config)
-    title = f"training heads {config.pattern} x {config.k}: {name}, {config.dtype}, {bench.machine.device}"
+    title = f"training heads {pattern} x {config.k}: {name}, {config.dtype}, {bench.machine.device}"
     about = {"model": name, "world_size": dist.get_world_size(), "repeated": not config.distinct, **asdict(config)}
     result = Result("train", title, TrainRow, [], bench.machine, about)
     reports = has_results()
@@ -113,7 +116,7 @@ def train_settings(config: TrainBenchConfig, sequence_length: int, loss: LossKin
     Raises:
         UserError: the trainer would not run these.
     """
-    assert config.dtype != "auto"
+    assert config.dtype != "auto" and config.pattern is not None
     return TrainConfig(
         model="random weights",
         output="none",

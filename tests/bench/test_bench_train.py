@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpkit.bench import train
-from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
+from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY, QWEN3_NEXT_TINY
 from mtpkit.bench.timing import Stopwatch
 from mtpkit.bench.train import TrainBenchConfig, measure_training
 from mtpkit.errors import MtpkitError, UserError
@@ -52,6 +52,14 @@ def test_the_figures_hang_together(cached, monkeypatch):
     assert batches[0].documents[0].tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 2
     assert batches[0].document_lens == (10, 10, 10, 2) * 2
     assert not torch.equal(batches[0].token_ids, batches[1].token_ids)
+
+
+def test_new_heads_have_layers_of_the_base(monkeypatch):
+    """Where it has experts and no MLP, `*-` has no sizes."""
+    settings, step = [], train.train_step
+    monkeypatch.setattr(train, "train_step", lambda *args: settings.append(args[0].config.mtpkit) or step(*args))
+    result = measure_training(QWEN3_NEXT_TINY, CONFIG, "tiny")
+    assert settings[0].mtp.pattern == result.settings["pattern"] == "*E" and "heads *E x 3" in result.title
 
 
 def test_mfu_is_of_the_stated_peak_and_not_of_the_measured_rate(monkeypatch):
