@@ -6,7 +6,6 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.moe import reference
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
@@ -107,40 +106,6 @@ def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
     have = dense(*twin("moe").route(logits, bias, 2), 4)
     scores = logits.cpu().sigmoid()[0, [0, 3]]
     assert torch.allclose(have[0, [0, 3]], scores / scores.sum())
-
-
-DEFAULTS = dict(top_k=4, scale=1.0, num_groups=1, top_groups=1, group_best=2, score="sigmoid", normalize=True)
-CHOICES = {
-    "few experts": (16, 256, {}),
-    "groups and a bias": (32, 128, dict(num_groups=8, top_groups=3, scale=2.5)),
-    "groups of three": (24, 256, dict(num_groups=8, top_groups=3)),
-    "softmax, a gate": (40, 512, dict(score="softmax", shared="gated")),
-    "many, whole": (513, 256, dict(normalize=False, shared="whole")),
-    "no whole tiles": (16, 200, {}),
-}
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5])
-@pytest.mark.parametrize("case", CHOICES)
-def test_experts_are_chosen_by_the_routers_product(twin: Twin, case, tokens):
-    """In fp64, of bf16 numbers, and not the same twice: what a call leaves must not reach the next."""
-    experts, width, how = CHOICES[case]
-    rows = experts + 3  # the gate's, and others that count for nothing
-    for seed in (0, 1):
-        generator = torch.Generator().manual_seed(seed)
-        router = torch.randn(rows, width, generator=generator).bfloat16()
-        wide = torch.full((tokens, width + 16), torch.nan).bfloat16()
-        wide[:, 8:-8] = torch.randn(tokens, width, generator=generator) / width**0.5
-        x, bias = wide[:, 8:-8], 0.1 * torch.randn(experts, generator=generator)
-        logits = (x.double() @ router.double().t())[:, : experts + (how.get("shared") == "gated")]
-        want = reference.route(logits.float(), bias, 4, **how)
-        rest = {name: value for name, value in how.items() if name != "shared"}
-        routing = Routing(**DEFAULTS | rest)
-        arguments = x.to(twin.device), router.to(twin.device), experts, bias.to(twin.device), routing
-        have = twin("moe").choose_experts(*arguments, how.get("shared", "apart"))
-        dense_have, dense_want = (dense(*pair, rows) for pair in (have, want))
-        assert torch.equal(dense_have != 0, dense_want != 0)
-        assert torch.allclose(dense_have, dense_want, rtol=1e-4, atol=1e-6)
 
 
 NAN_ROUTINGS = [dict(), dict(num_groups=4, top_groups=2), dict(num_groups=2, top_groups=1), dict(score="softmax")]

@@ -90,7 +90,7 @@ def test_many_tokens_have_their_shared_expert_apart(case, monkeypatch):
     layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
     want, routed = layer.mlp(x)[0].double(), []
     stack_experts(model)
-    monkeypatch.setattr(moe, "choose_experts", lambda *args: routed.append(args[-1]) or reference.choose_experts(*args))
+    monkeypatch.setattr(moe, "route", lambda *args: routed.append(args[-1]) or reference.route(*args))
     for most in (4, 3):
         monkeypatch.setattr(moe, "_JOINED_TOKENS", most)
         assert relative(layer.mlp(x)[0], want) < 1e-5

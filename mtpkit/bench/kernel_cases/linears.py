@@ -217,40 +217,25 @@ def sigmoid_gate(shapes: Shapes) -> Case:
 
 
 def route(shapes: Shapes, tokens: int) -> Case:
-    """The experts of each token, given its logits."""
-    count, top_k = shapes.config.moe.num_experts, shapes.config.moe.routing.top_k
+    """The experts of each token."""
+    config, count = shapes.config, shapes.config.moe.num_experts
+    rest = config.moe.routing
+
+    def make() -> Args:
+        bias = shapes.normal(count).float() if config.moe.router_enable_expert_bias else None
+        return shapes.normal(tokens, count).float(), bias, *rest
+
+    def chosen(args: Args, out: tuple[Tensor, Tensor]) -> Tensor:
+        expert_ids, weights = out
+        return args[0].new_zeros(args[0].shape).scatter(1, expert_ids, weights)
+
     return Case(
         moe.route,
-        f"[{tokens}, {count}], {top_k} each",
-        lambda: (shapes.normal(tokens, count).float(), _bias(shapes), *shapes.config.moe.routing),
-        lambda args: size(args[0], args[1]) + tokens * top_k * 12,
-        judge=partial(_weights, count),
+        f"[{tokens}, {count}], {rest.top_k} each",
+        make,
+        lambda args: size(args[0], args[1]) + tokens * rest.top_k * 12,
+        judge=chosen,
     )
-
-
-def choose_experts(shapes: Shapes, tokens: int) -> Case:
-    """The experts of each token, with the router's product."""
-    count, width, routing = shapes.config.moe.num_experts, shapes.config.hidden_size, shapes.config.moe.routing
-    return Case(
-        moe.choose_experts,
-        f"[{tokens}, {width}] x [{count}, {width}]",
-        lambda: (shapes.normal(tokens, width), _matrix(shapes, count, width), count, _bias(shapes), routing),
-        lambda args: size(*args[:2]) + tokens * routing.top_k * 12,
-        flops=2.0 * tokens * count * width,
-        judge=partial(_weights, count),
-    )
-
-
-def _bias(shapes: Shapes) -> Tensor | None:
-    """The router's bias, if it has one."""
-    moe = shapes.config.moe
-    return shapes.normal(moe.num_experts).float() if moe.router_enable_expert_bias else None
-
-
-def _weights(count: int, args: Args, out: tuple[Tensor, Tensor]) -> Tensor:
-    """[T, count] the weights of experts that were chosen, 0 elsewhere."""
-    expert_ids, weights = out
-    return weights.new_zeros(len(weights), count).scatter(1, expert_ids, weights)
 
 
 def expert_mlp(shapes: Shapes, tokens: int) -> Case:

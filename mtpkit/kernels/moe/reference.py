@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
-from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.activation.reference import relu2, swiglu
 
 Activation = Literal["relu2", "swiglu"]
@@ -65,25 +64,6 @@ def route(
     of_all = torch.ones_like(weights[:, :1]) if gate is None else gate.float().sigmoid()
     expert_ids = torch.cat([expert_ids, torch.full_like(expert_ids[:, :1], logits.shape[1])], 1)
     return expert_ids, torch.cat([weights, of_all], 1)
-
-
-def choose_experts(
-    x: Tensor, router: Tensor, experts: int, bias: Tensor | None, how: Routing, shared: Shared = "apart"
-) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token by its logits x @ router.T, computed in float32.
-
-    Args:
-        x: [T, h].
-        router: [E or more, h], one row for each of the `experts`, then with a `gated` shared expert that of its gate;
-            further rows are left out.
-        bias, shared: see `route`.
-        how: all else that `route` takes.
-
-    Returns:
-        See `route`.
-    """
-    logits = x.float() @ router.float().t()
-    return route(logits[:, : experts + (shared == "gated")], bias, *how, shared)
 
 
 def expert_mlp(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, counters_of, load, padded, with_rows
 from mtpkit.kernels.moe.reference import Activation
-from mtpkit.kernels.moe.routing import choose_experts, route
+from mtpkit.kernels.moe.routing import route
 
-__all__ = ["choose_experts", "expert_mlp", "route"]
+__all__ = ["expert_mlp", "route"]
 
 _SORT_CHUNK = 2048
 """Pairs that a program of the sort reads at a time."""

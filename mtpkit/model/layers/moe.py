@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.linear import linear
-from mtpkit.kernels.moe import choose_experts, expert_mlp, route
+from mtpkit.kernels.moe import expert_mlp, route
 from mtpkit.kernels.moe.reference import Shared
 from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState
@@ -45,7 +45,7 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
 
 class Router(TopKRouter):
     """megatron-core's router on the device where its weights are (the original moves CPU weights to the GPU), with
-    `mtpkit.kernels.moe`, which knows what megatron-core's routing does not. Its bias stays as it is."""
+    `mtpkit.kernels.moe.route`, which knows what megatron-core's routing does not. Its bias stays as it is."""
 
     def gating(self, input: Tensor) -> Tensor:
         """input [..., hidden] to fp32 logits [..., experts]."""
@@ -58,24 +58,25 @@ class Router(TopKRouter):
             rows: the weight in place of the router's own: [E + 1 or more, hidden] with a `gated` shared expert.
             shared: see `mtpkit.kernels.moe.route`.
         """
-        router = self.weight if rows is None else rows
-        return choose_experts(x, router, self.num_experts, self._bias, self._settings, shared)
+        weight = self.weight if rows is None else rows
+        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        else:
+            logits = x.float() @ weight.float().t()
+        return self._route(logits[:, : self.num_experts + (shared == "gated")], shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
         assert padding_mask is None, "nothing pads sequences"
         flat = logits.flatten(0, -2)
-        chosen, weights = route(flat, self._bias, *self._settings)
+        chosen, weights = self._route(flat)
         nowhere = torch.zeros_like(flat, dtype=torch.bool)
         return torch.zeros_like(flat).scatter(1, chosen, weights), nowhere.scatter(1, chosen, True)
 
-    @property
-    def _bias(self) -> Tensor | None:
-        return None if self.expert_bias is None else self.expert_bias.float()
-
-    @property
-    def _settings(self) -> Routing:
-        return self.config.mtpkit.moe.routing
+    def _route(self, logits: Tensor, shared: Shared = "apart") -> tuple[Tensor, Tensor]:
+        bias = None if self.expert_bias is None else self.expert_bias.float()
+        settings: Routing = self.config.mtpkit.moe.routing
+        return route(logits, bias, *settings, shared)
 
 
 class MoELayer(MegatronMoELayer):
