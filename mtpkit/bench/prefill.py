@@ -68,6 +68,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
         max_model_len=config.prompt_len + 1,
         max_num_seqs=config.batch_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=False,
         warm_up=False,  # the first run, which is not timed, captures what the others need
     )
     first, *others = (prompts[at : at + config.batch_size] for at in range(0, count, config.batch_size))

@@ -82,7 +82,8 @@ class SpeedupConfig:
     speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
     speculative_eagle_topk: Positive | None = field_of(EngineOptions, "speculative_eagle_topk")
     speculative_num_draft_tokens: Positive | None = field_of(EngineOptions, "speculative_num_draft_tokens")
-    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
+    enable_prefix_caching: bool = False
+    """Let prompts go on from what earlier requests left. Off by default, since repeats would find their own prompts."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
@@ -250,7 +251,8 @@ class LoadConfig:
     """Runs of each engine after its start; the first one is reported apart from the others."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
-    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching")
+    enable_prefix_caching: bool = False
+    """Keep what earlier requests left. Off by default, since the prompts of the load share nothing."""
     prefix_cache_bytes: FromZero | None = field_of(EngineOptions, "prefix_cache_bytes")
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "prefix_cache_dtype")
     prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
@@ -446,8 +448,10 @@ class RooflineConfig:
 
 
 def engine_settings(config: object, **others: Any) -> dict[str, Any]:
-    """The settings that `LLM` has by the same names, and others in their place."""
-    return {name: value for name, value in vars(config).items() if name in keys_of(EngineOptions)} | others
+    """The settings that `LLM` has by the same names, and others in their place. Where none of them says otherwise there
+    is no prefix cache, so that all prompts are computed."""
+    shared = {name: value for name, value in vars(config).items() if name in keys_of(EngineOptions)}
+    return {"enable_prefix_caching": False} | shared | others
 
 
 def depth_rates(acceptance: tuple[float, ...] | list[float], k: int) -> list[float]:

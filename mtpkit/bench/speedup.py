@@ -210,6 +210,7 @@ def measure_speedup(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,
+        enable_prefix_caching=config.enable_prefix_caching,
         warm_up=False,
     )
     encoded = [

@@ -119,6 +119,7 @@ def _decode(
         max_model_len=len(prompts[0]) + max_tokens,
         max_num_seqs=1,
         num_blocks=64,
+        enable_prefix_caching=False,
         enforce_eager=True,
         async_scheduling=False,
         warm_up=False,

@@ -88,7 +88,7 @@ class EngineOptions:
     copy per token."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent state."""
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     """Let prompts that begin like earlier requests go on from what those left: blocks of keys and values, and
     checkpoints of recurrent state at the ends of prompts and outputs."""
     prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
@@ -190,7 +190,7 @@ class EngineConfig:
     """Most seconds from one step of a request to its next, as far as shorter chunks can keep to it; None: with
     `graphs`, a multiple of what decoding takes."""
     state_rollback: Rollback = EngineOptions.state_rollback
-    enable_prefix_caching: bool = EngineOptions.enable_prefix_caching
+    enable_prefix_caching: bool = False
     num_checkpoints: Annotated[int, Field(ge=0)] = 0
     """Room for checkpoints of the prefix cache."""
     prefix_cache_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -110,7 +110,9 @@ def penalised(max_tokens: int = 20, **settings) -> SamplingParams:
 
 
 def make_llm(model, k: int, **settings) -> LLM:
-    return LLM(model, k, **{"num_blocks": 200, "block_size": 8, "max_num_seqs": 8, "warm_up": False, **settings})
+    """A small engine. Without a prefix cache, so that prompts are computed as often as a test has them."""
+    small = dict(num_blocks=200, block_size=8, max_num_seqs=8, warm_up=False, enable_prefix_caching=False)
+    return LLM(model, k, **small | settings)
 
 
 def generate(llm: LLM, prompts, params=None, poison: bool = True) -> list[list[int]]:

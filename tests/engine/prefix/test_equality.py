@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtpkit.engine import SamplingParams, memory
+from mtpkit.engine import LLM, SamplingParams, memory
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.prefix.compare import Pair, multi_turn
@@ -235,6 +235,17 @@ def test_the_plan_counts_checkpoints():
     assert make_llm(tiny_model(), 3).memory_plan.prefix_bytes == 0
     half = make_llm(tiny_model(), 3, enable_prefix_caching=True, prefix_cache_bytes=plan.checkpoint_bytes * 2 - 1)
     assert half.memory_plan.num_checkpoints == 1
+
+
+def test_a_prefix_cache_is_the_default():
+    llm = LLM(tiny_model(), 3, max_num_seqs=3)
+    plan = llm.memory_plan
+    assert plan.num_checkpoints == 6
+    prompts = [dict(prompt_token_ids=START)]
+    first, second = (llm.generate(prompts, greedy(4))[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, len(START))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert LLM(tiny_model(), 3, enable_prefix_caching=False).memory_plan.num_checkpoints == 0
 
 
 @pytest.mark.parametrize("forgotten", [True, False])
