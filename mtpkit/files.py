@@ -17,6 +17,9 @@ import psutil
 
 from mtpkit.errors import MtpkitError, StorageError, UserError, shown
 
+JsonObject = dict[str, Any]
+"""A JSON object, as `parse_json` returns it."""
+
 
 def require_file(path: Path | str) -> Path:
     """Check that a path is a file that opens without blocking, as a shell's `<(...)` and /dev/stdin do; return it.
@@ -70,7 +73,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise UserError(f"{where} cannot be read as JSON: {error}") from error
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _distinct(pairs: list[tuple[str, Any]]) -> JsonObject:
     """Make a dict from the entries of a JSON object, unless a key is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -79,7 +82,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def read_json(path: Path | str) -> dict[str, Any]:
+def read_json(path: Path | str) -> JsonObject:
     """Read the JSON object of a UTF-8 file.
 
     Raises:

@@ -13,7 +13,7 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.prompts import encode, list_prompts
 from mtpkit.errors import UserError, listed
-from mtpkit.files import parse_json, read_text
+from mtpkit.files import JsonObject, parse_json, read_text
 from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of
@@ -141,7 +141,7 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
     return torch.randint(vocab_size, (count, length), generator=generator).tolist()
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
     """Prompts of a file, one a line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as their `name`
     file and line, which messages call them by. Lines of whitespace are skipped.
 
@@ -168,9 +168,9 @@ def read_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     return [{**_parse(line, f"{path}:{number}"), "name": f"{path}:{number}"} for number, line in numbered]
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
-    record: Any = parse_json(line, where)
-    record = record if isinstance(record, dict) else {}
+def _parse(line: str, where: str) -> JsonObject:
+    parsed = parse_json(line, where)
+    record = parsed if isinstance(parsed, dict) else {}
     text, token_ids = record.get("prompt"), record.get("prompt_token_ids")
     if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):
         return {"prompt_token_ids": token_ids}

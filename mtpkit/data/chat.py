@@ -18,8 +18,9 @@ import numpy as np
 
 from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError
+from mtpkit.files import JsonObject
 
-Messages = list[dict[str, Any]]
+Messages = list[JsonObject]
 Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

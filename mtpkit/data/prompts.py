@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mtpkit.data.chat import SampleError, render_prompt, require_template
 from mtpkit.data.documents import describe
-from mtpkit.data.rows import read_rows
+from mtpkit.data.rows import Row, read_rows
 from mtpkit.data.samples import NAMING, Columns, lacking, read_messages, read_text_column
 from mtpkit.data.sources import find_files
 from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError, listed
+from mtpkit.files import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,9 @@ class Prompt:
     """File and row (counted from 1) that it comes from."""
     text: str
     token_ids: list[int]
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     """The conversation that `text` is rendered from."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
 
 
 def read_prompts(
@@ -87,7 +88,7 @@ def spread[T](items: Sequence[T], limit: int | None) -> list[T]:
     return [items[index * len(items) // limit] for index in range(limit)]
 
 
-def _column(name: str, row: dict[str, Any], columns: Columns) -> str:
+def _column(name: str, row: Row, columns: Columns) -> str:
     """The column that a row's prompts come from: the first that is not empty."""
     known = [column for column in (columns.messages, columns.prompt, columns.text) if column in row]
     if not known:
@@ -103,7 +104,7 @@ def _column(name: str, row: dict[str, Any], columns: Columns) -> str:
 
 def _prompts(
     name: str,
-    row: dict[str, Any],
+    row: Row,
     column: str,
     tokenizer: Tokenizer,
     prompt_length: int | None,
@@ -143,7 +144,7 @@ def _piece(
 
 
 def _from_messages(
-    name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, tokenizer: Tokenizer, turns: Turns
+    name: str, messages: list[JsonObject], tools: list[JsonObject] | None, tokenizer: Tokenizer, turns: Turns
 ) -> Iterator[Prompt]:
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     # A question at the end of a conversation is to be answered too.

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Annotated, Any, Protocol
@@ -22,7 +22,7 @@ from mtpkit.config.checked import checked, from_file
 from mtpkit.data.documents import describe
 from mtpkit.data.prompts import Prompt
 from mtpkit.errors import MtpkitError, UserError, listed, shown
-from mtpkit.files import parse_json, staged_file
+from mtpkit.files import JsonObject, parse_json, staged_file
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class Answer:
     prompt_token_ids: TokenIds
     completion_token_ids: TokenIds
     """The generated tokens, the end-of-sequence token included."""
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     """The conversation with the answer, if the prompt was a conversation."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -69,7 +69,7 @@ class Answer:
         return json.dumps(values, ensure_ascii=False) + "\n"
 
 
-def journal_settings(model: Path, prompts: Sequence[Prompt], params: Any, seed: int, dtype: str) -> dict[str, Any]:
+def journal_settings(model: Path, prompts: Sequence[Prompt], params: Any, seed: int, dtype: str) -> dict[str, object]:
     """All settings that the answers depend on.
 
     Args:
@@ -97,7 +97,7 @@ class Journal:
         UserError: the existing journal has other settings, is damaged, or is being written by another process.
     """
 
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
         self.output = output
         self.path = output.with_name(f"{output.name}.partial")
         if os.path.lexists(self.path) and not self.path.is_file():
@@ -141,12 +141,12 @@ class Journal:
                 file.write(self._file.readline())
         self.path.unlink()
 
-    def _recover(self, settings: dict[str, Any]) -> dict[int, int]:
+    def _recover(self, settings: Mapping[str, object]) -> dict[int, int]:
         """Byte offset of each answer. An incomplete last line is cut off; a journal without answers starts anew."""
         self._file.seek(0)
         whole = 0
         offsets: dict[int, int] = {}
-        before: dict[str, Any] = {}
+        before: dict[str, object] = {}
         first = json.dumps(settings).encode() + b"\n"
         for number, line in enumerate(self._file, start=1):
             if number == 1 and not first.startswith(line[: len('{"model')]):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mtpkit.errors import UserError, counted, listed
-from mtpkit.files import parse_json, read_text
+from mtpkit.files import JsonObject, parse_json, read_text
 
-Row = dict[str, Any]
+Row = JsonObject
 Numbered = Iterator[tuple[int, Row]]
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
@@ -109,7 +109,7 @@ def _read_json(file: Path) -> Numbered:
         yield number, _require_row(row, f"{file}:{number}")
 
 
-def _require_row(value: Any, where: str) -> Row:
+def _require_row(value: object, where: str) -> Row:
     if not isinstance(value, dict):
         raise UserError(f'data: {where} is not an object with columns; write a row as {{"text": ...}}')
     return value

@@ -8,7 +8,7 @@ from typing import Any
 from mtpkit.config.checked import checked
 from mtpkit.data.rows import Row, read_rows
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import parse_json
+from mtpkit.files import JsonObject, parse_json
 
 NAMING = "--text-column and the like; data.text_column=.. in training"
 """How users name columns, for messages."""
@@ -43,9 +43,9 @@ class Sample:
 
     text: str = ""
     prompt: str = ""
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     """Messages for a chat template, in the form of transformers; the assistant's are learnt."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     """JSON schemas of the functions that a conversation may call."""
     prompt_token_ids: list[int] | None = None
     """At least 0; not yet checked against a vocabulary."""
@@ -76,7 +76,7 @@ def read_samples(files: Iterable[Path], columns: Columns | None = None) -> Itera
             yield make(row, name)
 
 
-def read_messages(row: Row, column: str, name: str) -> tuple[list[dict[str, Any]], list[dict] | None]:
+def read_messages(row: Row, column: str, name: str) -> tuple[list[JsonObject], list[dict] | None]:
     """Messages and tools of a row, lists or JSON strings.
 
     Raises:
@@ -177,7 +177,7 @@ def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
     return token_ids
 
 
-def _read_objects(value: Any, column: str, name: str) -> list[dict[str, Any]]:
+def _read_objects(value: object, column: str, name: str) -> list[JsonObject]:
     objects = _parse(value, column, name) or []
     _check_nested(objects, column, name)
     if odd := [entry for entry in objects if not isinstance(entry, dict)]:
@@ -185,7 +185,7 @@ def _read_objects(value: Any, column: str, name: str) -> list[dict[str, Any]]:
     return objects
 
 
-def _parse(value: Any, column: str, name: str) -> list[Any] | None:
+def _parse(value: object, column: str, name: str) -> list[Any] | None:
     """A list, possibly from a JSON string; None stays None."""
     if isinstance(value, str):
         value = parse_json(value, f"data: {name}: the text in {column!r}")
@@ -194,7 +194,7 @@ def _parse(value: Any, column: str, name: str) -> list[Any] | None:
     return value
 
 
-def _check_nested(value: Any, column: str, name: str, depth: int = 0) -> None:
+def _check_nested(value: object, column: str, name: str, depth: int = 0) -> None:
     """Refuse values that chat templates or JSON cannot represent."""
     if depth > _MOST_DEPTH:
         raise UserError(f"data: {name}: {column!r} is nested more than {_MOST_DEPTH} deep")

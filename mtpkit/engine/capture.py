@@ -25,7 +25,7 @@ class Capture:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def graph[R](self, function: Callable[[], R]) -> tuple[Any, R]:
+    def graph[R](self, function: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
         """The graph of a function, and what the function returned, which each replay writes anew.
 
         Args:
@@ -65,7 +65,7 @@ class RowGraphs:
         while self.sizes[-1] < min(rows, _MOST_ROWS):
             self.sizes.append(2 * self.sizes[-1])
         self._numbers = {size: torch.full((columns, size), NO_ROW, device=device) for size in self.sizes}
-        self._graphs: dict[tuple[str, int], Any] = {}
+        self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._capture = Capture()
 
     def run(self, function: Callable[[Tensor], None], rows: Sequence[Sequence[int]]) -> None:
@@ -81,7 +81,7 @@ class RowGraphs:
         for size in reversed(self.sizes):
             self._captured(function, size)
 
-    def _captured(self, function: Callable[[Tensor], None], size: int) -> Any:
+    def _captured(self, function: Callable[[Tensor], None], size: int) -> torch.cuda.CUDAGraph:
         key = function.__name__, size
         if key not in self._graphs:
             self._fill(size)

@@ -7,7 +7,7 @@ request has.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -126,7 +126,7 @@ class StepGraphs:
         largest, device = StepShape(rows, config.max_num_seqs + 1, tokens), builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
         self._tables = torch.full((largest.rows, table_width), null_block, dtype=torch.int64, device=device)
-        self._graphs: dict[Key, tuple[Any, Tensor]] = {}
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._capture = Capture()
 
     def run(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
@@ -197,7 +197,7 @@ class StepGraphs:
         self._fill(shape, self.builder.null_numbers(shape, range(rows)), self._null_tables(shape))
         graph.replay()
 
-    def captured(self, execute: Execute, key: Key) -> tuple[Any, Tensor]:
+    def captured(self, execute: Execute, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The graph of a key and the tensor that holds its result after a replay."""
         if key not in self._graphs:
             self._fill(key[0], self.builder.null_numbers(key[0]), self._null_tables(key[0]))

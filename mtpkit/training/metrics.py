@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from mtpkit.errors import UserError
-from mtpkit.files import is_there, parse_json, read_text, write_file
+from mtpkit.files import JsonObject, is_there, parse_json, read_text, write_file
 from mtpkit.platform import device_name
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def utilization(tokens_per_s: float, flops: float, num_devices: int, peak: float
     return None if peak is None else tokens_per_s * flops / (num_devices * peak)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """The lines of a run's metrics file without an incomplete last one; none if there is no file.
 
     Raises:
@@ -196,7 +196,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def _parse(line: str, where: str) -> JsonObject:
     values = parse_json(line, where)
     known = isinstance(values, dict) and values.get("kind") in ("train", "eval") and type(values.get("step")) is int
     if not known:
