@@ -127,6 +127,15 @@ class Mixer(SplitOverRanks, MegatronModule):
             ring[slot, (before + place) % length] = now
         return means
 
+    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
+        """See `RecurrentMixer.fold`."""
+        ring = recurrent.inputs("x")
+        for slot, before, count in zip(*(one.tolist() for one in (slots, *lens)), strict=True):
+            for position in range(before - count, before) if slot >= 0 else ():
+                recurrent.folded[slot] = self._next(
+                    recurrent.folded[slot], ring[slot, position % recurrent.ring.length]
+                )
+
 
 class AverageLayer(MegatronModule):
     """A moving average and its residual connection."""

@@ -54,6 +54,17 @@ def get_config(model: str, pattern: str | None = None, distinct: bool = False) -
     return load_config(directory)
 
 
+def get_base(model: str) -> ModelConfig:
+    """The config to train heads for: of a model directory with its heads, of a shape without, since a shape's head is
+    the one that decoding is timed with.
+
+    Raises:
+        UserError: as in `get_config`.
+    """
+    config = get_config(model)
+    return config.replace(mtp_pattern="", mtp_num_depths=0) if model in SHAPES else config
+
+
 def choose_drafts[K: (int, int | Literal["auto"])](
     config: ModelConfig, given: Sequence[K] | None, usual: Sequence[int]
 ) -> tuple[K | int, ...]:

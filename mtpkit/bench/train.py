@@ -93,7 +93,7 @@ def measure_training(
     """
     pattern = config.pattern
     if pattern is None:
-        pattern = default_pattern(model_config.replace(mtp_pattern="", mtp_num_depths=0))
+        pattern = default_pattern(model_config)
     config = replace(config, dtype=cast(Any, resolve_dtype(config.dtype, default_device())), pattern=pattern)
     shape = model_config.replace(
         mtp_pattern=pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct

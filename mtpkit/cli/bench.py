@@ -212,13 +212,13 @@ def train(
     FLOPs per token: 2 per weight of the base, 6 per weight of the heads and depth, 4 per weight of lm_head and depth.
     For several GPUs: torchrun --standalone --no-python --nproc-per-node N mtpkit bench train ...
     """
-    from mtpkit.bench.shapes import get_config, require_gpu
+    from mtpkit.bench.shapes import get_base, require_gpu
     from mtpkit.bench.train import measure_training
     from mtpkit.platform import default_device
     from mtpkit.training.parallel import has_results
 
     require_gpu(model, default_device())
-    result = measure_training(get_config(model), config, model, _keep(output))
+    result = measure_training(get_base(model), config, model, _keep(output))
     if has_results():
         result.show()
 

@@ -30,7 +30,17 @@ Sources = Annotated[
 ColumnNames = Annotated[Columns, options.Fields(suffix="_column")]
 ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")]
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos")
-_ENGINE = ("model", "num_speculative_tokens", "dtype", "max_num_seqs", "max_model_len", "draft_vocab", "enforce_eager")
+_ENGINE = (
+    "model",
+    "num_speculative_tokens",
+    "dtype",
+    "max_num_seqs",
+    "max_model_len",
+    "enable_prefix_caching",
+    "prefix_cache_bytes",
+    "draft_vocab",
+    "enforce_eager",
+)
 
 
 @app.callback()

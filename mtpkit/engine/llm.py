@@ -78,6 +78,7 @@ class LLM:
         here = depths if self.ranks.stage.last else 0  # the last stage drafts for all
         drafter = make_drafter(self.model, here, config.block_size, config.draft_sampling, draft_ids, tree)
         acceptance = options.synthetic_acceptance
+        loading.report_uncached(options)
         loading.report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
         widths = (config.block_size, config.decode_width)
         sizes = StateSizes(*widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype])

@@ -251,6 +251,13 @@ def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
         _logger.info("the model's MTP heads are not used: num_speculative_tokens is 0")
 
 
+def report_uncached(options: EngineOptions) -> None:
+    """Log which settings of the prefix cache have no effect, if there is none."""
+    for name in ("prefix_cache_bytes", "prefix_cache_dtype", "prefix_cache_interval"):
+        if not options.enable_prefix_caching and getattr(options, name) != getattr(EngineOptions, name):
+            _logger.warning("%s has no effect: enable_prefix_caching is off", name)
+
+
 def execution(
     weight: torch.Tensor, stacked: bool, async_scheduling: bool | None, enforce_eager: bool, stages: int = 1
 ) -> tuple[bool, bool]:

@@ -19,8 +19,8 @@ _CPU_CACHE_BYTES = 4 << 30
 """Limit of the caches on a CPU if `num_blocks` is not given."""
 _CHECKPOINTS = 2
 """Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of its output."""
-_CHECKPOINTS_SHARE = 4
-"""They take at most one part in so many of what the states of requests leave of the memory for caches."""
+_CHECKPOINTS_SHARE = 10
+"""They may take one part in so many of the memory that requests of full length could use, and all that these leave."""
 _LIVE_COPIES = 3
 """Number of the widest layer's activations that are live at once."""
 
@@ -185,8 +185,12 @@ def _checkpoints(plan: MemoryPlan, available: int, num_blocks: int | None, prefi
     """Checkpoints of the prefix cache that a rank has room for; see `plan_memory`. By default they leave the room of
     the fewest blocks that must fit."""
     if prefix_bytes is None:
-        blocks = (num_blocks or plan.blocks_for(plan.max_model_len)) + plan.null_blocks
-        prefix_bytes = max(0, available - plan.state_bytes - blocks * plan.block_bytes) // _CHECKPOINTS_SHARE
+        least = num_blocks or plan.blocks_for(plan.max_model_len)
+        useful = num_blocks or least * plan.max_num_seqs
+        rest = available - plan.state_bytes - plan.null_blocks * plan.block_bytes
+        if not plan.total:  # all memory of the host, which others use, too
+            rest = min(rest, least * plan.block_bytes + _CPU_CACHE_BYTES)
+        prefix_bytes = max(0, rest - useful * plan.block_bytes, (rest - least * plan.block_bytes) // _CHECKPOINTS_SHARE)
         most = _CHECKPOINTS * plan.max_num_seqs
     else:
         most = LARGEST_COUNT

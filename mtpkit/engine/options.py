@@ -45,7 +45,7 @@ class EngineOptions:
 
     model: Any
     """Directory of a checkpoint, in the Hugging Face or the Megatron layout, or a model from
-    `mtpkit.model.build_model`."""
+    `mtpkit.model.build_model`; call `reset_prefix_cache` after a change of its weights."""
     num_speculative_tokens: Drafts | Literal["auto"] | None = None
     """K, drafts per step from the model's MTP heads; by default what the heads were trained for, 0 without heads. 0:
     plain decoding. "auto": K is chosen for each step from measured step times and the acceptance so far, up to what
@@ -92,8 +92,8 @@ class EngineOptions:
     """Let prompts that begin like earlier requests go on from what those left: blocks of keys and values, and
     checkpoints of recurrent state at the ends of prompts and outputs."""
     prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them, in at most a
-    quarter of the memory for caches. 0: nothing is cached."""
+    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them, in what
+    `max_num_seqs` requests of full length leave of the memory for caches, or in a tenth of it. 0: nothing is cached."""
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
     prefix_cache_interval: Count = 2048
@@ -191,6 +191,7 @@ class EngineConfig:
     `graphs`, a multiple of what decoding takes."""
     state_rollback: Rollback = EngineOptions.state_rollback
     enable_prefix_caching: bool = False
+    """Off by default, as there are no checkpoints by default."""
     num_checkpoints: Annotated[int, Field(ge=0)] = 0
     """Room for checkpoints of the prefix cache."""
     prefix_cache_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mtpkit.bench import train
-from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY, QWEN3_NEXT_TINY
+from mtpkit.bench.shapes import get_base
+from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.bench.timing import Stopwatch
 from mtpkit.bench.train import TrainBenchConfig, measure_training
 from mtpkit.errors import MtpkitError, UserError
@@ -16,7 +17,7 @@ CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm
 
 
 def measure(**changes):
-    (row,) = measure_training(NEMOTRON_H_TINY, dataclasses.replace(CONFIG, **changes), "tiny").rows
+    (row,) = measure_training(get_base("nemotron-h-tiny"), dataclasses.replace(CONFIG, **changes), "tiny").rows
     return row
 
 
@@ -54,12 +55,21 @@ def test_the_figures_hang_together(cached, monkeypatch):
     assert not torch.equal(batches[0].token_ids, batches[1].token_ids)
 
 
-def test_new_heads_have_layers_of_the_base(monkeypatch):
-    """Where it has experts and no MLP, `*-` has no sizes."""
+@pytest.mark.parametrize(
+    "config, pattern",
+    [
+        (get_base("qwen3-next-tiny"), "*E"),
+        (get_base("nemotron-3-tiny"), "*E"),
+        (get_base("deepseek-v3-tiny"), "+E"),
+        (NEMOTRON_H_TINY, "*"),
+    ],
+)
+def test_heads_have_layers_of_the_base_or_those_of_its_heads(config, pattern, monkeypatch):
+    """`*-` has no sizes in a base with experts and no MLPs."""
     settings, step = [], train.train_step
     monkeypatch.setattr(train, "train_step", lambda *args: settings.append(args[0].config.mtpkit) or step(*args))
-    result = measure_training(QWEN3_NEXT_TINY, CONFIG, "tiny")
-    assert settings[0].mtp.pattern == result.settings["pattern"] == "*E" and "heads *E x 3" in result.title
+    result = measure_training(config, CONFIG, "tiny")
+    assert settings[0].mtp.pattern == result.settings["pattern"] == pattern and f"heads {pattern} x 3" in result.title
 
 
 def test_mfu_is_of_the_stated_peak_and_not_of_the_measured_rate(monkeypatch):

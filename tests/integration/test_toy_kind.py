@@ -22,7 +22,8 @@ from mtpkit.training.loop import train
 from mtpkit.training.metrics import METRICS, read_metrics
 from tests import toy_kind
 from tests.checkpoint.toy_family import known
-from tests.engine.tiny import make_llm, record_drafts, teacher_forced_drafts
+from tests.engine.prefix.compare import Pair, multi_turn
+from tests.engine.tiny import greedy, make_llm, record_drafts, teacher_forced_drafts
 from tests.ranks import run_ranks
 from tests.toy_config import toy_config
 
@@ -210,6 +211,22 @@ def test_drafts_change_no_token_under_either_rollback(name, rollback):
                 hidden = base_forward(model, torch.tensor([known]), SequenceInput())
                 known.append(int(compute_logits(model, hidden[-1, 0]).argmax()))
     assert said == [[known[len(prompt) :] for known, prompt in zip(plain, prompts, strict=True)]] * 4
+
+
+@pytest.mark.parametrize("rollback", ["snapshot", "replay"])
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_next_turn_goes_on_from_the_prefix_cache(name, k, rollback):
+    pair = Pair(toy_model(*MODELS[name], init_std=0.3), k, state_rollback=rollback)
+    multi_turn(pair, tokens(9)[0].tolist(), 3, greedy(13))
+    pair.check()
+    assert pair.hits
+
+
+def test_a_ring_that_cannot_be_folded_is_no_cache(monkeypatch):
+    monkeypatch.delattr(toy_kind.Mixer, "fold")
+    with pytest.raises(NotImplementedError, match=r"Mixer keeps a ring, .* or decode with enable_prefix_caching=False"):
+        LLM(toy_model("MA*-", "A-"), 0, max_model_len=64, device="cpu")
 
 
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])

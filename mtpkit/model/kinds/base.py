@@ -100,7 +100,8 @@ class LayerKind(ABC):
     this one."""
     mixer: ClassVar[str] = ""
     """Module of a layer that keeps a state, or keys and values: it looks them up by its `layer_name`, which is set when
-    a model is built. Empty: layers keep nothing of earlier tokens."""
+    a model is built. One whose states have a ring has a `fold`, see `RecurrentMixer.fold`. Empty: layers keep nothing
+    of earlier tokens."""
     narrows: ClassVar[bool] = False
     """Whether a layer computes results only for `StepInput.keep`, while its state takes up all tokens. Layers of other
     kinds compute all results, of which a part may then be dropped."""

@@ -30,16 +30,26 @@ def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, 
         slots: [R] int64, each once; -1: a null row.
         context_lens: [R] int64, committed positions.
         committed: of these R rows.
+
+    Raises:
+        NotImplementedError: a layer that keeps a ring cannot fold it.
     """
     lens: dict[Ring, tuple[Tensor, Tensor]] = {}
     for mixer in model.modules():
-        if isinstance(mixer, RecurrentMixer) and mixer.layer_name in states.layers:
-            _window, recurrent = states[mixer.layer_name]
-            if isinstance(recurrent, Replay):
-                ring = recurrent.ring
-                if ring not in lens:
-                    lens[ring] = (context_lens - ring.behind).clamp_min(0), committed.counts[ring]
-                mixer.fold(recurrent, slots, lens[ring])
+        name = getattr(mixer, "layer_name", "")
+        for recurrent in states[name] if name in states.layers else ():
+            if not isinstance(recurrent, Replay):
+                continue
+            if not hasattr(mixer, "fold"):
+                kind = type(mixer).__name__
+                raise NotImplementedError(
+                    f"{kind} keeps a ring, so a prefix cache needs its `fold`, see RecurrentMixer.fold; write one, or "
+                    "decode with enable_prefix_caching=False"
+                )
+            ring = recurrent.ring
+            if ring not in lens:
+                lens[ring] = (context_lens - ring.behind).clamp_min(0), committed.counts[ring]
+            mixer.fold(recurrent, slots, lens[ring])
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):

@@ -248,6 +248,14 @@ def test_a_prefix_cache_is_the_default():
     assert LLM(tiny_model(), 3, enable_prefix_caching=False).memory_plan.num_checkpoints == 0
 
 
+def test_settings_of_no_cache_are_reported(caplog):
+    for cached in (True, False):
+        make_llm(tiny_model(), 0, enable_prefix_caching=cached, prefix_cache_bytes=1000, prefix_cache_interval=2048)
+    assert [
+        one.getMessage() for one in caplog.records if "cache" in one.getMessage() and one.levelname == "WARNING"
+    ] == ["prefix_cache_bytes has no effect: enable_prefix_caching is off"]
+
+
 @pytest.mark.parametrize("forgotten", [True, False])
 def test_what_is_left_can_be_forgotten_when_weights_change(forgotten):
     """Neither a checkpoint nor a block of the old weights is found; without, one would be."""
@@ -277,11 +285,12 @@ def test_requests_under_way_keep_what_they_found():
     assert llm.reset_prefix_cache() and make_llm(tiny_model(), 3).reset_prefix_cache()
 
 
-def test_checkpoints_take_a_quarter_of_what_is_left_at_most(monkeypatch):
+def test_checkpoints_take_what_requests_leave_or_a_tenth(monkeypatch):
     """Of what the states and one request of full length, or the blocks asked for, leave: they are never the reason why
     something does not fit."""
     llm = make_llm(tiny_model(), 3, enable_prefix_caching=True)
     one, size, most = llm.memory_plan.blocks_for(128), llm.memory_plan.checkpoint_bytes, 2 * 8
+    others = 7 * one * llm.memory_plan.block_bytes  # blocks of the other requests
 
     def plan(bytes_left: int, num_blocks: int | None = None, **asked):
         least = llm.memory_plan.state_bytes + (num_blocks or one) * llm.memory_plan.block_bytes
@@ -290,12 +299,17 @@ def test_checkpoints_take_a_quarter_of_what_is_left_at_most(monkeypatch):
         sizes = llm.model.mtpkit_config, llm.engine.layout, llm.engine.config, torch.device("cpu"), 0.9, num_blocks
         return memory.plan_memory(*sizes, **asked)
 
-    for num_blocks in (None, 3 * one):
-        for count in (0, 1, 5, most, most + 3):
-            for missing in (0, 1):
-                found = plan(max(0, 4 * count * size - missing), num_blocks)
-                assert found.num_checkpoints == min(most, max(0, count - missing))
-                assert found.num_blocks >= (num_blocks or one)
+    for count in (0, 1, 5, most, most + 3):
+        for missing in (0, 1):
+            fitting = min(most, max(0, count - missing))
+            found = plan(max(0, count * size - missing), 3 * one)
+            assert (found.num_checkpoints, found.num_blocks) == (fitting, 3 * one)
+            found = plan(others + count * size - missing)
+            assert found.num_checkpoints == max(fitting, (others + count * size - missing) // 10 // size)
+            assert (found.num_blocks == 8 * one) == (found.num_checkpoints <= count - missing)
+            if 10 * count * size <= others:
+                found = plan(max(0, 10 * count * size - missing))
+                assert found.num_checkpoints == fitting and found.num_blocks >= one
     with pytest.raises(UserError, match="prefix_cache_bytes"):
         plan(4 * size, prefix_bytes=5 * size)
 
