@@ -44,14 +44,26 @@ def get_config(model: str, pattern: str | None = None, distinct: bool = False) -
             choice for a directory.
     """
     if model in SHAPES:
-        changes: dict[str, str | bool] = {} if pattern is None else {"mtp_pattern": pattern}
-        changes |= {"mtp_use_repeated_layer": False} if distinct else {}
-        return SHAPES[model].replace(**changes) if changes else SHAPES[model]
+        config = SHAPES[model] if pattern is None else with_pattern(SHAPES[model], pattern)
+        return config.replace(mtp_use_repeated_layer=False) if distinct else config
     directory = _directory(model)
     if distinct or pattern is not None:
         given = "distinct heads are" if distinct else f"pattern {pattern!r} is"
         raise UserError(f"{given} for a shape ({listed(SHAPES)}), not for a model directory as {model}")
     return load_config(directory)
+
+
+def with_pattern(config: ModelConfig, pattern: str, **changes: int | bool) -> ModelConfig:
+    """The config with heads of these layers, and other changes.
+
+    Raises:
+        UserError: the model cannot have them.
+    """
+    try:
+        return config.replace(mtp_pattern=pattern, **changes)
+    except UserError as error:
+        own = listed(map(repr, sorted(set(config.pattern))))
+        raise UserError(f"pattern {pattern!r} does not fit: {error}; layers of this base are {own}") from error
 
 
 def get_base(model: str) -> ModelConfig:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from mtpkit.bench.machine import Machine, measure_machine
 from mtpkit.bench.report import Column, Result
 from mtpkit.bench.settings import TrainBenchConfig
+from mtpkit.bench.shapes import with_pattern
 from mtpkit.bench.timing import Stopwatch
 from mtpkit.config import ModelConfig
 from mtpkit.data.dataset import PackedBatch
@@ -95,9 +96,7 @@ def measure_training(
     if pattern is None:
         pattern = default_pattern(model_config)
     config = replace(config, dtype=cast(Any, resolve_dtype(config.dtype, default_device())), pattern=pattern)
-    shape = model_config.replace(
-        mtp_pattern=pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct
-    )
+    shape = with_pattern(model_config, pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct)
     cases = [(length, loss) for length in config.sequence_lengths for loss in config.losses]
     check_layout(_parallel(config), shape)
     for case in cases:  # refuses settings that the trainer would refuse

@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 from mtpkit.config import LARGEST_COUNT
 from mtpkit.errors import UserError
 
-_LARGEST_SEED = 2**62 - 1
-"""Leaves room for the seeds of further prompts, each one larger, in 63 bits."""
+_LARGEST = 2**62 - 1
+"""Largest seed, and number of bytes. It leaves room for the seeds of further prompts, each one larger, in 63 bits."""
 
 _MAY_BE_INFINITE = ("request_rate",)
 """Options for which infinity has a meaning."""
@@ -70,7 +70,7 @@ class Command(TyperCommand):
         params: list[Any] = self.params
         for param in params:
             text, value = texts.get(param.name), ctx.params.get(param.name)
-            limit = _LARGEST_SEED if param.name == "seed" else LARGEST_COUNT
+            limit = _LARGEST if (param.name or "").endswith(("seed", "_bytes")) else LARGEST_COUNT
             values = value if isinstance(value, list | tuple) else [value]
             endless = param.name in _MAY_BE_INFINITE
             problems = [_problem(one, limit) for one in values if not (endless and one == math.inf)]

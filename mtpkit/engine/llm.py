@@ -78,7 +78,6 @@ class LLM:
         here = depths if self.ranks.stage.last else 0  # the last stage drafts for all
         drafter = make_drafter(self.model, here, config.block_size, config.draft_sampling, draft_ids, tree)
         acceptance = options.synthetic_acceptance
-        loading.report_uncached(options)
         loading.report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
         widths = (config.block_size, config.decode_width)
         sizes = StateSizes(*widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype])
@@ -97,6 +96,7 @@ class LLM:
         )
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)
+        loading.report_uncached(options, self.memory_plan)
         verifier = None if acceptance is None else SyntheticAcceptance(acceptance, depths, weight.device)
         self.engine = Engine(
             config,
@@ -194,7 +194,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget what earlier prompts and outputs left in the prefix cache, as one must after a change of the weights.
-        Waits for the end of calls of other threads. Of a model that is split, every rank must call it.
+        Waits for the end of calls of other threads. Of a model that is split, every rank must call it. Without a prefix
+        cache there is nothing to forget; statistics stay.
 
         Returns:
             False if requests that were added to `engine` directly are unfinished: nothing is forgotten then.

@@ -10,6 +10,7 @@ import torch
 
 from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.engine.drafting import check_depths
+from mtpkit.engine.memory import MemoryPlan
 from mtpkit.engine.options import EngineOptions
 from mtpkit.engine.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError
@@ -251,8 +252,14 @@ def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
         _logger.info("the model's MTP heads are not used: num_speculative_tokens is 0")
 
 
-def report_uncached(options: EngineOptions) -> None:
-    """Log which settings of the prefix cache have no effect, if there is none."""
+def report_uncached(options: EngineOptions, plan: MemoryPlan) -> None:
+    """Log which settings of the prefix cache have no effect, or that it has no room."""
+    if options.enable_prefix_caching and options.prefix_cache_bytes and not plan.num_checkpoints:
+        _logger.warning(
+            "prefix_cache_bytes is %d, but a checkpoint takes %d: nothing is cached",
+            options.prefix_cache_bytes,
+            plan.checkpoint_bytes,
+        )
     for name in ("prefix_cache_bytes", "prefix_cache_dtype", "prefix_cache_interval"):
         if not options.enable_prefix_caching and getattr(options, name) != getattr(EngineOptions, name):
             _logger.warning("%s has no effect: enable_prefix_caching is off", name)

@@ -19,6 +19,8 @@ _CPU_CACHE_BYTES = 4 << 30
 """Limit of the caches on a CPU if `num_blocks` is not given."""
 _CHECKPOINTS = 2
 """Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of its output."""
+_LEAST_CHECKPOINTS = 16
+"""With fewer of them, what one request leaves would push out what the next one could use."""
 _CHECKPOINTS_SHARE = 10
 """They may take one part in so many of the memory that requests of full length could use, and all that these leave."""
 _LIVE_COPIES = 3
@@ -191,7 +193,7 @@ def _checkpoints(plan: MemoryPlan, available: int, num_blocks: int | None, prefi
         if not plan.total:  # all memory of the host, which others use, too
             rest = min(rest, least * plan.block_bytes + _CPU_CACHE_BYTES)
         prefix_bytes = max(0, rest - useful * plan.block_bytes, (rest - least * plan.block_bytes) // _CHECKPOINTS_SHARE)
-        most = _CHECKPOINTS * plan.max_num_seqs
+        most = max(_LEAST_CHECKPOINTS, _CHECKPOINTS * plan.max_num_seqs)
     else:
         most = LARGEST_COUNT
     # A stage without recurrent layers keeps nothing of its own.

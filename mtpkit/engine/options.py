@@ -92,8 +92,9 @@ class EngineOptions:
     """Let prompts that begin like earlier requests go on from what those left: blocks of keys and values, and
     checkpoints of recurrent state at the ends of prompts and outputs."""
     prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them, in what
-    `max_num_seqs` requests of full length leave of the memory for caches, or in a tenth of it. 0: nothing is cached."""
+    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them, at least 16, in
+    what `max_num_seqs` requests of full length leave of the memory for caches, or in a tenth of it. 0: nothing is
+    cached."""
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
     prefix_cache_interval: Count = 2048

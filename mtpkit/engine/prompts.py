@@ -43,7 +43,7 @@ def checkpoint_of(prompt: Prompt, name: str) -> int | None:
     """
     at = prompt.get("checkpoint_at") if isinstance(prompt, dict) else None
     if at is not None and (not is_whole(at) or at < 1):
-        raise UserError(f"{name}: checkpoint_at is {shown(at)}, must be a number of tokens of the prompt")
+        raise UserError(f"{name}: checkpoint_at is {shown(at)}, must be from 1 to the number of the prompt's tokens")
     return at
 
 

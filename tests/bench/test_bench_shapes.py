@@ -1,6 +1,7 @@
 """Shapes that are known by name, weights that are drawn on a device, prompts."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -36,8 +37,12 @@ def test_a_shape_may_have_another_head(tmp_path):
     assert get_config("nemotron-h-tiny", "*-") == NEMOTRON_H_TINY.replace(mtp_pattern="*-")
     model = open_model("nemotron-h-tiny", torch.device("cpu"), pattern="*-")
     assert model.mtpkit_config.mtp.pattern == "*-" and len(model.mtp.layers[0].mtp_model_layer.layers) == 2
-    with pytest.raises(UserError, match="Q"):
-        get_config("nemotron-h-tiny", "*Q")
+    for pattern, problem in (("*Q", "'Q'"), ("*G", "must be positive: linear_num_key_heads"), ("+", "in one model")):
+        match = (
+            rf"^pattern '{re.escape(pattern)}' does not fit: .*{problem}.*; layers of this base are '\*', '-' and 'M'$"
+        )
+        with pytest.raises(UserError, match=match):
+            get_config("nemotron-h-tiny", pattern)
     with pytest.raises(
         UserError, match=r"pattern '\*-' is for a shape .nemotron-h-8b, .*, not for a model directory as "
     ):

@@ -28,7 +28,12 @@ class Numbers:
         ([[1], [1] * 125], greedy(), r"^prompts\[1\]: 125 prompt tokens .* exceed max_model_len 128"),
         ([[1], {"prompt_token_ids": [61], "name": "a.txt:7"}], greedy(), r"^a.txt:7: tokens \[61\] are outside"),
         ([[1], {"prompt": [1], "name": 7}], greedy(), r"^prompts\[1\]: name is 7, must be a text"),
-        ({"prompt": [1], "checkpoint_at": 0}, greedy(), "^the prompt: checkpoint_at is 0, must be a number of tokens"),
+        ({"prompt": [1], "checkpoint_at": 0}, greedy(), "^the prompt: checkpoint_at is 0, must be from 1 to the"),
+        (
+            [[1], {"prompt": [1, 2], "checkpoint_at": 3}],
+            greedy(),
+            r"^prompts\[1\]: checkpoint_at is 3, .* 2 tokens",
+        ),
         (5, greedy(), "prompts are of type int: give texts, or lists of token ids"),
         ([1.5, 2.0], greedy(), r"prompts\[0\] is a float: give a text, or token ids"),
         ([True, 1], greedy(), r"prompts\[0\] is a bool: give a text, or token ids"),

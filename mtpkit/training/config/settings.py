@@ -82,8 +82,9 @@ class HeadsConfig:
     embedding and hidden state."""
     pattern: str = "auto"
     """Layers of one depth of new heads: M Mamba2, G gated delta net, * attention, + latent attention, - MLP, E mixture
-    of experts. `auto`: the pattern of the model's heads; without heads `*-`, or `*E` for a base with experts and no
-    MLPs, with `+` in place of `*` for a base with latent attention."""
+    of experts. `auto`: the pattern of the model's heads; without heads that of its family, if all heads of the family
+    have the same, else `*-`, or `*E` for a base with experts and no MLPs, with `+` in place of `*` for a base with
+    latent attention."""
     repeated: bool = True
     """Fresh heads share one block over all depths, rather than one per depth."""
     attention: HeadAttention = "auto"

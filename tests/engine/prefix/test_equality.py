@@ -230,17 +230,26 @@ def test_steps_that_are_timed_end_no_request():
 def test_the_plan_counts_checkpoints():
     llm = make_llm(tiny_model(), 3, enable_prefix_caching=True, max_num_seqs=3)
     plan, store = llm.memory_plan, llm.engine.executor.checkpoints
-    assert plan.num_checkpoints == 6 and plan.prefix_bytes == sum(tensor.nbytes for tensor in store.tensors)
-    assert "prefix cache 0.00 GB (6 checkpoints x" in str(plan)
+    assert plan.num_checkpoints == 16 and plan.prefix_bytes == sum(tensor.nbytes for tensor in store.tensors)
+    assert "prefix cache 0.00 GB (16 checkpoints x" in str(plan)
     assert make_llm(tiny_model(), 3).memory_plan.prefix_bytes == 0
     half = make_llm(tiny_model(), 3, enable_prefix_caching=True, prefix_cache_bytes=plan.checkpoint_bytes * 2 - 1)
     assert half.memory_plan.num_checkpoints == 1
+    assert make_llm(tiny_model(), 3, enable_prefix_caching=True, max_num_seqs=9).memory_plan.num_checkpoints == 18
+
+
+def test_requests_that_run_alone_share_their_beginning():
+    """By default, though each of them leaves two checkpoints of its own."""
+    llm = make_llm(tiny_model(), 2, enable_prefix_caching=True, max_num_seqs=1)
+    prompts = [[*START, 7, 7, index] for index in range(5)]
+    cached = [output.num_cached_tokens for output in llm.generate(prompts, greedy(3))]
+    assert cached[:1] == [0] and all(cached[2:]), cached
 
 
 def test_a_prefix_cache_is_the_default():
     llm = LLM(tiny_model(), 3, max_num_seqs=3)
     plan = llm.memory_plan
-    assert plan.num_checkpoints == 6
+    assert plan.num_checkpoints == 16
     prompts = [dict(prompt_token_ids=START)]
     first, second = (llm.generate(prompts, greedy(4))[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, len(START))
@@ -251,9 +260,13 @@ def test_a_prefix_cache_is_the_default():
 def test_settings_of_no_cache_are_reported(caplog):
     for cached in (True, False):
         make_llm(tiny_model(), 0, enable_prefix_caching=cached, prefix_cache_bytes=1000, prefix_cache_interval=2048)
+    size = make_llm(tiny_model(), 0, enable_prefix_caching=True).memory_plan.checkpoint_bytes
     assert [
         one.getMessage() for one in caplog.records if "cache" in one.getMessage() and one.levelname == "WARNING"
-    ] == ["prefix_cache_bytes has no effect: enable_prefix_caching is off"]
+    ] == [
+        f"prefix_cache_bytes is 1000, but a checkpoint takes {size}: nothing is cached",
+        "prefix_cache_bytes has no effect: enable_prefix_caching is off",
+    ]
 
 
 @pytest.mark.parametrize("forgotten", [True, False])
