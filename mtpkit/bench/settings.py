@@ -351,7 +351,7 @@ class TrainBenchConfig:
     k: Annotated[Drafts, Field(ge=1)] = Field(default=3, validation_alias="num_depths")
     """Depths."""
     pattern: str | None = None
-    """Layers of one depth; by default those of a model directory's heads, or those that the trainer gives new heads."""
+    """Layers of one depth; by default those of the model's heads, or those that the trainer gives new heads."""
     distinct: bool = False
     """A block for each depth; needs per_depth."""
     attention: Literal["serving", "per_depth"] = "serving"

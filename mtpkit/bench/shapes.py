@@ -16,7 +16,7 @@ from mtpkit.errors import UserError, listed
 from mtpkit.files import JsonObject, parse_json, read_text
 from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.kinds import layers_of
+from mtpkit.model.kinds import kinds_in, layers_of
 from mtpkit.model.kinds.base import Draw
 from mtpkit.model.stages import StageBalance
 from mtpkit.platform import resolve_dtype
@@ -67,14 +67,14 @@ def with_pattern(config: ModelConfig, pattern: str, **changes: int | bool) -> Mo
 
 
 def get_base(model: str) -> ModelConfig:
-    """The config to train heads for: of a model directory with its heads, of a shape without, since a shape's head is
-    the one that decoding is timed with.
+    """The config to train heads for. Of a shape whose head has attention alone, as decoding is timed with it, without.
 
     Raises:
         UserError: as in `get_config`.
     """
     config = get_config(model)
-    return config.replace(mtp_pattern="", mtp_num_depths=0) if model in SHAPES else config
+    alone = all(kind.keeps_past for kind in kinds_in(config.mtp.pattern))
+    return config.replace(mtp_pattern="", mtp_num_depths=0) if model in SHAPES and alone else config
 
 
 def choose_drafts[K: (int, int | Literal["auto"])](

@@ -65,7 +65,7 @@ NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
 """Its kinds of layers, small enough for a CPU."""
 
 DEEPSEEK_V3 = ModelConfig.of(
-    family="deepseek_v3",
+    family="",
     vocab_size=129280,
     hidden_size=7168,
     pattern="+-" * 3 + "+E" * 58,

@@ -177,7 +177,7 @@ def _with_stored_heads(directory: Path, config: ModelConfig) -> ModelConfig:
 def _warn_of_lost_heads(path: Path, count: int) -> None:
     """Warn once per process."""
     _logger.warning(
-        "%s counts %d MTP layer(s), of which no tensor is stored: the model is read without heads", path, count
+        "%s: no tensor of the %d MTP layer(s) of this model is stored, so it is read without heads", path, count
     )
 
 

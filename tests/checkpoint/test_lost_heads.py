@@ -47,7 +47,7 @@ def test_a_model_without_a_tensor_of_its_heads_has_none(hf, tmp_path, caplog):
         load_config(path)
     assert (config.mtp.num_depths, config.mtp.pattern) == (0, "")
     (message,) = caplog.messages
-    assert "counts 1 MTP layer(s), of which no tensor is stored" in message and str(path) in message
+    assert "no tensor of the 1 MTP layer(s) of this model is stored" in message and str(path) in message
     import_checkpoint(path, tmp_path / "megatron")
     assert load_model(tmp_path / "megatron").mtpkit_config.mtp.num_depths == 0
 
