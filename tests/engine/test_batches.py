@@ -125,11 +125,11 @@ def test_few_blocks_are_given_up_across_batches(num_batches, ahead):
     seen, admit = {}, scheduler._admit
     waits, plan_decode = [], scheduler._plan_decode
 
-    def admitted(request, restores):
-        fits = admit(request, restores)
-        if fits:
+    def admitted(restores):
+        request = admit(restores)
+        if request:
             seen.setdefault(request.request_id, []).append(request.slot % num_batches)
-        return fits
+        return request
 
     def planned(budget):
         rows = plan_decode(budget)
