@@ -217,8 +217,6 @@ class Request:
     """Hashes for the prefix cache: entry i is that of the tokens in the first i blocks."""
     num_published: int = 0
     """Full blocks that were offered to the prefix cache since the request was admitted."""
-    forks: set[int] = field(default_factory=set)
-    """Tokens after which requests that wait for this one go on from its checkpoint."""
     cuts: list[int] = field(default_factory=list)
     """Positions at which chunks must end, to leave checkpoints, ascending."""
     slot: int | None = None
@@ -232,26 +230,6 @@ class Request:
     def fail(self, why: str) -> None:
         """End the request with an error, whose message names it."""
         self.finish_reason, self.error = "error", f"{self.name}: {why}"
-
-    def fail_if_invalid(self, valid: bool, bad_draft: int) -> None:
-        """End the request with an error if logits of the step were not finite; its valid tokens are already appended.
-
-        Args:
-            valid: whether all logits of the base that were used are finite.
-            bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0: none.
-        """
-        output = f"after {self.num_output} output tokens"
-        if not valid:
-            self.fail(
-                f"the logits for position {len(self.token_ids)}, {output}, are NaN or infinite: weights or "
-                "activations of the base are not finite; check the checkpoint, or try dtype float32"
-            )
-        elif bad_draft:
-            self.fail(
-                f"draft {bad_draft} for position {len(self.token_ids) + bad_draft - 1}, {output}, has "
-                "logits that are NaN or infinite: weights or activations of the MTP heads are not finite; check the "
-                "heads, or decode without them (K = 0)"
-            )
 
     @property
     def name(self) -> str:
@@ -267,11 +245,6 @@ class Request:
     def num_output(self) -> int:
         """Number of tokens generated so far."""
         return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def to_prefill(self) -> int:
-        """`prefill_end` if the request were admitted now."""
-        return len(self.token_ids) - (self.num_output > 0)
 
     @property
     def decoding(self) -> bool:

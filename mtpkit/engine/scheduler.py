@@ -10,7 +10,6 @@ from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.pacing import Pacing
 from mtpkit.engine.params import MOST_END_TOKENS
 from mtpkit.engine.prefix.cache import Hit, PrefixCache
-from mtpkit.engine.prefix.forks import hold
 from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
 from mtpkit.engine.step import Plan, Restore, Row, Save, StepResult
 from mtpkit.engine.tree import DraftShape, depth_of
@@ -168,22 +167,18 @@ class Scheduler:
         free, due = self._room(len(batch))
         if self.pacing:
             budget = self._paced(self.pacing, budget, len(decode), begun, free, due)
-        admissible = self.waiting[: min(free, due)]
-        if self.prefix and admissible and budget:
-            held = hold(self.prefix, [one for one in self.running if not one.decoding], admissible)
-            admissible = [one for one in admissible if one not in held]
         chunks, restores, resumed = [], list[Restore](), list[Row]()
         for request in begun:
             if budget:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].length
-        for request in admissible:
-            if not budget or preemptions != self.num_preemptions or not self._admit(request, restores):
+        for _ in range(min(free, due)):
+            if not budget or preemptions != self.num_preemptions or not (admitted := self._admit(restores)):
                 break
-            if request.num_computed and not (self.prefix and self.prefix.successors):
-                resumed.append(self._resumed(request))
-            if not request.decoding:
-                chunks.append(self._chunk(request, budget))
+            if admitted.num_computed and not (self.prefix and self.prefix.successors):
+                resumed.append(self._resumed(admitted))
+            if not admitted.decoding:
+                chunks.append(self._chunk(admitted, budget))
                 budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
         plans = self._together_or_apart(decode, chunks)
@@ -294,13 +289,16 @@ class Scheduler:
         """The row of a request that was admitted at a checkpoint, see `Plan`."""
         return Row(request, request.num_computed - 1, 1, samples=request.decoding, emits=not request.num_output)
 
-    def _admit(self, request: Request, restores: list[Restore]) -> bool:
-        """Move a waiting request to the running ones, if there are blocks, in a slot of the batch, which must have a
-        free one. If it begins at a checkpoint, what it takes from there is added to `restores`."""
-        request.prefill_end = request.to_prefill
+    def _admit(self, restores: list[Restore]) -> Request | None:
+        """Move the oldest waiting request to the running ones, if there are blocks, in a slot of the batch, which must
+        have a free one. If it begins at a checkpoint, what it takes from there is added to `restores`."""
+        if not self.waiting:
+            return None
+        request = self.waiting[0]
+        request.prefill_end = len(request.token_ids) - (request.num_output > 0)
         hit = self.prefix.match(request) if self.prefix else None
         if not self._reserve(request, request.prefill_end + self.config.lookahead, hit):
-            return False
+            return None
         request.slot = self.slots.allocate_from(self._slots)
         if self.prefix:
             request.num_computed = hit.length if hit else 0
@@ -311,9 +309,9 @@ class Scheduler:
             request.stats.num_cached_tokens = request.num_computed
             self.num_prompt_tokens += len(request.prompt_token_ids)
             self.num_cached_tokens += request.num_computed
-        self.waiting.remove(request)
+        self.waiting.pop(0)
         insort(self.running, request, key=_arrival)
-        return True
+        return request
 
     def _make_room(self, request: Request) -> bool:
         """Reserve blocks for a decode step, preempting the youngest requests if needed.
@@ -401,7 +399,7 @@ class Scheduler:
                             stats.record(accepted, count, row.fresh_drafts)
             self.num_generated += count
             if not request.finished:
-                request.fail_if_invalid(valid, bad_draft)
+                self._fail_if_invalid(request, valid, bad_draft)
             if self.prefix and request.finish_reason in ("stop", "length"):
                 self._keep_end(request, whole=count == 1 + accepted)
             self._settle(request)
@@ -428,6 +426,27 @@ class Scheduler:
         """Checkpoints that ended requests leave, to be written before the next launch; each is returned once."""
         saves, self._saves = self._saves, []
         return saves
+
+    @staticmethod
+    def _fail_if_invalid(request: Request, valid: bool, bad_draft: int) -> None:
+        """End a request with an error if logits of the step were not finite; its valid tokens are already appended.
+
+        Args:
+            valid: whether all logits of the base that were used are finite.
+            bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0: none.
+        """
+        output = f"after {request.num_output} output tokens"
+        if not valid:
+            request.fail(
+                f"the logits for position {len(request.token_ids)}, {output}, are NaN or infinite: weights or "
+                "activations of the base are not finite; check the checkpoint, or try dtype float32"
+            )
+        elif bad_draft:
+            request.fail(
+                f"draft {bad_draft} for position {len(request.token_ids) + bad_draft - 1}, {output}, has "
+                "logits that are NaN or infinite: weights or activations of the MTP heads are not finite; check the "
+                "heads, or decode without them (K = 0)"
+            )
 
     def _emit(self, request: Request, token_ids: list[int]) -> int:
         """Append tokens until one ends the request; returns how many were appended."""

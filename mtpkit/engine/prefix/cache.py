@@ -167,11 +167,10 @@ class PrefixCache:
 
     def cuts(self, request: Request, start: int) -> list[int]:
         """Positions inside the prompt, after `start`, at which its chunks end to leave a checkpoint: where the caller
-        says so, where cached blocks of others end, where a request that waits parts from it, and at multiples of the
-        interval."""
+        says so, where cached blocks of others end, and at multiples of the interval."""
         if not self.slots.size:
             return []
-        marks = {len(self._present(request)) * self.block_size, request.checkpoint_at or 0, *request.forks}
+        marks = {len(self._present(request)) * self.block_size, request.checkpoint_at or 0}
         marks |= set(range(self.interval, request.prefill_end, self.interval))
         return sorted(mark for mark in marks if start < mark < request.prefill_end)
 
@@ -192,7 +191,7 @@ class PrefixCache:
         """
         if not self.slots.size or not length:
             return None
-        self.extend(request)
+        self._extend(request)
         full, size = length // self.block_size, self.block_size
         rest = tuple(request.token_ids[full * size : length])
         same = (e for e in self._by_block.get(request.chain[full], ()) if e.rest == rest)
@@ -223,7 +222,7 @@ class PrefixCache:
         before anything that is planned later."""
         full = self._full(min(length, len(request.token_ids)))
         if full > request.num_published:
-            self.extend(request)
+            self._extend(request)
             for index in range(request.num_published, full):
                 self.blocks.publish(request.block_table[index], self._key(request, index))
             request.num_published = full
@@ -232,7 +231,7 @@ class PrefixCache:
         """Blocks all of whose entries the first `length` tokens prove."""
         return max(0, length - self.ahead) // self.block_size
 
-    def extend(self, request: Request) -> None:
+    def _extend(self, request: Request) -> None:
         """Hash the full blocks of tokens that are not hashed yet."""
         chain, size = request.chain, self.block_size
         if not chain:
@@ -247,7 +246,7 @@ class PrefixCache:
 
     def _present(self, request: Request) -> Sequence[int]:
         """The cached blocks that the prompt begins with."""
-        self.extend(request)
+        self._extend(request)
         found: list[int] = []
         for index in range(self._full(request.prefill_end)):
             block = self.blocks.find(self._key(request, index))

@@ -20,8 +20,8 @@ from collections import Counter
 import torch
 from tqdm import tqdm
 
-from mtpkit.engine import SamplingParams, scheduler
-from mtpkit.engine.prefix import PrefixCache, forks
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.prefix import PrefixCache
 from tests.engine.fakes import HashModel, check_batches, fake_engine
 
 MODEL = HashModel()
@@ -179,25 +179,13 @@ def run(operations: int, seed: int | str) -> Counter[str]:
     """
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
-    hold, worth = scheduler.hold, forks.WORTH
-
-    def counted(*given):
-        held = hold(*given)
-        counts["held"] += len(held)
-        return held
-
-    scheduler.hold = counted
-    try:
-        while counts["operations"] < operations:
-            forks.WORTH = rng.choice([1, 4, 12, worth])
-            history = History(rng)
-            for _ in range(min(_OPERATIONS_PER_ENGINE, operations - counts["operations"])):
-                history.operate()
-                counts["operations"] += 1
-            history.end()
-            counts += history.counts()
-    finally:
-        scheduler.hold, forks.WORTH = hold, worth
+    while counts["operations"] < operations:
+        history = History(rng)
+        for _ in range(min(_OPERATIONS_PER_ENGINE, operations - counts["operations"])):
+            history.operate()
+            counts["operations"] += 1
+        history.end()
+        counts += history.counts()
     return counts
 
 

@@ -16,7 +16,7 @@ OPERATIONS = 500
 
 def test_random_histories():
     counts = fuzz.run(OPERATIONS, seed=5)
-    assert len(counts) == 7 and all(counts.values()), counts
+    assert len(counts) == 6 and all(counts.values()), counts
 
 
 def another_checkpoint(patch):
@@ -179,6 +179,6 @@ FAULTS = [
 def test_faults_are_found(monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises(Exception) as found:
-        fuzz.run(6 * OPERATIONS, seed=0)
+        fuzz.run(6 * OPERATIONS, seed=3)
     # A fault that no longer fits the code fails before that.
     assert {"operate", "end"} & {entry.name for entry in found.traceback}
