@@ -132,7 +132,9 @@ class Engine:
             foreign = [token for token in tokens if not is_whole(token) or not 0 <= token < self.vocab_size]
             raise UserError(f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
         if checkpoint_at is not None and not 1 <= checkpoint_at <= max(1, len(tokens)):
-            raise UserError(f"{where}: checkpoint_at is {checkpoint_at}, the prompt has {len(tokens)} tokens")
+            raise UserError(
+                f"{where}: checkpoint_at is {checkpoint_at}, must be from 1 to the prompt's {len(tokens)} tokens"
+            )
         unknown = [token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size]
         if unknown:
             _logger.warning(

@@ -39,11 +39,11 @@ def checkpoint_of(prompt: Prompt, name: str) -> int | None:
     """Where the prompt says that the prefix cache keeps a checkpoint.
 
     Raises:
-        UserError: that is no positive whole number.
+        UserError: that is no whole number.
     """
     at = prompt.get("checkpoint_at") if isinstance(prompt, dict) else None
-    if at is not None and (not is_whole(at) or at < 1):
-        raise UserError(f"{name}: checkpoint_at is {shown(at)}, must be from 1 to the number of the prompt's tokens")
+    if at is not None and not is_whole(at):
+        raise UserError(f"{name}: checkpoint_at is {shown(at)}, must be a whole number of the prompt's tokens")
     return at
 
 

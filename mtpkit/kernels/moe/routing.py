@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
-from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Shared
 
@@ -124,8 +123,7 @@ def route(
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert bias is None or bias.dtype == torch.float32
     if num_groups > 1 and group != triton.next_power_of_2(group):
-        how = Routing(top_k, scale, num_groups, top_groups, group_best, score, normalize)
-        return reference.route(logits, bias, *how, shared)
+        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared)
     of_each = top_k + (shared != "apart")
     ids = torch.empty(tokens, of_each, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, of_each, dtype=torch.float32, device=logits.device)
