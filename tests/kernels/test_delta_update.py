@@ -126,8 +126,8 @@ def test_snapshot(twin, tokens, strong):
 
 @pytest.mark.parametrize(("tokens", "length", "strong"), [(1, 5, False), (2, 10, True)])
 def test_replay(twin, tokens, length, strong):
-    """Several heads of a program one after the other, or one warp a program, as many states have."""
-    blocks = dict(num_warps=1) if tokens > 1 else dict(block_h=HEADS // GROUPS, num_stages=3)
+    """With smaller parts of the key, or one warp a program, as many states have."""
+    blocks = dict(num_warps=1) if tokens > 1 else dict(chunk=16, num_stages=2)
     assert run_replay(twin, tokens, length, strong=strong, **({} if twin.name == "reference" else blocks)) < TOLERANCE
 
 

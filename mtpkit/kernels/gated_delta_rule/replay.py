@@ -2,15 +2,17 @@
 """`delta_replay_update` in Triton: the state is streamed once, and everything else is small.
 
 Keys and queries of the step are the columns of one matrix C, so that one product of the state with C, and one of the
-ring's corrections with their scores, give what all of them read of the past. The new tokens then follow one another:
-each takes its correction from its key's column and adds it to the columns of later keys and of its own and later
-queries. What is left in a query's column is the output.
+ring's corrections with their scores, give what all of them read of the past. Products with C run over a part of the
+key's channels at a time, so that few registers hold what is under way and many programs fit a multiprocessor; the
+columns get their length after that. The new tokens then follow one another: each takes its correction from its key's
+column and adds it to the columns of later keys and of its own and later queries. What is left in a query's column is
+the output.
 
 The state is written in place without a barrier, since each element is computed from its own old value. Old and new ring
 entries never share a place, so that the programs of a row may run in any order.
 
 Sizes: E old entries of the ring, T new tokens, O columns (the keys in the first half, the queries in the second), P
-channels of a value head per program, N key width. Entries and tokens that do not exist have zeros.
+channels of a value head per program, N channels of the key. Entries and tokens that do not exist have zeros.
 """
 
 import torch
@@ -45,19 +47,24 @@ def unit_scale(x, axis: tl.constexpr, EPSILON):
 
 
 @triton.jit
-def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE, EPSILON):
-    """C [N, O] in the dtype of the inputs: keys of unit length, and scaled queries."""
+def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE):
+    """The channels n [N] of keys and queries, as they are: [N, O]."""
     q_ptr, q_row, q_token, q_head = q_in
     k_ptr, k_row, k_token, k_head = k_in
     in_n = (n < STATE)[:, None]
     k_ptrs = k_ptr + row * k_row + group * k_head + o[None, :] * k_token + n[:, None]
     q_ptrs = q_ptr + row * q_row + group * q_head + (o - HALF)[None, :] * q_token + n[:, None]
-    keys = tl.load(k_ptrs, mask=in_n & (o < TOKENS)[None, :], other=0.0).to(tl.float32)
-    is_query = (o >= HALF) & (o < HALF + TOKENS)
-    queries = tl.load(q_ptrs, mask=in_n & is_query[None, :], other=0.0).to(tl.float32)
-    raw = keys + queries
-    scale = unit_scale(raw, 0, EPSILON) * tl.where(o >= HALF, 1.0 / tl.sqrt(STATE + 0.0), 1.0)[None, :]
-    return (raw * scale).to(q_ptr.dtype.element_ty)
+    keys = tl.load(k_ptrs, mask=in_n & (o < TOKENS)[None, :], other=0.0)
+    queries = tl.load(q_ptrs, mask=in_n & ((o >= HALF) & (o < HALF + TOKENS))[None, :], other=0.0)
+    return tl.where((o < HALF)[None, :], keys, queries)
+
+
+@triton.jit
+def _keys(k_in, row, group, t, n, TOKENS, STATE):
+    """The channels n [N] of keys, as they are: [T, N]."""
+    k_ptr, k_row, k_token, k_head = k_in
+    k_ptrs = k_ptr + row * k_row + group * k_head + t[:, None] * k_token + n[None, :]
+    return tl.load(k_ptrs, mask=(t < TOKENS)[:, None] & (n < STATE)[None, :], other=0.0)
 
 
 @triton.jit
@@ -80,9 +87,9 @@ def _replay_kernel(
     LENGTH: tl.constexpr,
     CAPACITY: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HALF: tl.constexpr,
@@ -92,91 +99,101 @@ def _replay_kernel(
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute BLOCK_P channels of each of BLOCK_H value heads of one row and key head per program, with STAGES states
+    """Compute BLOCK_P channels of one value head of one row per program, with STAGES parts of CHUNK channels of the key
     in flight. WHOLE: every block is full. Longer than 70 lines because its parts share nearly all tiles."""
     ring_k_ptr, ring_u_ptr, ring_g_ptr = rings
-    k_ptr, k_row, k_token, k_head = k_in
     v_ptr, v_row, v_token, v_head = v_in
     a_ptr, a_row, a_token = a_in
     b_ptr, b_row, b_token = b_in
     A_log_ptr, bias_ptr = parameters
     PER_GROUP: tl.constexpr = HEADS // GROUPS
-    part, first, row = tl.program_id(0), tl.program_id(1) * BLOCK_H, tl.program_id(2).to(tl.int64)
-    group = first // PER_GROUP
-    p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    e, t, o = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_T), tl.arange(0, 2 * HALF)
-    in_p, in_n, is_new = p < WIDTH, n < STATE, t < TOKENS
-    state_mask = in_p[:, None] & in_n[None, :]
-    out_ptrs = out_ptr + (row * TOKENS + (o - HALF)[None, :]) * (HEADS * WIDTH) + first * WIDTH + p[:, None]
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    group = head // PER_GROUP
+    p, e = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E)
+    t, o = tl.arange(0, BLOCK_T), tl.arange(0, 2 * HALF)
+    in_p, is_new, token = p < WIDTH, t < TOKENS, o % HALF
+    out_ptrs = out_ptr + (row * TOKENS + (o - HALF)[None, :]) * (HEADS * WIDTH) + head * WIDTH + p[:, None]
     out_mask = in_p[:, None] & ((o >= HALF) & (o < HALF + TOKENS))[None, :]
     slot, count, old_place, new_place = places(rows, row, e, t, LENGTH)
     if slot < 0:
-        for head in range(BLOCK_H):
-            zeros = tl.zeros([BLOCK_P, 2 * HALF], out_ptr.dtype.element_ty)
-            tl.store(out_ptrs + head * WIDTH, zeros, mask=out_mask)
+        tl.store(out_ptrs, tl.zeros([BLOCK_P, 2 * HALF], out_ptr.dtype.element_ty), mask=out_mask)
         return
-    state_ptr += (slot * HEADS + first) * (WIDTH * STATE)
+    state_ptr += (slot * HEADS + head) * (WIDTH * STATE)
     is_old = e < count
 
-    # The products that the heads share.
-    columns = _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE, EPSILON)
-    key_mask = is_new[:, None] & in_n[None, :]
-    raw = tl.load(k_ptr + row * k_row + group * k_head + t[:, None] * k_token + n[None, :], mask=key_mask, other=0.0)
-    raw = raw.to(tl.float32)
-    keys = (raw * unit_scale(raw, 1, EPSILON)).to(k_ptr.dtype.element_ty)  # [T, N]
-    ring_k_ptr += group * STATE + n[None, :]
-    if (part == 0) & (first % PER_GROUP == 0):
-        new_k_ptrs = ring_k_ptr + new_place[:, None] * (GROUPS * STATE)
-        tl.store(new_k_ptrs, keys.to(ring_k_ptr.dtype.element_ty), mask=key_mask)
-    old_k = tl.load(ring_k_ptr + old_place[:, None] * (GROUPS * STATE), mask=is_old[:, None] & in_n[None, :], other=0.0)
-    scores, old_scores = dot(keys, columns, NARROW), dot(old_k, columns, NARROW)  # [T, O], [E, O]
-    token = o % HALF
+    # Asked for before the loop, so that one wait for memory is enough.
+    old_u_ptrs = ring_u_ptr + old_place[None, :] * (HEADS * WIDTH) + head * WIDTH + p[:, None]
+    old_u = tl.load(old_u_ptrs, mask=in_p[:, None] & is_old[None, :], other=0.0)  # [P, E]
+    v_ptrs = v_ptr + row * v_row + t[None, :] * v_token + head * v_head + p[:, None]
+    values = tl.load(v_ptrs, mask=in_p[:, None] & is_new[None, :], other=0.0)  # [P, T]
+    old_g = tl.load(ring_g_ptr + old_place * HEADS + head, mask=is_old, other=0.0)
+    a = tl.load(a_ptr + row * a_row + t * a_token + head, mask=is_new, other=0.0)
+    A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
+    b = tl.load(b_ptr + row * b_row + t * b_token + head, mask=is_new, other=0.0)
+
+    # Products of the state, the ring's keys and the new keys with the columns, a part of the key's channels at a time.
+    state_ptrs = state_ptr + p[:, None] * STATE
+    ring_k_ptrs = ring_k_ptr + old_place[:, None] * (GROUPS * STATE) + group * STATE
+    held = tl.zeros([BLOCK_P, 2 * HALF], tl.float32)
+    scores, old_scores = tl.zeros([BLOCK_T, 2 * HALF], tl.float32), tl.zeros([BLOCK_E, 2 * HALF], tl.float32)
+    squares = tl.zeros([2 * HALF], tl.float32)
+    for start in tl.range(0, BLOCK_N, CHUNK, num_stages=STAGES):
+        n = start + tl.arange(0, CHUNK)
+        in_n = (n < STATE)[None, :]
+        state = load(state_ptrs + n[None, :], in_p[:, None] & in_n, WHOLE)
+        old_k = tl.load(ring_k_ptrs + n[None, :], mask=is_old[:, None] & in_n, other=0.0)
+        columns = _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE)
+        held += dot(state, columns, NARROW)
+        old_scores += dot(old_k, columns, NARROW)
+        scores += dot(_keys(k_in, row, group, t, n, TOKENS, STATE), columns, NARROW)
+        squares += tl.sum(columns.to(tl.float32) * columns.to(tl.float32), 0)
+    length = tl.rsqrt(squares + EPSILON)
+    of_token = token[None, :] == t[:, None]  # [T, O]
+    key_length = tl.sum(tl.where(of_token & (o < HALF)[None, :], length[None, :], 0.0), 1)  # [T]
+    scale = length * tl.where(o >= HALF, 1.0 / tl.sqrt(STATE + 0.0), 1.0)
+    held, old_scores = held * scale[None, :], old_scores * scale[None, :]
+    scores *= key_length[:, None] * scale[None, :]
+    if (part == 0) & (head % PER_GROUP == 0):
+        for start in range(0, BLOCK_N, CHUNK):
+            n = start + tl.arange(0, CHUNK)
+            keys = _keys(k_in, row, group, t, n, TOKENS, STATE).to(tl.float32) * key_length[:, None]
+            new_k_ptrs = ring_k_ptr + new_place[:, None] * (GROUPS * STATE) + group * STATE + n[None, :]
+            tl.store(new_k_ptrs, keys.to(ring_k_ptr.dtype.element_ty), mask=is_new[:, None] & (n < STATE)[None, :])
+
     reads = tl.where(o < HALF, token - 1, token)[None, :] >= t[:, None]  # [T, O]: keys read what came before them
-    of_token = token[None, :] == t[:, None]
     if ancestors_ptr is not None:
         seen = load_masks(ancestors_ptr, row, t, t, TOKENS)
         reads = load_masks(ancestors_ptr, row, t, token, TOKENS) & ((o >= HALF)[None, :] | ~of_token)
-
-    state_ptrs = state_ptr + p[:, None] * STATE + n[None, :]
-    v_ptrs = v_ptr + row * v_row + t[None, :] * v_token + p[:, None]
-    old_u_ptrs = ring_u_ptr + old_place[None, :] * (HEADS * WIDTH) + p[:, None]
-    old_u_mask = in_p[:, None] & is_old[None, :]
-    new_slot = slot * LENGTH
-    for h in tl.range(BLOCK_H, num_stages=STAGES):
-        head = first + h
-        state = load(state_ptrs + h * (WIDTH * STATE), state_mask, WHOLE)
-        old_u = tl.load(old_u_ptrs + head * WIDTH, mask=old_u_mask, other=0.0)  # [P, E]
-        # All tokens' at once: one wait for memory instead of one per token.
-        values = tl.load(v_ptrs + head * v_head, mask=in_p[:, None] & is_new[None, :], other=0.0)  # [P, T]
-        old_g = tl.load(ring_g_ptr + old_place * HEADS + head, mask=is_old, other=0.0)
-        a = tl.load(a_ptr + row * a_row + t * a_token + head, mask=is_new, other=0.0)
-        A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
-        g = tl.where(is_new, log_decay(a, A_log, bias, FORGOTTEN), 0.0)
-        if part == 0:
-            tl.store(ring_g_ptr + new_place * HEADS + head, g, mask=is_new)
-        beta = tl.sigmoid(tl.load(b_ptr + row * b_row + t * b_token + head, mask=is_new, other=0.0).to(tl.float32))
-        since = tl.cumsum(g, 0) if ancestors_ptr is None else tl.sum(tl.where(seen, g[:, None], 0.0), 0)  # [T]
-        to_last, whole = tl.cumsum(old_g, 0, reverse=True) - old_g, tl.sum(old_g, 0)  # [E]
-        of_column = tl.sum(tl.where(of_token, since[:, None], 0.0), 0)  # [O]
-        between = tl.where(reads, tl.exp(tl.minimum(of_column[None, :] - since[:, None], 0.0)), 0.0)
-        weights = scores * between  # [T, O]
-        held = dot(state, columns, NARROW) * tl.exp(whole + of_column)[None, :]
-        held += dot(old_u, old_scores * tl.exp(to_last[:, None] + of_column[None, :]), None)
-        for i in range(TOKENS):
-            is_i = t == i
-            v = tl.sum(tl.where(is_i[None, :], values.to(tl.float32), 0.0), 1)
-            rate, place = tl.sum(tl.where(is_i, beta, 0.0), 0), tl.sum(tl.where(is_i, new_place - new_slot, 0), 0)
-            u = rate * (v - tl.sum(tl.where(o[None, :] == i, held, 0.0), 1))  # [P]
-            held += u[:, None] * tl.sum(tl.where(is_i[:, None], weights, 0.0), 0)[None, :]
-            new_u_ptrs = ring_u_ptr + (new_slot + place) * (HEADS * WIDTH) + head * WIDTH + p
-            tl.store(new_u_ptrs, u.to(ring_u_ptr.dtype.element_ty), mask=in_p)
-        tl.store(out_ptrs + h * WIDTH, held.to(out_ptr.dtype.element_ty), mask=out_mask)
-        if count + TOKENS > CAPACITY:
-            added = dot(old_u.to(tl.float32) * tl.exp(to_last)[None, :], old_k, NARROW)
-            # Loading the state again from the cache is cheaper than keeping it in registers.
-            head_ptrs = state_ptrs + h * (WIDTH * STATE)
-            folded = load(head_ptrs, state_mask, WHOLE).to(tl.float32) * tl.exp(whole) + added
-            tl.store(head_ptrs, folded.to(state_ptr.dtype.element_ty), mask=state_mask)
+    g = tl.where(is_new, log_decay(a, A_log, bias, FORGOTTEN), 0.0)
+    if part == 0:
+        tl.store(ring_g_ptr + new_place * HEADS + head, g, mask=is_new)
+    beta = tl.sigmoid(b.to(tl.float32))
+    since = tl.cumsum(g, 0) if ancestors_ptr is None else tl.sum(tl.where(seen, g[:, None], 0.0), 0)  # [T]
+    to_last, whole = tl.cumsum(old_g, 0, reverse=True) - old_g, tl.sum(old_g, 0)  # [E]
+    of_column = tl.sum(tl.where(of_token, since[:, None], 0.0), 0)  # [O]
+    between = tl.where(reads, tl.exp(tl.minimum(of_column[None, :] - since[:, None], 0.0)), 0.0)
+    weights = scores * between  # [T, O]
+    held *= tl.exp(whole + of_column)[None, :]
+    held += dot(old_u, old_scores * tl.exp(to_last[:, None] + of_column[None, :]), None)
+    for i in range(TOKENS):
+        is_i = t == i
+        v = tl.sum(tl.where(is_i[None, :], values.to(tl.float32), 0.0), 1)
+        rate, place = tl.sum(tl.where(is_i, beta, 0.0), 0), tl.sum(tl.where(is_i, new_place - slot * LENGTH, 0), 0)
+        u = rate * (v - tl.sum(tl.where(o[None, :] == i, held, 0.0), 1))  # [P]
+        held += u[:, None] * tl.sum(tl.where(is_i[:, None], weights, 0.0), 0)[None, :]
+        new_u_ptrs = ring_u_ptr + (slot * LENGTH + place) * (HEADS * WIDTH) + head * WIDTH + p
+        tl.store(new_u_ptrs, u.to(ring_u_ptr.dtype.element_ty), mask=in_p)
+    tl.store(out_ptrs, held.to(out_ptr.dtype.element_ty), mask=out_mask)
+    if count + TOKENS > CAPACITY:
+        # Loading the state again from the cache is cheaper than keeping it in registers.
+        decayed = old_u.to(tl.float32) * tl.exp(to_last)[None, :]
+        for start in range(0, BLOCK_N, CHUNK):
+            n = start + tl.arange(0, CHUNK)
+            in_n = (n < STATE)[None, :]
+            old_k = tl.load(ring_k_ptrs + n[None, :], mask=is_old[:, None] & in_n, other=0.0)
+            old = load(state_ptrs + n[None, :], in_p[:, None] & in_n, WHOLE).to(tl.float32)
+            folded = old * tl.exp(whole) + dot(decayed, old_k, NARROW)
+            tl.store(state_ptrs + n[None, :], folded.to(state_ptr.dtype.element_ty), mask=in_p[:, None] & in_n)
 
 
 def delta_replay_update(
@@ -197,13 +214,13 @@ def delta_replay_update(
     ancestors: Tensor | None = None,
     *,
     block_p: int = 32,
-    block_h: int = 1,
     num_warps: int | None = None,
-    num_stages: int = 2,
+    chunk: int = 32,
+    num_stages: int = 3,
 ) -> Tensor:
-    """See the reference. A program computes `block_p` channels of `block_h` value heads of a key head, `num_stages` of
-    them in flight. num_warps: None: what is fastest on an H100. Of many states that is one, since warps of a program
-    wait for each other many times."""
+    """See the reference. A program computes `block_p` channels of a value head, `chunk` channels of the key at a time,
+    of which `num_stages` are in flight. num_warps: None: one for many states, since warps of a program wait for each
+    other many times."""
     (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
     capacity = ring_capacity(length := ring_k.shape[1])
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
@@ -211,9 +228,8 @@ def delta_replay_update(
     if num_warps is None:
         num_warps = 1 if rows * heads * triton.cdiv(width, block_p) >= _MANY * PROGRAMS else 2
     block_n, block_p = padded(state_dim), min(block_p, padded(width))
-    assert heads // groups % block_h == 0
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _replay_kernel[(triton.cdiv(width, block_p), heads // block_h, rows)](
+    _replay_kernel[(triton.cdiv(width, block_p), heads, rows)](
         state,
         (ring_k, ring_u, ring_g),
         (slots.contiguous(), context_lens.contiguous(), ring_lens.contiguous()),
@@ -228,9 +244,9 @@ def delta_replay_update(
         LENGTH=length,
         CAPACITY=capacity,
         TOKENS=tokens,
-        BLOCK_H=block_h,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
+        CHUNK=min(chunk, block_n),
         BLOCK_E=padded(capacity),
         BLOCK_T=max(SMALLEST_DOT, triton.next_power_of_2(tokens)),
         HALF=max(_SMALLEST_HALF, triton.next_power_of_2(tokens)),
@@ -238,7 +254,7 @@ def delta_replay_update(
         FORGOTTEN=_FORGOTTEN,
         EPSILON=EPSILON,
         WHOLE=width % block_p == 0 and state_dim == block_n,
-        STAGES=num_stages if block_h > 1 else 1,
+        STAGES=num_stages,
         num_warps=num_warps,
     )
     return out
