@@ -9,6 +9,7 @@ from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.vocabulary import Vocabulary
 from mtpkit.model import SequenceInput, base_forward
 from tests.engine.tiny import VOCAB_SIZE, generate, guide, make_llm, make_prompts, penalised, tiny_model
+from tests.model.toy import move_slot
 
 PROMPTS = make_prompts()
 LONGER = generate(make_llm(tiny_model(), 0), PROMPTS, penalised(30))
@@ -109,10 +110,9 @@ def test_heads_that_read_nothing_earlier_keep_nothing():
 def move_request(engine, request) -> None:
     """Put a running request into a free slot; the one that it had is free then."""
     old, (new,) = request.slot, engine.scheduler.slots.allocate(1)
-    saved = engine.executor.states.copy(old, engine.executor.state.committed)
     for tensor in engine.executor.state.tensors:
         tensor[new] = tensor[old]
-    engine.executor.states.restore(new, saved, engine.executor.state.committed)
+    move_slot(engine.executor.states, engine.executor.state.committed, old, new)
     request.slot = new
     engine.scheduler.slots.release([old])
     engine.executor.drafter.known.move(old, new)
@@ -122,7 +122,7 @@ def move_request(engine, request) -> None:
 @pytest.mark.parametrize(
     "heads, mtp_pattern", [("repeated", "*-"), ("repeated", "M*"), ("distinct", "*-"), ("distinct", "M*")]
 )
-def test_a_request_restored_into_another_slot_goes_on_with_the_same_tokens(heads, mtp_pattern, rollback, monkeypatch):
+def test_a_request_moved_to_another_slot_goes_on_with_the_same_tokens(heads, mtp_pattern, rollback, monkeypatch):
     """After every step one request changes its slot, and free slots are NaN; its acceptance stays the same too."""
     model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern), make_prompts()
     runs, moved = [], 0

@@ -1,4 +1,4 @@
-"""Kinds of state: shapes, bytes, rollback, copies; also of kinds that are not mtpkit's own."""
+"""Kinds of state: shapes, bytes, rollback, forks; also of kinds that are not mtpkit's own."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from torch import Tensor
 from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.state import (
     Committed,
+    ConvWindow,
     ConvWindowSpec,
     Counter,
     Newest,
@@ -26,6 +27,7 @@ from mtpkit.model.state import (
     StateSizes,
     StateSpec,
 )
+from tests.model.toy import move_slot
 
 BF16, FP32, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
 INPUTS = {"x": Part((4, 8)), "B": Part((2, 16)), "dt": Part((4,), FP32)}
@@ -192,10 +194,7 @@ def error(toy: Toy, move: bool = False, fork: bool = False, kept: int | None = N
         want = after[torch.arange(ROWS), new - 1]
         if move:
             row, old = turn % ROWS, int(slots[turn % ROWS])
-            saved = toy.states.copy(old, toy.committed)
-            for tensor in toy.state.tensors.values():
-                tensor[old] = math.nan
-            toy.states.restore(free, saved, toy.committed)
+            move_slot(toy.states, toy.committed, old, free)
             toy.contexts[free], slots[row], free = toy.contexts[old], free, old
     return worst
 
@@ -211,14 +210,14 @@ def forget(toy: Toy, slots: Tensor, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", TOYS)
-def test_a_state_from_outside_is_rolled_back_copied_and_forked(kind):
+def test_a_state_from_outside_is_rolled_back_moved_and_forked(kind):
     assert error(TOYS[kind]()) < 1e-4 > error(TOYS[kind](), move=True)
     assert error(TOYS[kind](), fork=True) == error(TOYS[kind]())
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-def test_rows_are_settled_as_copies_of_one_request_are_restored(rollback):
-    """States of base and heads, which are behind; null rows and other slots are left as they are."""
+def test_what_is_committed_is_settled_where_a_chunk_leaves_it(rollback):
+    """States of base and heads, which are behind; rings, null rows and other slots are left as they are."""
     sizes = StateSizes(8, WIDTH, rollback, FP32)
     windows = (ConvWindowSpec(kernel=4, channels=5), VECTOR), (ConvWindowSpec(kernel=3, channels=5), VECTOR)
     layers = {"decoder.0": windows[0], "decoder.1": windows[0], "decoder.2": windows[1], "mtp.0": windows[0]}
@@ -233,46 +232,40 @@ def test_rows_are_settled_as_copies_of_one_request_are_restored(rollback):
     slots = [3, -1, 0, -1, 4]
     rows = torch.tensor(slots)
     states.settle(rows, committed.at(rows))
-    for state in same.all():
+    for state in (one for one in same.all() if not isinstance(one, Replay)):
+        (entries,) = state.tensors.values()
+        length = state.taps if isinstance(state, ConvWindow) else 1
         for slot in set(slots) - {-1}:
-            state.restore(slot, state.copy(slot, committed))
+            first, start = int(committed.counts[state.newest][slot]), state.newest.start
+            entries[slot, start : start + length] = entries[slot, first : first + length].clone()
     for one, other in zip(states.all(), same.all(), strict=True):
         for name, tensor in one.tensors.items():
             assert tensor.equal(other.tensors[name])
-
-
-class Shifted(State):
-    """A state from outside that lies elsewhere after decoding, and does not say where."""
-
-    def copy(self, unit, committed):
-        return {name: tensor[unit] for name, tensor in self.tensors.items()}
 
 
 class Single(State):
     """A number a request, which lies where it always does."""
 
 
-@pytest.mark.parametrize("kind", [Shifted, Single])
-def test_a_state_from_outside_says_what_settles_it(kind):
-    states = States({"decoder.0": (kind({"state": torch.arange(SLOTS)}),)})
+def test_a_state_from_outside_says_what_settles_it():
     rows = torch.tensor([2])
-    if kind is Single:
-        states.settle(rows, Committed({}))
-        return
-    with pytest.raises(NotImplementedError, match="Shifted has a `copy` of its own, so it needs a `settling`, too"):
-        states.settle(rows, Committed({}))
+    States({"decoder.0": (Single({"state": torch.arange(SLOTS)}),)}).settle(rows, Committed({}))
+    toy = TOYS["own"]()
+    with pytest.raises(NotImplementedError, match="Undo has a counter but no `settling`, which says what it means"):
+        toy.states.settle(rows, toy.committed.at(rows))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-def test_copies_do_not_wait_for_the_device(rollback):
+def test_settling_does_not_wait_for_the_device(rollback):
     layout = StateLayout(SPECS, StateSizes(8, WIDTH, rollback, FP32))
     device = torch.device("cuda")
-    states, committed = layout.allocate(2, SLOTS, device), Committed.none(layout.counters, SLOTS, device)
+    rows = torch.tensor([1, -1], device=device)
+    states, committed = layout.allocate(2, SLOTS, device), Committed.none(layout.counters, len(rows), device)
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        states.restore(3, states.copy(1, committed), committed)
+        states.settle(rows, committed)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from mtpkit.model import SequenceInput, StepInput, base_forward, mtp_forward, state_specs
+from mtpkit.model import SequenceInput, StepInput, base_forward, fold_rings, mtp_forward, state_specs
 from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.state import (
     Committed,
@@ -85,17 +85,23 @@ class Cells:
     def __init__(self, layout: StateLayout) -> None:
         self.states, self.committed = nan_states(layout), Committed.none(layout.counters, SLOTS, CPU)
 
-    def move(self, row: Row, slot: int, blocks: list[int]) -> None:
-        """Put a request elsewhere; where it was is NaN then."""
-        saved = self.states.copy(row.slot, self.committed)
+    def held(self, slots: torch.Tensor) -> Committed:
+        """What of these slots is committed."""
+        return self.committed.at(slots)
+
+    def move(self, model, row: Row, slot: int, blocks: list[int]) -> None:
+        """Put what a prefill chunk would have left of a request elsewhere; where it was is NaN then."""
+        old = torch.tensor([row.slot])
+        held = self.held(old)
+        self.states.settle(old, held)
+        fold_rings(model, self.states, old, torch.tensor([row.length]), held)
+        self.committed.put(torch.tensor([row.slot, slot]), Committed.none(held.counts, 2, CPU))
         for state in self.states.all():
-            if state.unit == "block":
-                for old, new in zip(row.blocks, blocks, strict=True):
-                    state.restore(new, state.copy(old, self.committed))
+            was, new = (row.blocks, blocks) if state.unit == "block" else (row.slot, slot)
+            for part in state.chunk_end.values():
+                part[new] = part[was]
             for tensor in state.tensors.values():
-                tensor[row.blocks if state.unit == "block" else row.slot] = torch.nan
-        self.committed.put(slice(row.slot, row.slot + 1), self.committed.at(slice(SLOTS - 1, SLOTS)))
-        self.states.restore(slot, saved, self.committed)
+                tensor[was] = torch.nan
         row.slot, row.blocks = slot, blocks
 
 
@@ -187,7 +193,7 @@ def simulate(
         if moves:
             row = rows[turn % len(rows)]
             was = row.slot, row.blocks
-            cells.move(row, free_slot, free_blocks)
+            cells.move(model, row, free_slot, free_blocks)
             free_slot, free_blocks = was
     return max(errors)
 
@@ -217,22 +223,20 @@ def test_sabotage_would_be_seen(rollback, sabotage):
 @torch.no_grad()
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
 @pytest.mark.parametrize("changes", [MAMBA_HEAD, DELTA_HEAD, LATENT])
-def test_a_request_goes_on_where_its_states_are_restored(changes, rollback):
+def test_a_request_goes_on_where_what_a_chunk_leaves_is_put(changes, rollback):
     assert simulate(toy_model(**changes), rollback, moves=True) < TOLERANCE
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
 @pytest.mark.parametrize("forgotten", [Newest, Ring])
-def test_a_copy_that_is_not_of_what_is_committed_would_be_seen(forgotten, rollback, monkeypatch):
-    copy = States.copy
+def test_settling_what_is_not_committed_would_be_seen(forgotten, rollback, monkeypatch):
+    def all_zero(self, slots):
+        held = self.committed.at(slots).counts
+        none = Committed.none(held, len(slots), CPU).counts
+        return Committed({one: none[one] if isinstance(one, forgotten) else held[one] for one in held})
 
-    def copy_all_zero(self, slot, committed):
-        none = Committed.none(committed.counts, SLOTS, CPU).counts
-        counts = {one: none[one] if isinstance(one, forgotten) else held for one, held in committed.counts.items()}
-        return copy(self, slot, Committed(counts))
-
-    monkeypatch.setattr(States, "copy", copy_all_zero)
+    monkeypatch.setattr(Cells, "held", all_zero)
     seen = simulate(toy_model(**MAMBA_HEAD), rollback, moves=True) > 1e-2
     assert seen == (forgotten is Newest or rollback == "replay")
 

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from mtpkit.model import build_model
+from mtpkit.model.state import Committed, States
 from tests.toy_config import DELTA, toy_config
 
 VOCAB = 40
@@ -52,3 +53,12 @@ def packed(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Documents and positions [1, s] of one row."""
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return documents[None], torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def move_slot(states: States, committed: Committed, old: int, new: int) -> None:
+    """Put all that a slot of `states` and `committed` holds into another one; where it was is NaN then."""
+    for state in (one for one in states.all() if one.unit == "slot"):
+        for tensor in state.tensors.values():
+            tensor[new] = tensor[old]
+            tensor[old] = torch.nan
+    committed.put(slice(new, new + 1), committed.at(slice(old, old + 1)))

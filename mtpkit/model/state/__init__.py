@@ -1,6 +1,6 @@
 """What layers keep of a request from step to step: one file per kind of state.
 
-The engine asks these for bytes, allocation, rollback and copies; a layer finds its own in `StepInput.states`.
+The engine asks these for bytes, allocation and rollback; a layer finds its own in `StepInput.states`.
 """
 
 from mtpkit.model.state.base import (
@@ -9,7 +9,6 @@ from mtpkit.model.state.base import (
     Newest,
     Part,
     Rollback,
-    Saved,
     State,
     StateSizes,
     StateSpec,
@@ -17,7 +16,7 @@ from mtpkit.model.state.base import (
     Unit,
 )
 from mtpkit.model.state.conv_window import ConvWindow, ConvWindowSpec
-from mtpkit.model.state.layout import SavedRequest, StateLayout, States
+from mtpkit.model.state.layout import StateLayout, States
 from mtpkit.model.state.paged_kv import PagedKV, PagedKVSpec
 from mtpkit.model.state.paged_latent import PagedLatent, PagedLatentSpec
 from mtpkit.model.state.recurrent import RecurrentSpec
@@ -40,8 +39,6 @@ __all__ = [
     "ReplaySpec",
     "Ring",
     "Rollback",
-    "Saved",
-    "SavedRequest",
     "Snapshot",
     "SnapshotSpec",
     "State",

@@ -1,4 +1,4 @@
-"""What every kind of state answers for: its tensors and bytes, what of it is committed, copies of one request's share.
+"""What every kind of state answers for: its tensors and bytes, and what of it is committed.
 
 A layer names its states as `StateSpec`s; a `State` is one of them, allocated for all requests of an engine. A new kind
 is a subclass of each, in a file of its own. What tells the accepted tokens from the rejected ones is a `Counter` that
@@ -19,8 +19,6 @@ from torch import Tensor
 
 Rollback = Literal["replay", "snapshot"]
 Unit = Literal["block", "slot"]
-Saved = dict[str, Tensor]
-"""One unit's share of the tensors of a state, by their names."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,6 @@ class Counter(ABC):
         """[R] a new tensor: the counts once rows with `counts` [R] were fed `width` tokens and `new` [R] of them
         stand."""
 
-    def copied(self, counts: Tensor) -> Tensor:
-        """[R] a new tensor: the counts of rows whose states are what `State.copy` gave."""
-        return counts.clone()
-
 
 @dataclass(frozen=True)
 class Newest(Counter):
@@ -87,10 +81,6 @@ class Newest(Counter):
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
         """See `Counter.after`."""
         return torch.where(new > 0, new - 1, self.start) if self.behind else new - 1
-
-    def copied(self, counts: Tensor) -> Tensor:
-        """See `Counter.copied`: a copy is what a chunk would have left."""
-        return torch.full_like(counts, self.start)
 
     def places(self, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Where the `length` places of what is committed are for `counts` [R], and where a chunk leaves them; see
@@ -184,7 +174,7 @@ class State:
         return replace(self, tensors={name: tensor[slots] for name, tensor in self.tensors.items()})
 
     @property
-    def chunk_end(self) -> Saved:
+    def chunk_end(self) -> dict[str, Tensor]:
         """[units, ...] by name, views of what a prefill chunk reads and leaves."""
         return self.tensors
 
@@ -196,17 +186,11 @@ class State:
         Args:
             committed: of these rows.
         """
-        if type(self).copy is not State.copy:
-            raise NotImplementedError(f"{type(self).__name__} has a `copy` of its own, so it needs a `settling`, too")
+        if any(isinstance(value, Counter) for value in vars(self).values()):
+            raise NotImplementedError(
+                f"{type(self).__name__} has a counter but no `settling`, which says what it means"
+            )
         return None
-
-    def copy(self, unit: int, committed: Committed) -> Saved:
-        """What `restore` needs of one unit. Does not wait for the device.
-
-        Args:
-            committed: of all slots.
-        """
-        return {name: tensor[unit].clone() for name, tensor in self.tensors.items()}
 
     @property
     def of_tokens(self) -> list[Tensor]:
@@ -222,11 +206,6 @@ class State:
     def _at(self, step: StepPlaces, place: Tensor) -> Tensor:
         """The entries at the places [R, P] of the rows' slots."""
         return step.state_slots[:, None] * self.of_tokens[0].shape[1] + place
-
-    def restore(self, unit: int, saved: Saved) -> None:
-        """Write what `copy` gave to a unit; the counts of its request are `Counter.copied` from then on."""
-        for name, value in saved.items():
-            self.tensors[name][unit] = value
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Newest, Part, Saved, State, StateSizes, StateSpec, StepPlaces
+from mtpkit.model.state.base import Committed, Newest, Part, State, StateSizes, StateSpec, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,13 @@ class ConvWindow(State):
         return self._at(step, self.taps - 1 + index)
 
     @property
-    def chunk_end(self) -> Saved:
+    def chunk_end(self) -> dict[str, Tensor]:
         """See `State.chunk_end`."""
         return {"columns": self.folded}
 
     def settling(self, committed: Committed) -> tuple[Tensor, Tensor]:
         """See `State.settling`: the committed window."""
         return self.newest.places(committed.counts[self.newest], self.taps)
-
-    def copy(self, unit: int, committed: Committed) -> Saved:
-        """See `State.copy`: the committed window."""
-        windows = self.columns[unit].unfold(0, self.taps, 1)  # [columns - taps + 1, channels, taps]
-        return {"columns": windows[committed.counts[self.newest][unit : unit + 1]][0].t()}
-
-    def restore(self, unit: int, saved: Saved) -> None:
-        """See `State.restore`."""
-        self.folded[unit] = saved["columns"]
 
 
 @dataclass(frozen=True)

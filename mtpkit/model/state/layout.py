@@ -1,4 +1,4 @@
-"""The states of all layers: their bytes before they are allocated, and one request's share of them after."""
+"""The states of all layers: their bytes before they are allocated, and what is done to all of them after."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,20 +8,10 @@ import torch
 from torch import Tensor
 
 from mtpkit.kernels.move_entries import move_entries
-from mtpkit.model.state.base import Committed, Counter, Saved, State, StateSizes, StateSpec, StepPlaces, Unit
+from mtpkit.model.state.base import Committed, Counter, State, StateSizes, StateSpec, StepPlaces, Unit
 
 _HEADS = "mtp."
 """How the names of the layers of MTP heads start."""
-
-
-@dataclass(frozen=True)
-class SavedRequest:
-    """What the slot of one request held."""
-
-    layers: dict[str, tuple[Saved, ...]]
-    """Layer -> its states that have a slot for each request."""
-    committed: Committed
-    """The committed part of these states, one row."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class States:
 
         Args:
             slots: [R] int64, each once; -1: a null row, which has no states.
-            committed: of these rows; `Counter.copied` from then on, which the caller writes.
+            committed: of these rows; `Committed.none` from then on, which the caller writes.
         """
         for group in self._alike:
             settling = group.state.settling(committed) if group.state.unit == "slot" else None
@@ -104,32 +94,6 @@ class States:
                 key = name.startswith(_HEADS), type(state), state.of_tokens[0].shape[1:2], *rest
                 groups.setdefault(key, []).append(state)
         return [_Alike(key[0], alike) for key, alike in groups.items()]
-
-    def copy(self, slot: int, committed: Committed) -> SavedRequest:
-        """What the slot of a request holds, for `restore`. Keys and values are not part of it: they lie in blocks,
-        which requests share or copy with `State.copy`. Does not wait for the device.
-
-        Args:
-            committed: of all slots.
-        """
-        layers = {
-            name: tuple(state.copy(slot, committed) for state in states if state.unit == "slot")
-            for name, states in self.layers.items()
-        }
-        counts = {counter: counter.copied(held[slot : slot + 1]) for counter, held in committed.counts.items()}
-        return SavedRequest(layers, Committed(counts))
-
-    def restore(self, slot: int, saved: SavedRequest, committed: Committed) -> None:
-        """Write what `copy` gave to a slot: a request with the same tokens goes on there.
-
-        Args:
-            committed: of all slots; that of `slot` is written too.
-        """
-        for name, values in saved.layers.items():
-            states = [state for state in self.layers[name] if state.unit == "slot"]
-            for state, value in zip(states, values, strict=True):
-                state.restore(slot, value)
-        committed.put(slice(slot, slot + 1), saved.committed)
 
 
 @dataclass(frozen=True)

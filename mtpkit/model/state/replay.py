@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mtpkit.kernels.ring import ring_base, ring_length
-from mtpkit.model.state.base import Counter, Part, Saved, State, StateSizes, StateSpec, StepPlaces
+from mtpkit.model.state.base import Committed, Counter, Part, State, StateSizes, StateSpec, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,12 @@ class Replay(State):
         return self.tensors["state"]
 
     @property
-    def chunk_end(self) -> Saved:
+    def chunk_end(self) -> dict[str, Tensor]:
         """See `State.chunk_end`: without the rings."""
         return {"state": self.folded}
+
+    def settling(self, committed: Committed) -> None:
+        """See `State.settling`: the layer folds the rings."""
 
     def inputs(self, name: str) -> Tensor:
         """[slots, L, ...] the latest inputs `name`, that of position i at place i % L."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Counter, Newest, Part, Saved, State, StateSizes, StateSpec, StepPlaces
+from mtpkit.model.state.base import Committed, Counter, Newest, Part, State, StateSizes, StateSpec, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,13 @@ class Snapshot(State):
         return self._at(step, index)
 
     @property
-    def chunk_end(self) -> Saved:
+    def chunk_end(self) -> dict[str, Tensor]:
         """See `State.chunk_end`."""
         return {"state": self.folded}
 
     def settling(self, committed: Committed) -> tuple[Tensor, Tensor]:
         """See `State.settling`: the committed entry."""
         return self.newest.places(committed.counts[self.newest], 1)
-
-    def copy(self, unit: int, committed: Committed) -> Saved:
-        """See `State.copy`: the committed entry."""
-        return {"state": self.entries[unit, committed.counts[self.newest][unit : unit + 1]][0]}
-
-    def restore(self, unit: int, saved: Saved) -> None:
-        """See `State.restore`."""
-        self.folded[unit] = saved["state"]
 
 
 @dataclass(frozen=True)
