@@ -3,6 +3,9 @@
 In functions that kernels call, parameters in capitals are compile-time constants.
 """
 
+import functools
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +53,38 @@ def early_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     wanted and the GPU can do it (programmatic dependent launch, CUDA C++ programming guide). The kernel has a constant
     EARLY, and every program of it calls `wait_for_previous`, also those that return at once: a kernel waits for the one
     before it alone, and through that one's wait for all earlier ones."""
-    early = wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return dict(EARLY=True, launch_pdl=True) if early else dict(EARLY=False)
+    return dict(EARLY=True, launch_pdl=True) if wanted and overlaps(device) else dict(EARLY=False)
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel on a device can begin before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class Early:
+    """Decorator of a kernel that is launched as `early_launch` says.
+
+    Args:
+        most: only with at most so many programs: those of more are busy for longer than a launch takes, and spread over
+            the multiprocessors less evenly where the kernel before still has some; None: any number.
+    """
+
+    def __init__(self, kernel: Any, most: int | None = 8 * MULTIPROCESSORS) -> None:
+        self.kernel, self.most = kernel, most
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """The launch on a grid."""
+        launch, wanted = self.kernel[grid], self.most is None or math.prod(grid) <= self.most
+        return lambda *args, **constants: launch(*args, **constants, **early_launch(_devices(args)[0], wanted))
+
+
+def _devices(args: Iterable[Any]) -> list[torch.device]:
+    """The devices of all tensors among a kernel's arguments."""
+    found = []
+    for arg in args:
+        found += [arg.device] if isinstance(arg, Tensor) else _devices(arg) if isinstance(arg, tuple) else []
+    return found
 
 
 @triton.jit

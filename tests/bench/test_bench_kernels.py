@@ -38,7 +38,7 @@ OPS = {
 }
 
 
-EXPERT_OPS = {"route", "expert_mlp", "route, prefill", "expert_mlp, prefill"}
+EXPERT_OPS = {"router_logits", "route", "expert_mlp", "route, prefill", "expert_mlp, prefill"}
 
 
 def shapes(config=NEMOTRON_H_TINY, rows=3, k=3, context_len=21, **more) -> Shapes:

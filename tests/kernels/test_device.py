@@ -3,7 +3,11 @@ import torch
 import triton
 import triton.language as tl
 
-from mtpkit.kernels.device import as_rows, row_of_tile, with_rows
+from mtpkit.kernels import device, moe
+from mtpkit.kernels.activation import swiglu
+from mtpkit.kernels.device import Early, as_rows, row_of_tile, with_rows
+from mtpkit.kernels.linear import linear
+from mtpkit.kernels.norm import rms_norm
 from tests.shared import covering
 
 
@@ -16,6 +20,70 @@ def test_only_what_has_no_rows_is_copied():
         have = rows(view)
         assert have.stride(-1) == 1 and torch.equal(have.view_as(view), view)
     assert as_rows(wide).shape == (12, 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_layers_that_start_early_change_no_bit(tokens, monkeypatch):
+    """Each kernel reads what the one before it writes, and overwrites what the one before that reads."""
+    hidden, experts, inner = 512, 32, 256
+
+    def weights(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
+
+    norm, mix = weights(hidden), weights(hidden, hidden)
+    gate, fc1, fc2 = weights(experts, hidden), weights(experts, 2 * inner, hidden), weights(experts, hidden, inner)
+    start = weights(tokens, hidden)
+
+    def layers() -> torch.Tensor:
+        x = start
+        for _ in range(20):
+            x = linear(x, mix, norm_weight=norm, residual=x.clone())
+            normed, logits = moe.router_logits(x, norm, 1e-5, True, gate)
+            x = moe.expert_mlp(normed, fc1, fc2, *moe.route(logits, None, 4), "swiglu", x)
+            x = rms_norm(swiglu(torch.cat([x, x], 1)), norm, 1e-5)
+        return x
+
+    graph, want = torch.cuda.CUDAGraph(), None
+    for _ in range(2):  # the first time kernels are compiled, which takes longer than they do
+        found = layers()
+    with torch.cuda.graph(graph):
+        replayed = layers()
+    launch = Early.__getitem__
+    monkeypatch.setattr(Early, "__getitem__", lambda self, grid: synchronised(launch(self, grid)))
+    want = layers()
+    assert torch.equal(found, want) and want.isfinite().all() and want.norm() > 0
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(replayed, want)
+
+
+def synchronised(launch):
+    """Launch when all before is done, and wait for it."""
+
+    def run(*args, **constants):
+        torch.cuda.synchronize()
+        launch(*args, **constants)
+        torch.cuda.synchronize()
+
+    return run
+
+
+def test_launches_of_few_programs_may_start_early(monkeypatch):
+    """And only on GPUs that can; arguments are looked through for the device."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(constants)
+
+    monkeypatch.setattr(device, "overlaps", lambda found: found.type == "meta")
+    on_gpu, on_cpu = torch.empty(2, device="meta"), torch.empty(2)
+    for most, grid, args in ((4, (2, 2), (3, None, (1, on_gpu))), (4, (5, 1), (on_gpu,)), (None, (5, 1), (on_gpu,))):
+        Early(Kernel(), most)[grid](*args, SIZE=1)
+    Early(Kernel())[(1,)](on_cpu)
+    early, late = dict(SIZE=1, EARLY=True, launch_pdl=True), dict(SIZE=1, EARLY=False)
+    assert launched == [early, late, early, dict(EARLY=False)]
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpkit.kernels.linear import linear, reference
+from mtpkit.kernels.linear import linear, one_row, reference
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
 
@@ -211,6 +211,24 @@ REAL = {
 def test_sizes_of_an_8b_model(name, rows):
     outputs, width, rest = REAL[name]
     check(Twin("cuda", "cuda"), draw(rows, outputs, width, "cuda", **rest), tile=None)
+
+
+@pytest.mark.parametrize(("width", "outputs"), [(256, 70), (768, 3), (2048, 9)])
+@pytest.mark.parametrize("case", [case for case in CASES if "group" not in case])
+def test_one_row(twin, case, width, outputs):
+    """The kernel without tensor cores, also where it does not start early."""
+    if twin.name == "reference":
+        pytest.skip("has one kernel for all")
+    arguments = draw(1, outputs, width, twin.device, **CASES[case])
+    want = oracle(**arguments)
+    limit = 2 * relative(reference.linear(**own_residual(arguments)), want)
+    limit += 2**-7 if twin.name == "interpreter" else 0  # which cuts bf16 off instead of rounding
+    x, weight, residual = arguments["x"], arguments["weight"], arguments.get("residual")
+    norm = arguments.get("norm_weight"), EPS, arguments.get("zero_centered", False)
+    assert one_row.fits(width) and not one_row.fits(width + 128)
+    relu2 = "activation" in arguments
+    have = one_row.one_row_linear(x, weight, *norm, arguments.get("bias"), relu2, residual)
+    assert have.shape == (1, outputs) and have.dtype == torch.bfloat16 and relative(have, want) <= limit
 
 
 @pytest.mark.gpu

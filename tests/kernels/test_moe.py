@@ -126,6 +126,30 @@ def test_a_token_of_nan_has_distinct_experts(twin: Twin, groups):
         assert torch.equal(have[[0, 2]], want[[0, 2]])
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "width"), [(1, 5, 24), (8, 12, 72), (4, 300, 32), (9, 12, 72), (0, 4, 8)]
+)
+def test_logits_of_normed_tokens(twin: Twin, tokens, experts, width, dtype, zero_centered):
+    """x is a slice of a wider tensor, with NaN around it."""
+    wide = torch.full((tokens, width + 16), torch.nan)
+    wide[:, 8:-8] = torch.randn(tokens, width)
+    x = wide.to(twin.device, dtype)[:, 8:-8]
+    norm_weight, weight = (torch.rand(*shape).to(twin.device, dtype) for shape in ((width,), (experts, width)))
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact *= norm_weight.double() + zero_centered
+    normed, logits = twin("moe").router_logits(x, norm_weight, 1e-5, zero_centered, weight)
+    # Triton's interpreter cuts bf16 off instead of rounding.
+    limit = 1e-5 if dtype == torch.float32 else 2**-7
+    assert normed.dtype == dtype and logits.dtype == torch.float32
+    assert not tokens or relative(normed, exact) <= limit
+    # Of the tokens as they were rounded, logits are those of fp32.
+    assert not tokens or relative(logits, normed.double() @ weight.double().t()) <= 1e-5
+    plain, logits = twin("moe").router_logits(x, None, 0.0, False, weight)
+    assert plain is x and (not tokens or relative(logits, x.double() @ weight.double().t()) <= 1e-5)
+
+
 def draw(tokens, experts, top_k, width, inner, activation, device="cpu", dtype=torch.bfloat16, residual=True):
     """Arguments of `expert_mlp`; x and residual are slices of wider tensors, with NaN around them."""
 

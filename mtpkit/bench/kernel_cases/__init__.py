@@ -42,7 +42,8 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     if has(MlpConfig):
         yield from linears.activation(shapes)
     if has(MoeConfig):
-        yield from (linears.route(shapes, shapes.count), linears.expert_mlp(shapes, shapes.count))
+        yield from (linears.router_logits(shapes), linears.route(shapes, shapes.count))
+        yield linears.expert_mlp(shapes, shapes.count)
     if shapes.config.mtp.num_depths:
         yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes), tokens.linear_best(shapes))
     yield from tokens.sampling_cases(shapes)

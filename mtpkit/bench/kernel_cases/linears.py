@@ -216,6 +216,25 @@ def sigmoid_gate(shapes: Shapes) -> Case:
     return Case(activations.sigmoid_gate, f"[{count}, {width}]", make, lambda args: 3 * size(args[0]))
 
 
+def router_logits(shapes: Shapes) -> Case:
+    """The norm before a mixture of experts and the router's product."""
+    config, count = shapes.config, shapes.count
+    width, experts = config.hidden_size, config.moe.num_experts
+
+    def make() -> Args:
+        zero_centered = config.layernorm_zero_centered_gamma
+        norm = shapes.normal(width), config.layernorm_epsilon, zero_centered
+        return shapes.normal(count, width), *norm, _matrix(shapes, experts, width)
+
+    return Case(
+        moe.router_logits,
+        f"[{count}, {width}] x [{experts}, {width}]",
+        make,
+        lambda args: 2 * size(args[0]) + size(args[-1]) + 4 * count * experts,
+        judge=lambda args, out: out[1],
+    )
+
+
 def route(shapes: Shapes, tokens: int) -> Case:
     """The experts of each token."""
     config, count = shapes.config, shapes.config.moe.num_experts

@@ -7,7 +7,6 @@ Shape legend: s sequence, K depths, V vocabulary, h hidden size.
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,7 @@ def _projections(shapes: Shapes, length: int, depths: int = 1) -> Args:
     return shapes.normal(1, length, heads, keys), *(shapes.normal(1, length, groups, width) for width in widths)
 
 
-def _differentiated(function: Callable[..., Tensor]) -> Callable[..., Any]:
+def _differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """`function` of tensors, and their gradients where that of the output is 1 / its square root of size."""
 
     def both(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -76,7 +75,7 @@ def sequence_attention(shapes: Shapes, length: int) -> Case:
 def depth_attention(shapes: Shapes, length: int) -> Case:
     """Attention of the last depth, and its backward."""
 
-    def split(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def split(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         def whole(q: Tensor, *keys: Tensor) -> Tensor:
             return function(q, *keys[:2], list(keys[2::2]), list(keys[3::2]))
 
@@ -97,7 +96,7 @@ def scan(shapes: Shapes, length: int) -> Case:
     """The scan of Mamba2 at depth 1, and its backward."""
     sizes, starts = shapes.config.mamba2, starts_of(shapes, (length,))
 
-    def split(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def split(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         return _differentiated(lambda *tensors: function(*tensors, sizes.dt_limit, starts, sizes.chunk_size))
 
     def moved(args: Args) -> float:

@@ -7,15 +7,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mtpkit.kernels.device import as_rows, strided, with_rows
+from mtpkit.kernels.device import Early, as_rows, strided, wait_for_previous, with_rows
 
 BLOCK, NUM_WARPS = 1024, 4
 """Eight elements per thread: one 16-byte load and one 16-byte store in bf16."""
 
 
+@Early
 @triton.jit
-def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Store relu2 of x, or with BACKWARD the gradient of x, where `grad` is the gradient of the output."""
+    wait_for_previous(EARLY)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
@@ -25,10 +27,14 @@ def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
+@Early
 @triton.jit
-def _swiglu_kernel(x, grad, out, width, stride, blocks, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(
+    x, grad, out, width, stride, blocks, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """Store swiglu of x in out [rows, width], or with BACKWARD the gradient of x in out [rows, 2 width], where `grad`
     is the gradient of the output."""
+    wait_for_previous(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -84,10 +90,14 @@ def swiglu(x: Tensor) -> Tensor:
     return _Activation.apply(x, _run_swiglu)
 
 
+@Early
 @triton.jit
-def _gate_kernel(x_rows, gate_rows, grad, out, gate_grad, width, part, blocks, BLOCK: tl.constexpr):
+def _gate_kernel(
+    x_rows, gate_rows, grad, out, gate_grad, width, part, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """Store x * sigmoid(gate) in out [rows, width]; or, given the gradient `grad` of that, the gradient of x in out and
     that of the gate in gate_grad, both [rows, width]."""
+    wait_for_previous(EARLY)
     x, x_stride = x_rows
     gate, gate_stride, part_stride = gate_rows
     row = (tl.program_id(0) // blocks).to(tl.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpkit.kernels.attention.flash import depth_attention, sequence_attention
 from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
-from mtpkit.kernels.device import PROGRAMS, padded, row_of_tile, strided
+from mtpkit.kernels.device import PROGRAMS, Early, padded, row_of_tile, strided, wait_for_previous
 
 __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]
 
@@ -190,6 +190,7 @@ def row_range(lens_ptr, row, plan, splits, N):
     return context, end, tl.maximum((length + N - 1) // N * N, N)
 
 
+@Early
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def _decode_kernel(
     q_rows,
@@ -215,6 +216,7 @@ def _decode_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     EARLIER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute one split of a row for M queries of one kv group per program.
 
@@ -222,6 +224,7 @@ def _decode_kernel(
     stores its part of the output in part [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R,
     splits, tokens * heads]. Where the row is a tree, whole tiles of the context need no mask.
     """
+    wait_for_previous(EARLY)
     q_ptr, q_row, q_token, q_group, q_head = q_rows
     row, split = tl.program_id(1), tl.program_id(2)
     group = tl.program_id(0) % GROUPS
@@ -260,6 +263,7 @@ def _decode_kernel(
         tl.store(lse_ptr + place, best + tl.log2(total), mask=m < count)
 
 
+@Early
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "splits"], do_not_specialize_on_alignment=UNALIGNED)
 def _combine_kernel(
     lens_ptr,
@@ -277,8 +281,10 @@ def _combine_kernel(
     L: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Combine the splits of L of the row's `lines` = tokens * heads per program, S splits at a time."""
+    wait_for_previous(EARLY)
     row = tl.program_id(0)
     _, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), splits, N)
     if length >= end:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, row_of_tile, strided
+from mtpkit.kernels.device import PROGRAMS, Early, row_of_tile, strided, wait_for_previous
 
 _TILE, _BLOCK = 16, 512
 """Tokens and channels per program of `causal_conv1d_varlen`."""
@@ -69,6 +69,7 @@ def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
     return inputs
 
 
+@Early
 @triton.jit
 def _update_kernel(
     x_rows,
@@ -85,8 +86,10 @@ def _update_kernel(
     TOKENS: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute BLOCK channels of one row per program."""
+    wait_for_previous(EARLY)
     x_ptr, x_row, x_token = x_rows
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -10,7 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels import NO_TOKEN as NONE
-from mtpkit.kernels.device import MULTIPROCESSORS, NO_TOKEN, WIDE_TILE, Tile, padded, with_rows
+from mtpkit.kernels.device import (
+    MULTIPROCESSORS,
+    NO_TOKEN,
+    WIDE_TILE,
+    Early,
+    Tile,
+    padded,
+    wait_for_previous,
+    with_rows,
+)
 from mtpkit.kernels.draft_head.reference import to_token_ids
 from mtpkit.kernels.draft_head.top import top_tokens
 
@@ -29,8 +38,10 @@ TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 
 tile of the weight grows with the rows, since every program reads all hidden states from the cache."""
 
 
+@Early
 @triton.jit
-def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constexpr):
+def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * span
     lane = tl.arange(0, BLOCK)
@@ -49,6 +60,7 @@ def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constex
     tl.store(indices + place, tl.min(tl.where(best == top, index, 2147483647), axis=0))
 
 
+@Early
 @triton.jit
 def _linear_part_kernel(
     hidden,
@@ -65,7 +77,9 @@ def _linear_part_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_K)
@@ -95,8 +109,12 @@ def _linear_part_kernel(
     tl.store(indices + place, index, mask=row < rows)
 
 
+@Early
 @triton.jit
-def _best_part_kernel(values, indices, token_ids, out, tops, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def _best_part_kernel(
+    values, indices, token_ids, out, tops, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))

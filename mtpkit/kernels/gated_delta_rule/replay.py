@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, load, padded, strided
+from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, Early, load, padded, strided, wait_for_previous
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.ring import ring_capacity
 from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
@@ -67,6 +67,7 @@ def _keys(k_in, row, group, t, n, TOKENS, STATE):
     return tl.load(k_ptrs, mask=(t < TOKENS)[:, None] & (n < STATE)[None, :], other=0.0)
 
 
+@Early
 @triton.jit
 def _replay_kernel(
     state_ptr,
@@ -98,9 +99,11 @@ def _replay_kernel(
     EPSILON: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute BLOCK_P channels of one value head of one row per program, with STAGES parts of CHUNK channels of the key
     in flight. WHOLE: every block is full. Longer than 70 lines because its parts share nearly all tiles."""
+    wait_for_previous(EARLY)
     ring_k_ptr, ring_u_ptr, ring_g_ptr = rings
     v_ptr, v_row, v_token, v_head = v_in
     a_ptr, a_row, a_token = a_in

@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import strided
+from mtpkit.kernels.device import Early, strided, wait_for_previous
 
 
+@Early
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _store_kernel(
     key_rows,
@@ -21,8 +22,10 @@ def _store_kernel(
     VALUE_SLOT: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT and VALUE_SLOT elements apart."""
+    wait_for_previous(EARLY)
     key_ptr, key_token, key_head = key_rows
     value_ptr, value_token, value_head = value_rows
     token = tl.program_id(0).to(tl.int64)

@@ -25,11 +25,13 @@ from mtpkit.kernels.device import (
     as_rows,
     counters_of,
     early_launch,
+    overlaps,
     padded,
     prefetch,
     wait_for_previous,
     with_rows,
 )
+from mtpkit.kernels.linear import one_row
 from mtpkit.kernels.linear.reference import FP8, FP8_MAX, compose
 
 MAX_ROWS = 32
@@ -199,7 +201,8 @@ def linear(
     tile: Tile | None = None,
 ) -> Tensor:
     """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once, after a kernel for a gated norm,
-    and for any norm of more than NORMED_ROWS; other inputs run as separate ops. `tile` overrides `choose_tile`.
+    and for any norm of more than NORMED_ROWS; other inputs run as separate ops. `tile` overrides `choose_tile`, and the
+    kernel for one row.
     """
     assert (
         activation in (None, "relu2") and (bias is None or residual is None) and (gate is None) == (group_size is None)
@@ -219,6 +222,9 @@ def linear(
         x, norm_weight = norms.rms_norm(x, norm_weight, eps, zero_centered), None
     x = with_rows(x)
     residual = None if residual is None else with_rows(residual)
+    if rows == 1 and tile is None and one_row.fits(width) and overlaps(x.device):
+        relu2 = activation is not None
+        return one_row.one_row_linear(x, weight, norm_weight, eps, zero_centered, bias, relu2, residual)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     block_m = padded(rows)
     tiles, parts, counters = triton.cdiv(outputs, chosen.block_n), None, None

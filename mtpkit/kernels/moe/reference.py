@@ -11,10 +11,36 @@ from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
 from mtpkit.kernels.activation.reference import relu2, swiglu
+from mtpkit.kernels.norm.reference import rms_norm
 
 Activation = Literal["relu2", "swiglu"]
 Shared = Literal["apart", "whole", "gated"]
 """What `route` says of the shared expert: nothing, or that all choose it, with weight 1 or with that of its gate."""
+
+
+def router_logits(
+    x: Tensor, norm_weight: Tensor | None, eps: float, zero_centered: bool, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Normalise tokens and compute what the router makes of them.
+
+    Args:
+        x: [T, h].
+        norm_weight: [h], weight of the RMS norm; None: there is none.
+        eps, zero_centered: as for `mtpkit.kernels.norm.rms_norm`.
+        weight: [E, h], the router's.
+
+    Returns:
+        The norm of x, [T, h] in its dtype, and logits [T, E] float32.
+    """
+    normed = x if norm_weight is None else rms_norm(x, norm_weight, eps, zero_centered)
+    return normed, logits_of(normed, weight)
+
+
+def logits_of(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, h] times the transpose of weight [E, h], summed and kept in float32."""
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return x.float() @ weight.float().t()
 
 
 def route(

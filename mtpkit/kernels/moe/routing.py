@@ -6,12 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.config.sections import ScoreFunction
+from mtpkit.kernels.device import Early, wait_for_previous
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe.reference import Shared
 
 LAST = tl.constexpr(2**31 - 1)
-LEAST = tl.constexpr(-(2**63))
-"""Largest int32 and smallest int64."""
+LEAST = tl.constexpr(-(2**31))
+"""Largest and smallest int32."""
 
 
 @triton.jit
@@ -23,14 +24,14 @@ def _best(values, taken, index):
 
 
 @triton.jit
-def _order(values, taken, index):
-    """int64 keys whose largest belongs to what `_best` finds: the value in the upper half, of which the sign makes
-    larger bits smaller where it is set, and in the lower half LAST - index. No value is -0."""
+def _order(values, taken):
+    """int32 keys in the order of values, NaN the smallest of those that are not taken; a warp finds the largest integer
+    in one instruction. No value is -0."""
     bits = tl.where(values == values, values, -1e30).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ LAST, bits)
-    return tl.where(taken, LEAST, (bits.to(tl.int64) << 32) | (index ^ LAST).to(tl.int64))
+    return tl.where(taken, LEAST, tl.where(bits < 0, bits ^ LAST, bits))
 
 
+@Early
 @triton.jit
 def _route_kernel(
     logits_ptr,
@@ -50,8 +51,10 @@ def _route_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PLACES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     first_place = token * (TOP_K + (SHARED != "apart"))
     logits_ptr, ids_ptr, weights_ptr = logits_ptr + token * stride, ids_ptr + first_place, weights_ptr + first_place
@@ -83,12 +86,12 @@ def _route_kernel(
         for _ in tl.static_range(TOP_GROUPS):
             out = out | (row == _best(value, out, row))
         taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
-    left = _order(ranked, taken, index)
+    left = _order(ranked, taken)
     ids = tl.zeros([PLACES], tl.int32)
     for k in tl.static_range(TOP_K):
-        best = tl.max(tl.max(left, 1), 0)
-        left = tl.where(left == best, LEAST, left)
-        ids = tl.where(place == k, (best & LAST).to(tl.int32) ^ LAST, ids)
+        first = tl.min(tl.where(left == tl.max(left), index, LAST))
+        left = tl.where(index == first, LEAST, left)
+        ids = tl.where(place == k, first, ids)
     used = place < TOP_K
     tl.store(ids_ptr + place, ids.to(tl.int64), mask=used)
     chosen = tl.load(logits_ptr + ids, mask=used, other=0.0)

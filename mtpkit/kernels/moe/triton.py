@@ -3,8 +3,7 @@
 A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert into blocks of a
 fixed size, and the last block of an expert is padded. A program multiplies one block by one tile of its expert's
 weight. With few tokens there are many small blocks, each of which streams an expert's weights once; with many tokens,
-blocks fill the tensor cores. The pairs of a single token need no sort: each is a block, and the program that comes last
-adds them up.
+blocks fill the tensor cores. A single token has kernels of its own.
 """
 
 from typing import NamedTuple
@@ -14,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, WIDE_TILE, Tile, counters_of, load, padded, with_rows
+from mtpkit.kernels.device import NARROW, WIDE_TILE, Early, Tile, load, padded, wait_for_previous, with_rows
+from mtpkit.kernels.moe.logits import router_logits
+from mtpkit.kernels.moe.one_token import one_token_mlp
 from mtpkit.kernels.moe.reference import Activation
 from mtpkit.kernels.moe.routing import route
 
-__all__ = ["expert_mlp", "route"]
+__all__ = ["expert_mlp", "route", "router_logits"]
 
 _SORT_CHUNK = 2048
 """Pairs that a program of the sort reads at a time."""
@@ -61,9 +62,13 @@ def _sort_kernel(
             tl.store(blocks.experts + block, expert)
 
 
+@Early
 @triton.jit(do_not_specialize=["pairs"])
-def _sort_few_kernel(ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+def _sort_few_kernel(
+    ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """Store what `_sort_kernel` stores, of at most PAIRS pairs, in one program."""
+    wait_for_previous(EARLY)
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     live = ids < EXPERTS
@@ -90,22 +95,17 @@ def _dot(a, b, acc, NARROW):
         return tl.dot(a.to(NARROW), b.to(NARROW), acc)
 
 
+@Early
 @triton.jit(do_not_specialize=["pairs"])
 def _expert_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
     out_ptr,
-    ids_ptr,
     blocks,
-    residual_ptr,
-    total_ptr,
-    counters_ptr,
     pairs,
     outputs,
     x_stride,
-    EXPERTS: tl.constexpr,
-    PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED_BY: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -113,25 +113,16 @@ def _expert_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NARROW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
-    Without `blocks` pair i is block i. With `total_ptr` these are the PAIRS pairs of a single token, whose experts are
-    all here, and the last program of a tile adds them and the residual up. The weight is the left operand of the
-    product, whose other side may be as narrow as 16. Longer than 70 lines because all of it shares the pair and its
-    expert."""
+    The weight is the left operand of the product, whose other side may be as narrow as 16."""
+    wait_for_previous(EARLY)
     block = tl.program_id(1)
-    if blocks is None:
-        expert = tl.load(ids_ptr + block).to(tl.int64)
-        pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, pairs)
-        if total_ptr is not None:
-            expert = tl.minimum(expert, EXPERTS - 1)  # all programs must count, whatever the ids are
-        elif expert >= EXPERTS:
-            return
-    else:
-        if block >= tl.load(blocks.used):
-            return
-        expert = tl.load(blocks.experts + block).to(tl.int64)
-        pair = tl.load(blocks.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    if block >= tl.load(blocks.used):
+        return
+    expert = tl.load(blocks.experts + block).to(tl.int64)
+    pair = tl.load(blocks.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     ROWS: tl.constexpr = 2 if GATED else 1
@@ -159,20 +150,9 @@ def _expert_kernel(
         product *= tl.load(scale_ptr + pair, mask=pair < pairs, other=0.0)[None, :]
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=real & live)
-    if total_ptr is not None:
-        tl.debug_barrier()  # all threads must have stored their part before one thread increments the counter
-        if tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel") == PAIRS - 1:
-            tl.store(counters_ptr + tl.program_id(0), 0)
-            total = tl.zeros([BLOCK_N], tl.float32)
-            for other in tl.static_range(PAIRS):
-                # .cg reads the L2 cache, where the other multiprocessors' stores are.
-                part = tl.load(out_ptr + other * outputs + n, mask=n < outputs, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
-            if residual_ptr is not None:
-                total += tl.load(residual_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
-            tl.store(total_ptr + n, total.to(total_ptr.dtype.element_ty), mask=n < outputs)
 
 
+@Early
 @triton.jit
 def _combine_kernel(
     parts_ptr,
@@ -184,8 +164,10 @@ def _combine_kernel(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add up the pairs of a token; with `ids_ptr` without those of no expert here, which nobody wrote."""
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -265,7 +247,8 @@ def expert_mlp(
     some_elsewhere: bool = False,
     size: int | None = None,
 ) -> Tensor:
-    """See the reference. Each expert's output is rounded before the sum. `size` overrides `block_size`."""
+    """See the reference. Of several tokens each expert's output is rounded before the sum. `size` overrides
+    `block_size`, and the kernels for one token."""
     assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
     (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
@@ -273,30 +256,25 @@ def expert_mlp(
         return out
     x, pairs = with_rows(x), tokens * top_k
     residual = None if residual is None else with_rows(residual)
+    expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
+    if tokens == 1 and size is None:
+        return one_token_mlp(x, fc1, fc2, expert_ids, weights, activation, residual)
     size = size or block_size(pairs, experts)
-    expert_ids = expert_ids.contiguous()
-    blocks = _sort(expert_ids, experts, size) if tokens > 1 else None
+    blocks = _sort(expert_ids, experts, size)
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    summed = blocks is None and not some_elsewhere
 
     def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, into: Tensor, shared_by: int, act: str) -> None:
         tile = _tile(size, x.dtype, source.shape[1], act)
-        count, tiles = pairs if blocks is None else len(blocks.experts), triton.cdiv(into.shape[1], tile.block_n)
-        last = (residual, out, counters_of(x.device, tiles)) if summed and into is parts else (None, None, None)
-        _expert_kernel[(tiles, count)](
+        _expert_kernel[(triton.cdiv(into.shape[1], tile.block_n), len(blocks.experts))](
             source,
             weight,
             scale,
             into,
-            expert_ids,
             blocks,
-            *last,
             pairs,
             into.shape[1],
             source.stride(0),
-            EXPERTS=experts,
-            PAIRS=pairs if summed else 0,
             WIDTH=source.shape[1],
             SHARED_BY=shared_by,
             ACTIVATION=act,
@@ -306,9 +284,7 @@ def expert_mlp(
         )
 
     multiply(x, fc1, None, hidden, top_k, activation)
-    multiply(hidden, fc2, weights.contiguous(), parts, 1, "none")
-    if summed:
-        return out
+    multiply(hidden, fc2, weights, parts, 1, "none")
     _combine_kernel[(tokens, triton.cdiv(width, _COMBINE_BLOCK))](
         parts,
         expert_ids if some_elsewhere else None,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import as_rows, strided
+from mtpkit.kernels.device import Early, as_rows, strided, wait_for_previous
 from mtpkit.kernels.integer_rows import OFFSET, IntegerRows
 
 _OFFSET = tl.constexpr(OFFSET)
@@ -15,7 +15,7 @@ TILE = 2048
 
 
 @triton.jit
-def _normalise(value, weight, column, width, eps, ZERO_CENTERED):
+def normalise(value, weight, column, width, eps, ZERO_CENTERED):
     """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column], or by 1 more
     where it is ZERO_CENTERED."""
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / width + eps)
@@ -25,6 +25,7 @@ def _normalise(value, weight, column, width, eps, ZERO_CENTERED):
     return value * scale * factor
 
 
+@Early
 @triton.jit
 def _rms_norm_kernel(
     x,
@@ -37,17 +38,21 @@ def _rms_norm_kernel(
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < width)
     value = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED)
+    normed = normalise(value, weight, column, width, eps, ZERO_CENTERED)
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
+@Early
 @triton.jit
-def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOCK: tl.constexpr):
+def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_previous(EARLY)
     x, x_stride = x_rows
     z, z_stride = z_rows
     row = (tl.program_id(0) // groups).to(tl.int64)
@@ -57,15 +62,27 @@ def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOC
     start = group * width
     value = tl.load(x + row * x_stride + start + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_stride + start + column, mask=mask, other=0.0).to(tl.float32)
-    normed = _normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps, False)
+    normed = normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps, False)
     tl.store(out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask)
 
 
+@Early
 @triton.jit
 def _norm_gate_kernel(
-    x_rows, z_rows, weight, out, eps, heads, width, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_rows,
+    z_rows,
+    weight,
+    out,
+    eps,
+    heads,
+    width,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS heads of one token per program."""
+    wait_for_previous(EARLY)
     x, x_stride = x_rows
     z, z_stride = z_rows
     row = tl.program_id(0).to(tl.int64)
@@ -74,14 +91,14 @@ def _norm_gate_kernel(
     place = head * width + column
     value = tl.load(x + row * x_stride + place, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_stride + place, mask=mask, other=0.0).to(tl.float32)
-    normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED) * gate * tl.sigmoid(gate)
+    normed = normalise(value, weight, column, width, eps, ZERO_CENTERED) * gate * tl.sigmoid(gate)
     tl.store(out + row * heads * width + place, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _norm_row(value, weight, out, column, width, eps, ZERO_CENTERED):
     """Normalise value [1, block], fp32, and store its first `width` columns."""
-    normed = _normalise(value, weight, column, width, eps, ZERO_CENTERED)
+    normed = normalise(value, weight, column, width, eps, ZERO_CENTERED)
     tl.store(out + column, normed.to(out.dtype.element_ty), mask=column < width)
 
 
@@ -107,6 +124,7 @@ def _embedding_row(rows, scales, row, column, known, BITS):
     return value
 
 
+@Early
 @triton.jit
 def _mtp_input_kernel(
     token_ids,
@@ -122,7 +140,9 @@ def _mtp_input_kernel(
     ZERO_CENTERED: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     hidden, hidden_stride = hidden_rows
     enorm_weight, hnorm_weight = norms
     token = tl.program_id(0).to(tl.int64)
@@ -180,7 +200,15 @@ def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: b
     out, heads, settings = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1] // width, _tile(width)
     grid = (len(left), triton.cdiv(heads, settings["ROWS"]))
     _norm_gate_kernel[grid](
-        strided(left), strided(right), weight, out, eps, heads, width, ZERO_CENTERED=zero_centered, **settings
+        strided(left),
+        strided(right),
+        weight,
+        out,
+        eps,
+        heads,
+        width,
+        ZERO_CENTERED=zero_centered,
+        **settings,
     )
     return out
 

@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import strided, with_rows
+from mtpkit.kernels.device import Early, strided, wait_for_previous, with_rows
 
 _PROGRAM_ELEMENTS = 1024
 """About as many elements of x as a program rotates."""
 
 
+@Early
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["positions_ptr"])
 def _rotate_kernel(
     x_in,
@@ -28,8 +29,10 @@ def _rotate_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rotate BLOCK_H heads of one token of one sequence per program."""
+    wait_for_previous(EARLY)
     x_ptr, x_token, x_batch, x_head = x_in
     line = tl.program_id(0).to(tl.int64)
     token, sequence = line // batch, line % batch

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, load, padded, strided
+from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, Early, load, padded, strided, wait_for_previous
 from mtpkit.kernels.ring import ring_capacity
 
 _FORGOTTEN = -100.0
@@ -108,6 +108,7 @@ def _new_steps(dt_ptrs, t, A, bias, low, high, TOKENS, FORGOTTEN):
     return step, tl.cumsum(tl.maximum(step * A[None, :], FORGOTTEN), 0)
 
 
+@Early
 @triton.jit
 def _replay_kernel(
     state_ptr,
@@ -137,12 +138,14 @@ def _replay_kernel(
     FORGOTTEN: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute BLOCK_P channels of each of BLOCK_H heads of one row and group per program, with STAGES states in flight.
 
     WHOLE: every block is full. The kernel is longer than 70 lines because its parts share nearly all tiles, so that
     functions for them would need some thirty arguments each.
     """
+    wait_for_previous(EARLY)
     ring_x_ptr, ring_B_ptr, ring_dt_ptr = rings
     x_ptr, x_row, x_token, x_head = x_in
     dt_ptr, dt_row, dt_token = dt_in

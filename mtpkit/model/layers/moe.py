@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.linear import linear
-from mtpkit.kernels.moe import expert_mlp, route
+from mtpkit.kernels.moe import expert_mlp, route, router_logits
 from mtpkit.kernels.moe.reference import Shared
 from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.experts import Experts
-from mtpkit.model.layers.norm import ACTIVATIONS
+from mtpkit.model.layers.norm import ACTIVATIONS, RMSNorm
 
 _JOINED_TOKENS = 256
 """Up to so many tokens a shared expert that can be is one of the routed ones, which saves the launches of its own; of
@@ -51,19 +51,22 @@ class Router(TopKRouter):
         """input [..., hidden] to fp32 logits [..., experts]."""
         return router_gating_linear(input, self.weight, self.bias, torch.float32)
 
-    def choose(self, x: Tensor, rows: Tensor | None = None, shared: Shared = "apart") -> tuple[Tensor, Tensor]:
-        """x [T, hidden] to its experts [T, k] and their weights, without waiting for the host.
+    def choose(
+        self, x: Tensor, norm: RMSNorm | None, rows: Tensor | None = None, shared: Shared = "apart"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] to its norm, its experts [T, k] and their weights, without waiting for the host.
 
         Args:
+            norm: None: there is none.
             rows: the weight in place of the router's own: [E + 1 or more, hidden] with a `gated` shared expert.
             shared: see `mtpkit.kernels.moe.route`.
         """
         weight = self.weight if rows is None else rows
-        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        if norm is None:
+            normed, logits = router_logits(x, None, 0.0, False, weight)
         else:
-            logits = x.float() @ weight.float().t()
-        return self._route(logits[:, : self.num_experts + (shared == "gated")], shared)
+            normed, logits = router_logits(x, norm.weight, norm.eps, norm.zero_centered, weight)
+        return normed, *self._route(logits[:, : self.num_experts + (shared == "gated")], shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
@@ -182,8 +185,8 @@ class MoELayer(MegatronMoELayer):
         pairs = [[expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]]
         return [*pairs, [self.router.weight, self.shared_experts.gate_weight]] if joins == "gated" else pairs
 
-    def add_to(self, residual: Tensor | None, x: Tensor) -> Tensor:
-        """residual [..., hidden], which may be overwritten, plus the stacked experts of x [..., hidden].
+    def add_to(self, residual: Tensor | None, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """residual [..., hidden], which may be overwritten, plus the stacked experts of norm(x), x [..., hidden].
 
         Each rank adds up what its experts, or its parts of them, give; one sum over ranks completes it.
         """
@@ -195,10 +198,11 @@ class MoELayer(MegatronMoELayer):
         fc1 = self._stacks[0].unflatten(0, (-1, len(some.linear_fc1.weight)))
         fc2 = self._stacks[1].unflatten(0, (-1, len(some.linear_fc2.weight)))
         if joins != "apart" and len(flat) <= _JOINED_TOKENS:
-            chosen, weights = self.router.choose(flat, self._stacks[2] if joins == "gated" else None, joins)
+            rows = self._stacks[2] if joins == "gated" else None
+            flat, chosen, weights = self.router.choose(flat, norm, rows, joins)
             return expert_mlp(flat, fc1, fc2, chosen, weights, activation, total).view(x.shape)
         fc1, fc2 = fc1[: self.num_local_experts], fc2[: self.num_local_experts]
-        chosen, weights = self.router.choose(flat)
+        flat, chosen, weights = self.router.choose(flat, norm)
         spread = self.ep_group.size() > 1
         if spread:
             own, count = chosen - self.ep_group.rank() * self.num_local_experts, self.num_local_experts

@@ -5,8 +5,6 @@ it; before a mixture of experts by itself) and the addition inside the last matr
 For every other input megatron-core's own forward runs.
 """
 
-from typing import Any
-
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer as MegatronMambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer as MegatronMLPLayer
@@ -14,7 +12,7 @@ from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.mlp import MLP as MegatronMLP
 from torch import Tensor
 
-from mtpkit.model.inputs import StepInput
+from mtpkit.model.inputs import LayerInput, StepInput
 from mtpkit.model.layers.base import linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS
 
@@ -22,7 +20,9 @@ from mtpkit.model.layers.norm import ACTIVATIONS
 class MambaLayer(MegatronMambaLayer):
     """A Mamba2 mixer and its residual connection."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *args: object, inference_context: LayerInput | None = None, **kwargs: object
+    ) -> Tensor:
         """hidden_states [s, b, h] to the same shape."""
         if not isinstance(inference_context, StepInput):
             return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
@@ -31,7 +31,7 @@ class MambaLayer(MegatronMambaLayer):
 
 class _StepTransformerLayer(TransformerLayer):
     def forward(
-        self, hidden_states: Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
+        self, hidden_states: Tensor, *args: object, inference_context: LayerInput | None = None, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] to (the same shape, megatron-core's unused context)."""
         if not isinstance(inference_context, StepInput):
@@ -54,7 +54,7 @@ class AttentionLayer(_StepTransformerLayer):
 class MLP(MegatronMLP):
     """megatron-core's parameters, with an activation that is not kept for the backward."""
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] to (the same shape, bias or None)."""
         inner, bias = self.linear_fc1(hidden_states)
         assert bias is None, "built without"
@@ -73,7 +73,6 @@ class MixtureLayer(_StepTransformerLayer):
     """A mixture of experts and its residual connection."""
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        normed = self.pre_mlp_layernorm(x)
         if torch.is_grad_enabled() or not self.mlp.is_stacked:
-            return x + self.mlp(normed)[0]
-        return self.mlp.add_to(x, normed)
+            return x + self.mlp(self.pre_mlp_layernorm(x))[0]
+        return self.mlp.add_to(x, x, self.pre_mlp_layernorm)

@@ -38,6 +38,7 @@ class RMSNorm(NoExtraState, te.RMSNorm):
             dtype=config.params_dtype,
             device=torch.cuda.current_device(),
         )
+        self.zero_centered: bool = self.zero_centered_gamma
 
 
 class ColumnParallelLinear(NoExtraState, megatron_te.TEColumnParallelLinear):

@@ -1,0 +1,105 @@
+"""Linear of a single row in Triton, without tensor cores, which one row would leave idle.
+
+Each program multiplies a few outputs and loads the next part of their weights while it multiplies one, the first part
+before the kernel before it has ended.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import Early, wait_for_previous
+
+_OUTPUTS = 2
+"""Outputs per program."""
+_BLOCKS = (1024, 512, 256)
+"""Input channels at a time."""
+
+
+@partial(Early, most=None)
+@triton.jit
+def _one_row_kernel(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    eps,
+    weight_stride,
+    WIDTH: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    RELU2: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Compute OUTPUTS outputs per program."""
+    NORMED: tl.constexpr = norm_ptr is not None
+    n, k = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
+    # Outputs past the end repeat the last one, so that loads need no mask.
+    weight_ptrs = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * weight_stride + k[None, :]
+    weight = tl.load(weight_ptrs)
+    wait_for_previous(EARLY)
+    product, squares = tl.zeros([OUTPUTS, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        x = tl.load(x_ptr + start + k).to(tl.float32)
+        if NORMED:
+            squares += x * x
+            factor = tl.load(norm_ptr + start + k).to(tl.float32)
+            x *= factor + 1.0 if ZERO_CENTERED else factor
+        product += weight.to(tl.float32) * x[None, :]
+        weight = tl.load(weight_ptrs + start + BLOCK, mask=start + BLOCK < WIDTH, other=0.0)
+    result = tl.sum(product, 1)
+    if NORMED:
+        result *= tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+    real = n < outputs
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
+    if RELU2:
+        result = tl.where(result < 0, 0.0, result * result)  # tl.maximum would turn a NaN into 0
+    if residual_ptr is not None:
+        result += tl.load(residual_ptr + n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def fits(width: int) -> bool:
+    """Whether `width` input channels divide into whole blocks."""
+    return width % _BLOCKS[-1] == 0
+
+
+def one_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    bias: Tensor | None,
+    relu2: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    """`linear` of x [1, K] whose norm is not gated; all rows are contiguous, and `fits(K)`."""
+    outputs, width = weight.shape
+    out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
+    _one_row_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
+        x,
+        weight,
+        norm_weight,
+        bias,
+        residual,
+        out,
+        outputs,
+        eps,
+        weight.stride(0),
+        WIDTH=width,
+        ZERO_CENTERED=zero_centered,
+        RELU2=relu2,
+        OUTPUTS=_OUTPUTS,
+        BLOCK=next(block for block in _BLOCKS if width % block == 0),
+        num_warps=1,
+    )
+    return out

@@ -1,0 +1,86 @@
+"""The norm before a mixture of experts and the router's product in Triton: for a few tokens one kernel.
+
+Weights of these products are small (2 MB for 512 experts of 2,048 channels), so that a launch takes longer than reading
+them: each program normalises a token by itself.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import MULTIPROCESSORS, Early, wait_for_previous, with_rows
+from mtpkit.kernels.moe.reference import logits_of
+from mtpkit.kernels.norm.triton import normalise, rms_norm
+
+_MOST_READ = 9 * 2**20
+"""Most weights that the kernel reads, once for each token; of more, a launch costs less."""
+_MOST_EXPERTS = 8
+"""Most experts of a program."""
+_WARP_ITEMS = 512
+"""Channels for each warp of a program."""
+
+
+@Early
+@triton.jit
+def _router_logits_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    normed_ptr,
+    logits_ptr,
+    experts,
+    eps,
+    x_stride,
+    weight_stride,
+    WIDTH: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Compute EXPERTS logits of one token per program, and store a part of the normed token."""
+    part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    expert, column = part * EXPERTS + tl.arange(0, EXPERTS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside, real = column < WIDTH, expert < experts
+    weight = tl.load(weight_ptr + expert * weight_stride + column, mask=real & inside, other=0.0)
+    wait_for_previous(EARLY)
+    value = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    normed = normalise(value, norm_ptr, column, WIDTH, eps, ZERO_CENTERED).to(normed_ptr.dtype.element_ty)
+    share = tl.cdiv(WIDTH, tl.num_programs(0))
+    own = (column >= part * share) & (column < (part + 1) * share)
+    tl.store(normed_ptr + token * WIDTH + column, normed, mask=inside & own)
+    logits = tl.sum(weight.to(tl.float32) * normed.to(tl.float32), 1, keep_dims=True)
+    tl.store(logits_ptr + token * experts + expert, logits, mask=real)
+
+
+def router_logits(
+    x: Tensor, norm_weight: Tensor | None, eps: float, zero_centered: bool, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See the reference. A few tokens in bf16 take one kernel, others the norm's and a product."""
+    (tokens, width), experts = x.shape, len(weight)
+    few = 0 < tokens * weight.numel() <= _MOST_READ and x.dtype == weight.dtype == torch.bfloat16
+    if norm_weight is None or not few:
+        normed = x if norm_weight is None else rms_norm(x, norm_weight, eps, zero_centered)
+        return normed, logits_of(normed, weight)
+    x, weight, block = with_rows(x), with_rows(weight), triton.next_power_of_2(width)
+    normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    each = min(_MOST_EXPERTS, triton.next_power_of_2(triton.cdiv(experts, MULTIPROCESSORS)))
+    _router_logits_kernel[(triton.cdiv(experts, each), tokens)](
+        x,
+        norm_weight,
+        weight,
+        normed,
+        logits,
+        experts,
+        eps,
+        x.stride(0),
+        weight.stride(0),
+        WIDTH=width,
+        ZERO_CENTERED=zero_centered,
+        EXPERTS=each,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // _WARP_ITEMS)),
+    )
+    return normed, logits

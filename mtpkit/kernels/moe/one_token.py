@@ -1,0 +1,116 @@
+"""The experts of a single token in Triton, without tensor cores, which one token would leave idle.
+
+Each program multiplies one row of a weight at a time, so that thousands of small programs share the bandwidth evenly;
+one of the second product adds up its channel of all experts.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import Early, load, wait_for_previous
+from mtpkit.kernels.moe.reference import Activation
+
+_BLOCK = 512
+"""Input channels at a time."""
+
+
+@partial(Early, most=None)
+@triton.jit
+def _inner_kernel(
+    x_ptr,
+    weight_ptr,
+    ids_ptr,
+    out_ptr,
+    inner,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Compute one inner channel of one of the token's experts per program."""
+    WHOLE: tl.constexpr = WIDTH % BLOCK == 0
+    GATED: tl.constexpr = ACTIVATION == "swiglu"
+    wait_for_previous(EARLY)
+    channel, place = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(ids_ptr + place).to(tl.int64)
+    if expert >= EXPERTS:
+        return
+    row = weight_ptr + (expert * inner * (2 if GATED else 1) + channel) * WIDTH
+    k = tl.arange(0, BLOCK)
+    product, value = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        inside = start + k < WIDTH
+        x = load(x_ptr + start + k, inside, WHOLE).to(tl.float32)
+        product += load(row + start + k, inside, WHOLE).to(tl.float32) * x
+        if GATED:
+            value += load(row + inner * WIDTH + start + k, inside, WHOLE).to(tl.float32) * x
+    result = tl.sum(product, 0)
+    if GATED:
+        result = result / (1.0 + tl.exp(-result)) * tl.sum(value, 0)
+    else:
+        result = tl.where(result < 0, 0.0, result * result)  # tl.maximum would turn a NaN into 0
+    tl.store(out_ptr + place * inner + channel, result.to(out_ptr.dtype.element_ty))
+
+
+@partial(Early, most=None)
+@triton.jit
+def _outer_kernel(
+    hidden_ptr,
+    weight_ptr,
+    ids_ptr,
+    mixing_ptr,
+    residual_ptr,
+    out_ptr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Add up one channel of all experts of the token, and of the residual, per program."""
+    WHOLE: tl.constexpr = WIDTH % BLOCK == 0
+    wait_for_previous(EARLY)
+    channel, k = tl.program_id(0), tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.range(0, TOP_K, loop_unroll_factor=2):
+        expert = tl.load(ids_ptr + place).to(tl.int64)
+        here = expert < EXPERTS
+        row = weight_ptr + (tl.minimum(expert, EXPERTS - 1) * tl.num_programs(0) + channel) * WIDTH
+        mixing = tl.load(mixing_ptr + place, mask=here, other=0.0)
+        for start in tl.static_range(0, WIDTH, BLOCK):
+            inside = here if WHOLE else here & (start + k < WIDTH)
+            hidden = tl.load(hidden_ptr + place * WIDTH + start + k, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(row + start + k, mask=inside, other=0.0).to(tl.float32) * hidden * mixing
+    result = tl.sum(total, 0)
+    if residual_ptr is not None:
+        result += tl.load(residual_ptr + channel).to(tl.float32)
+    tl.store(out_ptr + channel, result.to(out_ptr.dtype.element_ty))
+
+
+def one_token_mlp(
+    x: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    activation: Activation,
+    residual: Tensor | None,
+) -> Tensor:
+    """`expert_mlp` of one token, all tensors with contiguous rows; experts past the last one add nothing."""
+    top_k, (experts, width, inner) = expert_ids.shape[1], fc2.shape
+    hidden = torch.empty(top_k, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, width, dtype=x.dtype, device=x.device)
+    blocks = [min(_BLOCK, triton.next_power_of_2(channels)) for channels in (width, inner)]
+    rest = dict(EXPERTS=experts, num_warps=1)
+    _inner_kernel[(inner, top_k)](
+        x, fc1, expert_ids, hidden, inner, WIDTH=width, ACTIVATION=activation, BLOCK=blocks[0], **rest
+    )
+    _outer_kernel[(width,)](
+        hidden, fc2, expert_ids, weights, residual, out, TOP_K=top_k, WIDTH=inner, BLOCK=blocks[1], **rest
+    )
+    return out
