@@ -1,7 +1,7 @@
 """mtpkit: train, convert and decode with multi-token-prediction heads on hybrid language models."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpkit.version import __version__
 
@@ -13,7 +13,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 _EXPORTS = {"LLM": "mtpkit.engine", "SamplingParams": "mtpkit.engine"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what `_EXPORTS` lists on first use, so that `import mtpkit` costs nothing."""
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

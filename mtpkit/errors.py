@@ -3,7 +3,6 @@
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
 
 _SHOWN = 60
 """Most characters of a value in a message."""
@@ -46,7 +45,7 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
     return separator.join([text if len(text) <= 2 * width else text[:width] + "..." for text in texts[:count]]) + more
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value for a message, on one line: its repr, or its type if the repr is long."""
     try:
         text = reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else repr(value)

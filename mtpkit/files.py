@@ -73,7 +73,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise UserError(f"{where} cannot be read as JSON: {error}") from error
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> JsonObject:
+def _distinct(pairs: list[tuple[str, object]]) -> JsonObject:
     """Make a dict from the entries of a JSON object, unless a key is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from mtpkit.bench.decode_run import Contender, Window
 from mtpkit.bench.machine import Machine, measure_machine
@@ -11,6 +11,7 @@ from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, too_many_tokens
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.engine.adaptive import Speculation
 from mtpkit.errors import counted, raise_problems
 from mtpkit.model.hybrid import HybridModel
 
@@ -89,7 +90,7 @@ def measure_decode(
     ks = sorted(config.ks or (), key=lambda k: k != 0)  # 0 first
     pairs = [(size, k) for size in config.batch_sizes for k in ks]
     plain: dict[int, list[list[int]]] = {}
-    choices: list[Any] = []
+    choices: list[Speculation] = []
 
     def prepare(index: int) -> Contender:
         release_memory(weight.device)  # of the engine before

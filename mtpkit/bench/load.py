@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from mtpkit.bench.load_requests import draw_requests, limit_seconds, token_sums
 from mtpkit.bench.load_run import LoadEngine, Run
@@ -16,21 +16,22 @@ from mtpkit.bench.serving import Clock, WallClock, percentiles_ms
 from mtpkit.bench.settings import LOAD_DRAFTS, LoadConfig
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.engine.adaptive import Speculation
 from mtpkit.engine.loading import DTYPES
 from mtpkit.model.hybrid import HybridModel
 
 
-def _pair(name: str) -> Callable[[Any], str]:
+def _pair(name: str) -> "Callable[[LoadRow], str]":
     """Shows two percentiles of a row in one column."""
 
-    def show(row: Any) -> str:
+    def show(row: "LoadRow") -> str:
         first, last = (getattr(row, f"{name}_p{percent}_ms") for percent in (50, 99))
         return f"{significant(first, 3)} / {significant(last, 3)}"
 
     return show
 
 
-def _of_several(show: Callable[[Any], str]) -> Callable[[Any], str]:
+def _of_several(show: "Callable[[LoadRow], str]") -> "Callable[[LoadRow], str]":
     """Shows what there is of several runs alone."""
     return lambda row: show(row) if len(row.run_seconds) > 1 else "-"
 
@@ -122,7 +123,7 @@ def measure_load(
     about = {"model": name, "mtp_pattern": shape.mtp.pattern, **sums, "request_rates": rates}
     result = Result("load", title, LoadRow, [], machine, {**asdict(config), **about})
     pairs = [*itertools.product(config.request_rates, config.ks or ())]
-    choices: list[Any] = []
+    choices: list[Speculation] = []
 
     def prepare(index: int) -> LoadEngine:
         release_memory(weight.device)  # of the engine before

@@ -40,13 +40,13 @@ def _sorted(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _check_tree(tree: Any) -> Any:
+def _check_tree[T](tree: T) -> T:
     if tree is not None:
         parse_tree(tree)
     return tree
 
 
-def asked_ks[K](ks: tuple[K, ...] | None, tree: Any) -> tuple[K | int, ...] | None:
+def asked_ks[K](ks: tuple[K, ...] | None, tree: object) -> tuple[K | int, ...] | None:
     """`ks`, or else 0 and the depth of a `speculative_token_tree`; None: neither is given."""
     return (0, parse_tree(tree).depth) if ks is None and tree is not None else ks
 
@@ -447,7 +447,7 @@ class RooflineConfig:
     """TFLOP/s; an 8192^3 product in bf16 reaches the default on an H200."""
 
 
-def engine_settings(config: object, **others: Any) -> dict[str, Any]:
+def engine_settings(config: object, **others: object) -> dict[str, Any]:
     """The settings that `LLM` has by the same names, and others in their place. Where none of them says otherwise there
     is no prefix cache, so that all prompts are computed."""
     shared = {name: value for name, value in vars(config).items() if name in keys_of(EngineOptions)}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.table import Table
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.loading import config_of
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import MtpkitError, listed
+from mtpkit.files import JsonObject
 from mtpkit.model.hybrid import HybridModel
 
 if TYPE_CHECKING:
@@ -279,9 +280,7 @@ def _warn_of_few_steps(contenders: Sequence["_Contender"], repeats: int) -> None
 class _Contender:
     """One batch size and K: its engine, and what its runs gave."""
 
-    def __init__(
-        self, first: LLM, prompts: list[dict[str, Any]], config: SpeedupConfig, batch_size: int, k: int
-    ) -> None:
+    def __init__(self, first: LLM, prompts: list[JsonObject], config: SpeedupConfig, batch_size: int, k: int) -> None:
         seed, sampling = config.sampling.seed or 0, config.sampling
         self.batch_size, self.k = batch_size, k
         self.prompts = prompts

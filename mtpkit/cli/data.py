@@ -5,7 +5,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ from mtpkit.engine import EngineOptions, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.data.dataset import PackedDataset, SourceCounts
+    from mtpkit.data.tokenizer import Tokenizer
 
 app = new_app()
 
@@ -219,7 +220,7 @@ def draft_vocab(
     print(f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover {vocab.coverage:.2%} of the data")
 
 
-def _tokenizer(directory: Path, chat_template: Path | None = None) -> Any:
+def _tokenizer(directory: Path, chat_template: Path | None = None) -> "Tokenizer":
     from mtpkit.data.tokenizer import load_tokenizer
     from mtpkit.errors import UserError
     from mtpkit.files import read_text

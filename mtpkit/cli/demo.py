@@ -17,6 +17,7 @@ import typer
 import mtpkit
 from mtpkit.cli.command import Command, new_app
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.files import check_destination
 
 if TYPE_CHECKING:
     from mtpkit.bench.settings import SpeedupConfig
@@ -106,12 +107,11 @@ def _check_place(out: Path) -> None:
     """Refuse to remove a directory that no demo made.
 
     Raises:
-        UserError: this is no checkout, or `out` holds something else than a demo.
+        UserError: this is no checkout, or `out` cannot be a demo's directory.
     """
     if not CONFIG.exists():
         raise UserError(f"the demo needs a checkout of mtpkit, {ROOT} is none: clone the repository and run make demo")
-    if out.exists() and not (out / MARK).exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} holds something else than a demo; name another directory with --output")
+    check_destination(out, True, "a demo", [MARK])
 
 
 def _start_over(out: Path) -> None:

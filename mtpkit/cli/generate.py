@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from tqdm import tqdm
@@ -15,6 +15,7 @@ from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions, SamplingParams
 from mtpkit.errors import MtpkitError, UserError, counted
+from mtpkit.files import JsonObject
 
 if TYPE_CHECKING:
     from mtpkit.engine import LLM, EngineStats, Replicas, RequestOutput
@@ -147,7 +148,7 @@ def _decoder(engine: EngineOptions, replicas: int, prompts: int) -> Iterator["LL
         yield found
 
 
-def _prompts(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]]:
+def _prompts(prompt: str | None, prompts: Path | None) -> list[JsonObject]:
     """From the one place that was named, with names for messages.
 
     Raises:
@@ -172,7 +173,7 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]]:
     return [{"prompt": text, "name": name}]
 
 
-def _heading(prompt: dict[str, Any]) -> str:
+def _heading(prompt: JsonObject) -> str:
     """Where a prompt is from, and how it begins."""
     text = " ".join(prompt["prompt"].split()) if "prompt" in prompt else f"{len(prompt['prompt_token_ids'])} tokens"
     return f"== {prompt['name']}: {text if len(text) <= _HEADING else text[:_HEADING] + ' ...'}"
@@ -224,7 +225,7 @@ class _InOrder:
             self._current, self._shown = self._current + 1, 0
 
 
-def _record(output: "RequestOutput") -> dict[str, Any]:
+def _record(output: "RequestOutput") -> JsonObject:
     completion, stats = output.outputs[0], output.stats
     return {
         "index": int(output.request_id),

@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs
 
 from mtpkit.errors import UserError, listed, shown
+from mtpkit.files import read_json
 
 _NOUNS = {
     int: ("a whole number", "whole numbers"),
@@ -74,7 +75,7 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
         made = pydantic_dataclass(frozen=True, config=config)(cls)
 
         @functools.wraps(made.__init__)
-        def __init__(self: Any, /, *args: Any, **values: Any) -> None:
+        def __init__(self: Any, /, *args: object, **values: object) -> None:
             values |= zip(keys_of(made), args, strict=False)
             clauses = _fill(self, values)
             if not clauses and hasattr(self, "problems"):
@@ -98,7 +99,7 @@ def field_of(cls: Any, name: str) -> Any:
     return copy.copy(_fields(cls)[name])
 
 
-def attempt[T](cls: Callable[..., T], values: Mapping[str, Any], clauses: list[str], section: str = "") -> T | None:
+def attempt[T](cls: Callable[..., T], values: Mapping[str, object], clauses: list[str], section: str = "") -> T | None:
     """An object of a checked class, or None: then `clauses` has got a clause for each wrong value.
 
     Args:
@@ -111,7 +112,7 @@ def attempt[T](cls: Callable[..., T], values: Mapping[str, Any], clauses: list[s
         return None
 
 
-def from_file[T](cls: type[T], value: Any, where: object) -> T:
+def from_file[T](cls: type[T], value: object, where: object) -> T:
     """The object of a checked class that a file describes.
 
     Args:
@@ -128,22 +129,42 @@ def from_file[T](cls: type[T], value: Any, where: object) -> T:
         raise WrongValues(str(where), error.clauses) from None
 
 
-def field_clauses(cls: type, values: Mapping[str, Any]) -> list[str]:
+def from_json[T](cls: type[T], path: Path | str, remedy: str, what: str = "", version: int | None = None) -> T:
+    """The object of a checked class that a JSON file describes.
+
+    Args:
+        remedy: what to do about a file that cannot be used, for messages.
+        what: what messages begin with, such as `data: `.
+        version: the `format` that files have; others are refused before their values are looked at.
+
+    Raises:
+        UserError: the file cannot be read, has another format, or any error of `from_file`.
+    """
+    try:
+        values = read_json(path)
+        if version is not None and type(found := values.get("format")) is int and found != version:
+            raise UserError(f"{path} has format {shown(found)}, this mtpkit reads {version}")
+        return from_file(cls, values, path)
+    except UserError as error:
+        raise UserError(f"{what}{error}; {remedy}") from error
+
+
+def field_clauses(cls: type, values: Mapping[str, object]) -> list[str]:
     """One clause for each value that does not fit its field, whatever `problems` would say of them together."""
     return _fill(object.__new__(cls), values)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Whether it is an integer, also one of numpy; True and False are none."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def are_whole(values: Collection[Any]) -> bool:
+def are_whole(values: Collection[object]) -> bool:
     """Whether all are integers, see `is_whole`. Python's own are told by their types, at 20 ns each."""
     return set(map(type, values)) <= {int} or all(map(is_whole, values))
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: object) -> bool:
     """Whether it is a list, tuple, range or set; texts and bytes are none."""
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview)
 
@@ -165,7 +186,7 @@ def _fields(cls: Any) -> dict[str, FieldInfo]:
     return cls.__pydantic_fields__
 
 
-def _fill(blank: Any, values: Mapping[str, Any]) -> list[str]:
+def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
     """Give a new object of a checked class its values; returns a clause for each wrong one."""
     cls, clauses = type(blank), list[str]()
     names = {key: name for name, key in keys_of(cls).items()}
@@ -178,10 +199,10 @@ def _fill(blank: Any, values: Mapping[str, Any]) -> list[str]:
     return clauses
 
 
-def _converted(cls: type, values: Mapping[str, Any], clauses: list[str]) -> dict[str, Any]:
+def _converted(cls: type, values: Mapping[str, object], clauses: list[str]) -> dict[str, object]:
     """Values as pydantic takes them strictly: plain, and objects of checked classes in place of mappings. Those that
     cannot be made are left out, and `clauses` says why."""
-    converted: dict[str, Any] = {}
+    converted: dict[str, object] = {}
     for name, value in values.items():
         kind = _fields(cls)[name].annotation if name in _fields(cls) else None
         before = len(clauses)
@@ -208,7 +229,7 @@ def _made(kind: Any, value: Any, key: str, clauses: list[str]) -> Any:
     return plain(value)
 
 
-def _clauses(cls: type, error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
+def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) -> Iterator[str]:
     """Yield one clause for each field of the wrong value."""
     keys = keys_of(cls)
     found: dict[str, Any] = {}

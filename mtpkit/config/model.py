@@ -24,6 +24,7 @@ from mtpkit.config.sections import (
     up_to,
 )
 from mtpkit.errors import listed, shown
+from mtpkit.files import JsonObject
 
 _WHAT = "model config"
 
@@ -131,7 +132,7 @@ class ModelConfig:
 
     @field_validator("bos_token_id", "eos_token_ids", "pad_token_id")
     @classmethod
-    def _check_vocabulary(cls, tokens: Any, info: ValidationInfo) -> Any:
+    def _check_vocabulary[T: int | tuple[int, ...] | None](cls, tokens: T, info: ValidationInfo) -> T:
         given = () if tokens is None else tokens if isinstance(tokens, tuple) else (tokens,)
         size = info.data.get("vocab_size", math.inf)
         if outside := [shown(token) for token in given if not 0 <= token < size]:
@@ -214,12 +215,12 @@ class ModelConfig:
             changes = {"mtp_depths_known": True} | changes
         return type(self).of(**self.values() | changes)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> JsonObject:
         """The fields of all parts by their keys in files, in the order of files."""
         sections = [self.section(kind) for kind in SECTIONS.values()]
         written = [section for section in sections if section.in_every_file or section in self.sections]
         nested: dict[str, Sequence[Part]] = {"mtp": [self.mtp], "sections": written}
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         for name in keys_of(type(self)):
             for part in nested.get(name, ()):
                 found |= part.stored()
@@ -235,17 +236,17 @@ class ModelConfig:
                     return getattr(part, name)
         return getattr(self, key)
 
-    def departures(self) -> dict[str, Any]:
+    def departures(self) -> JsonObject:
         """Settings of the model and its layers, by their keys in files, that older files lack and that differ from what
         these imply."""
         values, sections = self.values(), [kind for letter, kind in SECTIONS.items() if letter in self.letters]
         later = [keys_of(section)[name] for section in sections for name in section.added_later]
         return {key: values[key] for key in (*_ADDED_LATER, *later) if key in values}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The values as JSON has them; `from_dict` reads them back."""
 
-        def written(value: Any) -> Any:
+        def written(value: object) -> object:
             if isinstance(value, tuple):
                 return list(map(written, value))
             return None if value == math.inf else value
@@ -253,7 +254,7 @@ class ModelConfig:
         return {key: written(value) for key, value in self.values().items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], where: object = _WHAT) -> "ModelConfig":
+    def from_dict(cls, values: JsonObject, where: object = _WHAT) -> "ModelConfig":
         """Build from `to_dict`'s values.
 
         Args:
@@ -267,7 +268,7 @@ class ModelConfig:
         return config_of_file(where, {}, values)
 
 
-def config_of_file(where: object, keys: Mapping[str, str], fields: Mapping[str, Any]) -> ModelConfig:
+def config_of_file(where: object, keys: Mapping[str, str], fields: Mapping[str, object]) -> ModelConfig:
     """Build a config from what a file says, with messages that name the file and its own keys.
 
     Args:

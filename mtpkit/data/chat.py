@@ -190,7 +190,7 @@ def _encode_in_parts(tokenizer: Tokenizer, text: str, spans: list[Span]) -> tupl
     return np.array(token_ids, dtype=np.int32), np.array(mask, dtype=bool)
 
 
-def _apply_template(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None, **options: Any) -> Any:
+def _apply_template(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None, **options: object) -> Any:
     """A conversation as the chat template renders it, by the options of `apply_chat_template`."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **options)

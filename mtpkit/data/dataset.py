@@ -86,7 +86,7 @@ class SourceCounts:
     """Prediction targets."""
     fingerprint: str
     """Fingerprint of the sequences."""
-    max_token: int | None = None
+    max_token: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """The largest token id; None: not recorded."""
 
     @classmethod

@@ -7,31 +7,33 @@ never drafted, which only lowers acceptance.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
+from mtpkit.config.checked import checked, from_json
 from mtpkit.data.documents import tokenize
 from mtpkit.data.prepared import open_prepared
 from mtpkit.data.samples import Columns, read_samples
 from mtpkit.data.sources import Source, find_sources
 from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import read_json
 
 
-@dataclass(frozen=True)
+@checked("draft vocabulary")
 class DraftVocab:
     """The tokens that may be drafted."""
 
     token_ids: list[int]
     """Ascending."""
-    vocab_size: int
+    vocab_size: Annotated[int, Field(ge=1)]
     """Vocabulary size of the model."""
-    coverage: float
+    coverage: float = 0.0
     """Share of the counted tokens that are in `token_ids`, an upper bound of acceptance."""
-    files: list[str]
+    files: list[str] = Field(default_factory=list)
     """The files, and directories of prepared data, whose tokens were counted."""
 
     def to_json(self) -> str:
@@ -89,23 +91,16 @@ def load_draft_vocab(path: str | Path, vocab_size: int | None = None) -> list[in
         UserError: the file cannot be read, is no draft vocabulary, is for another vocabulary size, or holds ids that
             are repeated or outside the vocabulary.
     """
-    try:
-        content = read_json(path)
-    except UserError as error:
-        raise UserError(f"draft vocabulary {error}; write one with mtpkit data draft-vocab") from error
-    ids, own_size = content.get("token_ids"), content.get("vocab_size")
-    if not isinstance(ids, list) or type(own_size) is not int:
-        raise UserError(f"draft vocabulary {path} lacks token_ids, a list, or vocab_size; write it with draft-vocab")
-    if vocab_size is not None and own_size != vocab_size:
-        raise UserError(
-            f"draft vocabulary {path} is for a vocabulary of {shown(own_size)}, but the model's is {vocab_size}"
-        )
-    check_draft_vocab(ids, own_size, f"draft vocabulary {path}")
-    return ids
+    found = from_json(DraftVocab, path, "write one with mtpkit data draft-vocab", "draft vocabulary ")
+    name, own_size = f"draft vocabulary {path}", found.vocab_size
+    if vocab_size not in (None, own_size):
+        raise UserError(f"{name} is for a vocabulary of {shown(own_size)}, but the model's is {vocab_size}")
+    check_draft_vocab(found.token_ids, own_size, name)
+    return found.token_ids
 
 
 def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Check the ids of a draft vocabulary, which may have been written by hand.
+    """Check the ids of a draft vocabulary against its size.
 
     Raises:
         UserError: there are no ids, or some are no integers, outside the vocabulary or repeated; begins with `name`.

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from mtpkit.config.checked import checked, from_file
+from mtpkit.config.checked import checked, from_json
 from mtpkit.data.dataset import PackedSource, SourceCounts
 from mtpkit.data.sources import MANIFEST
 from mtpkit.data.tokenizer import Tokenizer, fingerprint
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import read_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -70,14 +69,7 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         UserError: there is none, it is damaged, or its version is not known.
     """
-    path = directory / MANIFEST
-    try:
-        values = read_json(path)
-        if type(version := values.get("format")) is int and version != FORMAT:
-            raise UserError(f"{path} has format {shown(version)}, this mtpkit reads {FORMAT}")
-        return from_file(Manifest, values, path)
-    except UserError as error:
-        raise UserError(f"data: {error}; prepare the data again") from error
+    return from_json(Manifest, directory / MANIFEST, "prepare the data again", "data: ", FORMAT)
 
 
 def stored_length(directories: Sequence[Path]) -> int | None:

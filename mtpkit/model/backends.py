@@ -5,10 +5,9 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 
 from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.attention import CoreAttention
@@ -26,14 +25,14 @@ class Backend:
     column_linear: type
     norm_column_linear: type
     """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
-    copied_linear: Callable[[int, int, Any], Any]
+    copied_linear: type
     """Linear that every tensor-parallel rank has whole, as (input size, output size, config); called without a bias,
     [..., in] to [..., out]."""
     row_linear: type
     """Row-parallel linear that can add its output to a residual stream, see `layers.linear.RowParallelLinear`."""
     core_attention: type
     """Causal attention over sequences, called as `kernels.attention.sequence_attention`."""
-    moe_provider: Any
+    moe_provider: BackendSpecProvider
     """megatron-core's spec provider for the experts."""
 
 

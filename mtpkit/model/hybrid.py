@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +45,7 @@ def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int 
     Args:
         parallel: megatron-core's own fields of how ranks share the model.
     """
-    settings: dict[str, Any] = dict(
+    settings: dict[str, object] = dict(
         num_layers=len(config.pattern),
         hidden_size=config.hidden_size,
         num_attention_heads=config.attention.num_attention_heads,
@@ -89,7 +88,7 @@ class HybridModel(MegatronHybridModel):
     base_context: Callable[[], AbstractContextManager[None]]
     """Context in which the base runs, see `use_fp8_base`."""
 
-    def __init__(self, model_config: ModelConfig, backend: str, stage_patterns: list[str], **megatron: Any) -> None:
+    def __init__(self, model_config: ModelConfig, backend: str, stage_patterns: list[str], **megatron: object) -> None:
         """Build megatron-core's model from a config and further arguments of its own; `stage_patterns` has the base's
         layers on each pipeline stage."""
         super().__init__(
@@ -113,8 +112,8 @@ class HybridStack(MegatronHybridStack):
     norm is there but does not run.
     """
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, norm: type, **kwargs: Any) -> None:
-        super().__init__(config, submodules, *args, post_layer_norm=False, **kwargs)
+    def __init__(self, config: TransformerConfig, *args: object, norm: type, **kwargs: object) -> None:
+        super().__init__(config, *args, post_layer_norm=False, **kwargs)
         if self.post_process:
             self.post_layer_norm = config.mtpkit.mtp.hands_on_normed(0)
             self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

@@ -87,7 +87,7 @@ class DepthInput(SequenceInput):
     """
 
     depth: int = 1
-    streams: dict[str, Any] = field(default_factory=dict)
+    streams: dict[str, list[Any]] = field(default_factory=dict)
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
         return super().positions_in(batch, length, device) + self.depth - 1

@@ -9,7 +9,7 @@ Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from torch import Tensor
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mtpkit.kernels.draft_head import linear_argmax, linear_best
@@ -162,7 +163,7 @@ def _gather(model: HybridModel, part: Tensor) -> Tensor:
     return torch.cat(all_gather(part, model.pg_collection.tp).unbind(), -1)
 
 
-def head_of(model: HybridModel, depth: int) -> Any:
+def head_of(model: HybridModel, depth: int) -> MultiTokenPredictionLayer:
     """What runs at a depth, from 1: a repeated head is one for all."""
     layers = model.mtp.layers
     return layers[0] if model.mtpkit_config.mtp.repeated else layers[depth - 1]
@@ -196,7 +197,7 @@ def _embedding_rows(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tens
     return torch.arange(token_ids.shape[1], device=token_ids.device), embed(model, token_ids)[:, 0]
 
 
-def _normed_pair(layer: Any, embedding: Tensor, hidden: Tensor) -> Tensor:
+def _normed_pair(layer: MultiTokenPredictionLayer, embedding: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], -1)
 
 
@@ -258,7 +259,7 @@ def depth_forward(
     return handed_on, normed_states(model, handed_on, depth)
 
 
-def _kept(model: HybridModel, layers: Any, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
+def _kept(model: HybridModel, layers: nn.ModuleList, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
     """x [T, 1, h] after a head's layers at tokens `keep` [N]; the others go as far as the last layer with a cache."""
     assert isinstance(inputs, StepInput)
     pattern = model.mtpkit_config.mtp.pattern
@@ -341,6 +342,6 @@ def unroll_depths(
             hidden = mix(hidden, shift_states(model, base, depth))
 
 
-def _keeping_inputs(forward: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
+def _keeping_inputs(forward: Callable[..., tuple[Tensor, Tensor]], *arguments: object) -> tuple[Tensor, Tensor]:
     with keeping_inputs():
         return forward(*arguments)

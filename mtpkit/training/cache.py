@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpkit.config import HiddenState
-from mtpkit.config.checked import checked, from_file
+from mtpkit.config.checked import checked, from_json
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import is_there, read_json, require_file
+from mtpkit.files import is_there, require_file
 from mtpkit.kernels.linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.hybrid import HybridModel
@@ -206,13 +206,7 @@ def read_manifest(directory: Path) -> Manifest | None:
                 f"cache {directory} holds something else than hidden states; set cache to another directory"
             )
         return None
-    try:
-        values = read_json(path)
-        if type(version := values.get("format")) is int and version != FORMAT:
-            raise UserError(f"{path} has format {shown(version)}, this mtpkit reads {FORMAT}")
-        return from_file(Manifest, values, path)
-    except UserError as error:
-        raise UserError(f"{error}; remove {directory}, it is written anew") from error
+    return from_json(Manifest, path, f"remove {directory}, it is written anew", version=FORMAT)
 
 
 class HiddenReader:

@@ -15,12 +15,11 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
 DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR = range(5)
@@ -156,13 +155,13 @@ class FlatBuffer:
             parameter.copy_(value)
         self.flat.zero_()
 
-    def sharded_state(self, parts: Mapping[int, ShardedTensor | ShardedTensorFactory]) -> dict[str, Any]:
+    def sharded_state(self, parts: Mapping[int, ShardedTensor | ShardedTensorFactory]) -> ShardedStateDict:
         """The tensors of this rank's regions for megatron-core's checkpoints; `load` takes the same nesting.
 
         Args:
             parts: entry of each parameter in the model's own checkpoint, by `id` of the parameter.
         """
-        state: dict[str, Any] = {}
+        state: ShardedStateDict = {}
         for region in self.regions:
             for name, tensor in region.tensors.items():
                 for low, piece in self._pieces(region, name, tensor, parts):

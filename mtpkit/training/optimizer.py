@@ -6,7 +6,6 @@ import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -214,7 +213,7 @@ class HeadOptimizer:
         dist.all_reduce(square, group=parallel_state.get_tensor_and_data_parallel_group())
         return float(square.sqrt())
 
-    def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
+    def sharded_state_dict(self, model_state: Mapping[str, object]) -> dict[str, object]:
         """Masters and moments for `mtpkit.checkpoint`, which load at any parallel layout.
 
         They are sharded like the parameters in `model_state`, the model's own `sharded_state_dict()`.

@@ -17,10 +17,9 @@ import json
 import operator
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import yaml
@@ -28,14 +27,14 @@ from pydantic import TypeAdapter
 
 from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
-from mtpkit.config.checked import checked, from_file
+from mtpkit.config.checked import checked, from_file, from_json
 from mtpkit.data.loader import PackedLoader
 from mtpkit.data.tokenizer import TOKENIZER_FILES
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import (
+    JsonObject,
     check_writable,
     is_there,
-    read_json,
     refuse_broken_links,
     storage_errors,
     write_file,
@@ -104,12 +103,7 @@ def read_best(directory: Path) -> Best | None:
         UserError: the file is not as a run writes it.
     """
     path = directory / BEST_FILE
-    if not is_there(path):
-        return None
-    try:
-        return from_file(Best, read_json(path), path)
-    except UserError as error:
-        raise UserError(f"{error}; remove the file") from error
+    return from_json(Best, path, "remove the file") if is_there(path) else None
 
 
 @checked("position in the data")
@@ -117,7 +111,7 @@ class _Place:
     """The position in the training data, see `PackedLoader.state_dict`."""
 
     consumed: int
-    order: dict[str, Any]
+    order: JsonObject
 
 
 @checked("progress of a run")
@@ -248,7 +242,7 @@ class RunDirectory:
             self.best = progress.best if (self.path / iteration_name(progress.best.iteration)).is_dir() else None
         return progress.iteration
 
-    def _progress(self, state: dict[str, Any]) -> "_Progress":
+    def _progress(self, state: Mapping[str, object]) -> "_Progress":
         """The progress of the run from the state of the newest checkpoint; refuse a state that contradicts itself."""
         where = f"{self.path / iteration_name(self.iteration)}, the state of the run"
         names = [field.name for field in dataclasses.fields(_Progress)]
@@ -343,7 +337,7 @@ class RunDirectory:
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")), ignore_errors=True)
 
 
-def _sharded_state(model: HybridModel, optimizer: HeadOptimizer, heads_alone: bool = False) -> dict[str, Any]:
+def _sharded_state(model: HybridModel, optimizer: HeadOptimizer, heads_alone: bool = False) -> dict[str, object]:
     state = {name: part for name, part in model.sharded_state_dict().items() if not is_fp8(getattr(part, "data", None))}
     if heads_alone:
         state = {name: part for name, part in state.items() if name.startswith(HEAD_PREFIX)}

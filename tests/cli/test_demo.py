@@ -33,8 +33,15 @@ def test_anything_else_is_left_alone(kind, tmp_path, call, capsys):
     else:
         out.write_text("mine")
     assert call(demo.app, "--output", out) == 2
-    assert f"{out} holds something else than a demo; name another directory with --output" in capsys.readouterr().err
+    why = "holds files other than a demo; name another directory" if kind == "directory" else "is a file"
+    assert f"{out} {why}" in capsys.readouterr().err
     assert (out / "thesis.txt" if kind == "directory" else out).read_text() == "mine"
+
+
+def test_a_place_below_a_file_is_refused(tmp_path, call, capsys):
+    (tmp_path / "mine").touch()
+    assert call(demo.app, "--output", tmp_path / "mine" / "demo") == 2
+    assert f"{tmp_path / 'mine'} is a file; name a directory" in capsys.readouterr().err
 
 
 def test_settings_are_checked_before_an_earlier_demo_goes(tmp_path, call, capsys):

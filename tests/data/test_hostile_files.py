@@ -125,6 +125,9 @@ def test_recorded_tokens_are_refused_when_the_data_is_opened(prepared, tokenizer
     assert largest == max(map(max, load(prepared)["input_ids"].to_pylist()))
     assert len(build_dataset([prepared], tokenizer, LENGTH, vocab_size=largest + 1))
     refuse("opened", lambda: build_dataset([prepared], tokenizer, LENGTH, vocab_size=largest), f"has token {largest}, ")
+    path = prepared / "mtpkit_data.json"
+    path.write_text(path.read_text().replace(f'"max_token": {largest}', f'"max_token": {10**30}'))
+    refuse("damaged", lambda: read_manifest(prepared), "max_token is 1000", "must be at least 0 and below 2147483648")
 
 
 def test_data_of_other_columns_or_lengths(prepared, tokenizer) -> None:

@@ -5,9 +5,9 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path, PosixPath
-from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -91,7 +91,7 @@ def _misfits(directory: Path, index: object) -> Iterator[str]:
     if not isinstance(index, Metadata):
         yield "it is no index of a checkpoint"
         return
-    storage: Any = index.storage_data
+    storage: dict[MetadataIndex, _StorageInfo] = index.storage_data
     sizes: dict[str, int] = {}
     short = set()
     for place in storage.values():
@@ -113,7 +113,7 @@ def _misfits(directory: Path, index: object) -> Iterator[str]:
             yield f"{key} {list(entry.size)} is not all there"
 
 
-def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, Any]) -> bool:
+def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo]) -> bool:
     """Whether the pieces of a tensor lie within it and fill it, and have their bytes in a file."""
     size = tuple(entry.size)
     stacked = is_of_all_layers(key) + is_stacked(key)

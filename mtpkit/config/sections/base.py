@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from mtpkit.config.checked import keys_of
 from mtpkit.errors import listed
+from mtpkit.files import JsonObject
 
 Number = int | float
 """A number that files keep as it was written: 1 is not written as 1.0."""
@@ -25,7 +26,7 @@ class Part:
         """The part where nothing is given."""
         return cls()
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> JsonObject:
         """The values that files have, by their keys there."""
         old = type(self).default()
         values = {name: getattr(self, name) for name in keys_of(type(self))}
@@ -36,7 +37,7 @@ class Part:
         }
 
     @classmethod
-    def from_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def from_file(cls, values: JsonObject) -> JsonObject:
         """Replace values of a file, by key, that stand for values which JSON lacks."""
         return values
 

@@ -1,12 +1,13 @@
 """Sizes and switches of Mamba2 layers."""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from mtpkit.config.checked import checked
 from mtpkit.config.sections.base import Count, Number, Section, up_to
+from mtpkit.files import JsonObject
 
 _Limits = tuple[Number, int | Annotated[float, Field(allow_inf_nan=True)]]
 
@@ -51,7 +52,7 @@ class Mamba2Config(Section):
         return 2 * self.inner + 2 * self.bc_width + self.num_heads
 
     @classmethod
-    def from_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def from_file(cls, values: JsonObject) -> JsonObject:
         """Read an upper limit of null as infinity."""
         match values.get("mamba_dt_limit"):
             case [low, None]:

@@ -1,7 +1,6 @@
 """Attention layers."""
 
 import math
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerLayerSubmodules
@@ -44,7 +43,7 @@ class Attention(LayerKind):
         parts = TransformerLayerSubmodules(self_attention=attention, self_attn_bda=get_bias_dropout_add)
         return ModuleSpec(module=AttentionLayer, submodules=parts)
 
-    def settings(self, config: ModelConfig) -> dict[str, Any]:
+    def settings(self, config: ModelConfig) -> dict[str, object]:
         return {name: getattr(config.attention, name) for name in ("attention_output_gate", "add_qkv_bias")}
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
@@ -73,7 +72,7 @@ class Attention(LayerKind):
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
         """Sharpen the scores. As models are initialised, attention averages away nearly all values."""
-        module: Any = layer.self_attention
+        module = getattr(layer, self.mixer)
         projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
         groups, heads = module.num_query_groups_per_partition, module.num_attention_heads_per_partition
         by_group = module.linear_qkv.weight.unflatten(0, (groups, -1, module.hidden_size_per_attention_head))

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -160,7 +160,7 @@ class LayerKind(ABC):
         """Count what a layer keeps of earlier tokens over all ranks, and the FLOPs of reading it."""
         return Memory()
 
-    def settings(self, config: ModelConfig) -> dict[str, Any]:
+    def settings(self, config: ModelConfig) -> dict[str, object]:
         """Return fields of megatron-core's `TransformerConfig` that only models with such layers need."""
         return {}
 

@@ -1,7 +1,6 @@
 """Gated delta nets."""
 
 import math
-from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -41,7 +40,7 @@ class GatedDeltaNet(LayerKind):
         parts = TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=get_bias_dropout_add)
         return ModuleSpec(AttentionLayer, submodules=parts)
 
-    def settings(self, config: ModelConfig) -> dict[str, Any]:
+    def settings(self, config: ModelConfig) -> dict[str, object]:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         sizes = {f"linear_{name}": getattr(config.gated_delta_net, name) for name in names}
         return dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=1, **sizes)
@@ -102,6 +101,6 @@ class GatedDeltaNet(LayerKind):
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
         """Let the state forget slowly. As models are initialised, it forgets within a few tokens."""
-        mixer: Any = layer.self_attention
+        mixer = getattr(layer, self.mixer)
         mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())
         mixer.dt_bias.fill_(math.log(math.expm1(_STEP)))

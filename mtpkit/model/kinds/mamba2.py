@@ -1,7 +1,6 @@
 """Mamba2 layers."""
 
 import math
-from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -38,7 +37,7 @@ class Mamba2(LayerKind):
         mixer = ModuleSpec(module=MambaMixer, submodules=linears)
         return ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add))
 
-    def settings(self, config: ModelConfig) -> dict[str, Any]:
+    def settings(self, config: ModelConfig) -> dict[str, object]:
         names = ("num_heads", "head_dim", "state_dim", "num_groups")
         return {f"mamba_{name}": getattr(config.mamba2, name) for name in names}
 
@@ -102,6 +101,6 @@ class Mamba2(LayerKind):
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
         """Let the state forget slowly and drop the skip connection D. As models are initialised, Mamba2 forgets within
         some ten tokens and passes its input by the state."""
-        mixer: Any = layer.mixer
+        mixer = getattr(layer, self.mixer)
         mixer.D.zero_()
         mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerLayerSubmodules
@@ -33,7 +32,7 @@ class Mla(LayerKind):
         )
         return ModuleSpec(module=AttentionLayer, submodules=parts)
 
-    def settings(self, config: ModelConfig) -> dict[str, Any]:
+    def settings(self, config: ModelConfig) -> dict[str, object]:
         return {"num_query_groups": config.attention.num_attention_heads}
 
     def divided_sizes(self, config: ModelConfig, whole_experts: bool = False) -> Mapping[str, int]:
@@ -83,7 +82,7 @@ class Mla(LayerKind):
         """Sharpen the scores, as in `Attention`: each projection gives numbers of standard deviation 1, queries of the
         scores' own."""
         sizes, module = config.mla, getattr(layer, self.mixer)
-        queries: Any = module.linear_q_up_proj if sizes.q_lora_rank else module.linear_q_proj
+        queries = module.linear_q_up_proj if sizes.q_lora_rank else module.linear_q_proj
         queries.weight *= SCORES / (config.init_std * math.sqrt(sizes.q_lora_rank or config.hidden_size))
         module.linear_kv_down_proj.weight /= config.init_std * math.sqrt(config.hidden_size)
         module.linear_kv_up_proj.weight /= config.init_std * math.sqrt(sizes.kv_lora_rank)

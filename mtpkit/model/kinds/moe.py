@@ -1,7 +1,6 @@
 """Mixtures of experts."""
 
 from functools import partial
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -33,7 +32,7 @@ class Moe(FeedForward):
         parts = TransformerLayerSubmodules(pre_mlp_layernorm=backend.norm, mlp=mlp, mlp_bda=get_bias_dropout_add)
         return ModuleSpec(module=MixtureLayer, submodules=parts)
 
-    def settings(self, config: ModelConfig) -> dict[str, Any]:
+    def settings(self, config: ModelConfig) -> dict[str, object]:
         sizes = config.moe
         return dict(
             num_moe_experts=sizes.num_experts,

@@ -1,9 +1,9 @@
 """Grouped-query self-attention for sequences, MTP depths and paged decoding."""
 
 from functools import partial
-from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from mtpkit.model.state import PagedKV
 class CoreAttention(nn.Module):
     """Attention over sequences. What depths and decoding need beside it `SelfAttention` calls itself."""
 
-    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
         self.scale = softmax_scale
 
@@ -37,7 +37,7 @@ class SelfAttention(MegatronSelfAttention):
     frequencies: Tensor | None
     """Radians per position of the channels that are rotated; None: positions are not embedded."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         settings, turns = config.mtpkit.attention, None
         if settings.position_embedding_type != "none":
@@ -49,9 +49,9 @@ class SelfAttention(MegatronSelfAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        inference_context: Any = None,
+        inference_context: SequenceInput | StepInput | None = None,
         residual: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 

@@ -7,7 +7,6 @@ the product that follows (selective activation recomputation: Korthikanti et al.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from megatron.core.transformer.utils import (
@@ -17,6 +16,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 
 _keeps = ContextVar("mtpkit_keeps_inputs", default=False)
 
@@ -28,7 +28,7 @@ class NoExtraState:
     def get_extra_state(self) -> None:
         """Return nothing."""
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         """Ignore a state."""
 
 
@@ -42,12 +42,12 @@ def split_parameter(values: Tensor) -> nn.Parameter:
 class SplitOverRanks(nn.Module):
     """Mixin of modules with parameters from `split_parameter`, so that their checkpoints load at any parallelism."""
 
-    tp_group: Any
+    tp_group: ProcessGroup
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return Megatron's distributed-checkpoint entries of the module and its children."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
+        own: dict[str, Tensor] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
         entries = make_sharded_tensors_for_checkpoint(
             own,

@@ -1,5 +1,6 @@
 """Gated delta net: chunked rule over sequences, recurrence over decode steps, readout at MTP depths."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     pieces = ("conv", "gate", "rates")
 
-    def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **_: Any) -> None:
+    def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **_: object) -> None:
         sizes, ranks = config.mtpkit.gated_delta_net, pg_collection.tp.size()
         keys, values, heads = sizes.key_width // ranks, sizes.value_width // ranks, sizes.num_value_heads // ranks
         channels = {"query": keys, "key": keys, "value": values}
@@ -60,16 +61,15 @@ class GatedDeltaNet(RecurrentMixer):
         kernel = sizes.conv_kernel_dim
         super().__init__(config, submodules, pg_collection, rows, channels, values, kernel, conv_bias=False)
         self.num_key_heads, self.num_value_heads = sizes.num_key_heads // ranks, heads
-        settings: Any = dict(dtype=torch.float32, device=torch.cuda.current_device())
-        self.dt_bias = split_parameter(torch.zeros(heads, **settings))
-        self.A_log = split_parameter(torch.zeros(heads, **settings))
+        zeros = partial(torch.zeros, heads, dtype=torch.float32, device=torch.cuda.current_device())
+        self.dt_bias, self.A_log = split_parameter(zeros()), split_parameter(zeros())
         self.out_norm = HeadNorm(config, sizes.value_head_dim)
 
     def normed(self, y: Tensor, z: Tensor) -> Tensor:
         """See `RecurrentMixer.normed`."""
         return self.out_norm(y, z)
 
-    def _raw(self, conv_out: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
+    def _raw(self, conv_out: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, a and b as the kernels of decode steps take them."""
         q, k, v = conv_out.split(list(self.channels.values()), -1)
         b, a = rates.chunk(2, -1)
@@ -107,13 +107,12 @@ class GatedDeltaNet(RecurrentMixer):
         tree: TreeInput | None = None,
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
-        inputs: Any = (*self._raw(conv_out, rates), self.A_log, self.dt_bias)
+        inputs = *self._raw(conv_out, rates), self.A_log, self.dt_bias
         if isinstance(recurrent, Snapshot):
-            inputs = (lens[1], *inputs, tree and tree.parents)
-            return delta_snapshot_update(recurrent.entries, slots, *inputs)
+            return delta_snapshot_update(recurrent.entries, slots, lens[1], *inputs, tree.parents if tree else None)
         rings = recurrent.inputs("k"), recurrent.inputs("u"), recurrent.inputs("g")
-        inputs = (slots, *lens, *inputs, tree and tree.ancestors)
-        return delta_replay_update(recurrent.folded, *rings, *inputs)
+        seen = tree.ancestors if tree else None
+        return delta_replay_update(recurrent.folded, *rings, slots, *lens, *inputs, seen)
 
     def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
         """See `RecurrentMixer.fold`."""

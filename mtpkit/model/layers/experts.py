@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
@@ -55,13 +55,13 @@ class Experts(SequentialMLP):
         inner = (inner * permuted_probs[:, None]).to(x.dtype)
         return _multiply(inner, ends, self._linears("linear_fc2")), None
 
-    def _linears(self, name: str) -> list[Any]:
+    def _linears(self, name: str) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [getattr(expert, name) for expert in self.local_experts]
 
     def _run_together(self, x: Tensor) -> bool:
         first = self.local_experts[0]
         pair = first.linear_fc1, first.linear_fc2
-        plain = isinstance(pair[0], layers.ColumnParallelLinear) and isinstance(pair[1], layers.RowParallelLinear)
+        plain = isinstance(pair[0], ColumnParallelLinear) and isinstance(pair[1], RowParallelLinear)
         # Linears of Transformer Engine, and weights in fp8, have products of their own.
         if not plain or not len(x) or any(getattr(one, "weight_scale", None) is not None for one in pair):
             return False
@@ -76,7 +76,7 @@ class Experts(SequentialMLP):
         return sum(weight.nbytes for weight in weights) <= _MOST_COPIED or _evenly_spaced(weights) is not None
 
 
-def _multiply(x: Tensor, ends: Tensor, linears: Sequence[Any]) -> Tensor:
+def _multiply(x: Tensor, ends: Tensor, linears: Sequence[ColumnParallelLinear | RowParallelLinear]) -> Tensor:
     """[P, out] rows of x [P, in] times the weights of their experts, whose rows end at `ends` [E] int32."""
     weights = [linear.weight for linear in linears]
     fused = [linear.gradient_accumulation_fusion for linear in linears]

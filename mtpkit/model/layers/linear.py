@@ -56,7 +56,7 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
 class NormColumnParallelLinear(ColumnParallelLinear):
     """Column-parallel linear of the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         self.layer_norm_weight = norm_weight(input_size, config)

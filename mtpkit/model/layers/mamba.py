@@ -1,5 +1,6 @@
 """Mamba2 mixer: chunked scan over sequences, recurrence over decode steps, readout at MTP depths."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class MambaMixer(RecurrentMixer):
     pieces = ("gate", "conv", "rates")
 
     def __init__(
-        self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, **_: Any
+        self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, **_: object
     ) -> None:
         sizes, ranks = config.mtpkit.mamba2, pg_collection.tp.size()
         heads, groups = sizes.num_heads // ranks, sizes.num_groups // ranks
@@ -42,11 +43,10 @@ class MambaMixer(RecurrentMixer):
         super().__init__(config, submodules, pg_collection, rows, channels, inner, sizes.conv_kernel, conv_bias=True)
         self.head_dim, self.state_dim, self.num_heads, self.num_groups = sizes.head_dim, sizes.state_dim, heads, groups
         self.bc_width, self.chunk_size, self.dt_limit = bc_width, sizes.chunk_size, sizes.dt_limit
-        settings: Any = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.dt_bias = split_parameter(torch.zeros(heads, **settings))
-        settings["dtype"] = torch.float32
-        self.A_log = split_parameter(torch.zeros(heads, **settings))
-        self.D = split_parameter(torch.zeros(heads, **settings))
+        zeros = partial(torch.zeros, heads, device=torch.cuda.current_device())
+        self.dt_bias = split_parameter(zeros(dtype=config.params_dtype))
+        self.A_log = split_parameter(zeros(dtype=torch.float32))
+        self.D = split_parameter(zeros(dtype=torch.float32))
         self.norm = GatedRMSNorm(config, inner, inner // groups, self.tp_group)
 
     def normed(self, y: Tensor, z: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ class MambaMixer(RecurrentMixer):
     def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
-        scan: Any = (self.dt_limit, starts, self.chunk_size, *(places or (None,)))
-        return ssd_varlen(x, dt, self.A_log, B, C, self.D, self.dt_bias, *scan)
+        sizes = self.dt_limit, starts, self.chunk_size
+        return ssd_varlen(x, dt, self.A_log, B, C, self.D, self.dt_bias, *sizes, *(places or ()))
 
     def update(
         self,
@@ -97,13 +97,13 @@ class MambaMixer(RecurrentMixer):
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
-        inputs: Any = (x, dt, self.A_log, B, C, self.D, self.dt_bias, self.dt_limit)
+        inputs = x, dt, self.A_log, B, C, self.D, self.dt_bias
         if isinstance(recurrent, Snapshot):
-            inputs = (lens[1], *inputs, tree and tree.parents)
-            return ssm_snapshot_update(recurrent.entries, slots, *inputs)
+            parents = tree.parents if tree else None
+            return ssm_snapshot_update(recurrent.entries, slots, lens[1], *inputs, self.dt_limit, parents)
         rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
-        inputs = (slots, *lens, *inputs, tree and tree.ancestors)
-        return ssm_replay_update(recurrent.folded, *rings, *inputs)
+        seen = tree.ancestors if tree else None
+        return ssm_replay_update(recurrent.folded, *rings, slots, *lens, *inputs, self.dt_limit, seen)
 
     def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
         """See `RecurrentMixer.fold`."""

@@ -16,6 +16,7 @@ from mtpkit.kernels.attention import depth_attention
 from mtpkit.kernels.kv_store import store_kv
 from mtpkit.kernels.latent_attention import chunk_attention, latent_attention, latent_context_attention
 from mtpkit.kernels.rotary import rotate
+from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import SplitOverRanks
 from mtpkit.model.layers.rotary import frequencies, yarn_frequencies, yarn_scale
@@ -34,7 +35,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
     layer_name: str
     """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
 
-    def __init__(self, config: Any, layer_number: int, backend: Any, pg_collection: Any, **_: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, backend: Backend, pg_collection: Any, **_: object) -> None:
         super().__init__(config)
         sizes, shared, self.tp_group = config.mtpkit.mla, config.mtpkit.attention, pg_collection.tp
         self.sizes, heads, hidden = sizes, shared.num_attention_heads, config.hidden_size
@@ -83,9 +84,9 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        inference_context: Any = None,
+        inference_context: SequenceInput | StepInput | None = None,
         residual: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 

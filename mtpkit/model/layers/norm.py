@@ -1,9 +1,9 @@
 """RMS norms, and the activations by name."""
 
-from typing import Any
-
 import torch
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mtpkit.kernels.activation import relu2, swiglu
 from mtpkit.kernels.norm import gated_rms_norm, rms_norm
@@ -12,7 +12,7 @@ from mtpkit.model.layers.base import NoExtraState, SplitOverRanks, split_paramet
 ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
-def norm_weight(size: int, config: Any) -> nn.Parameter:
+def norm_weight(size: int, config: TransformerConfig) -> nn.Parameter:
     """Make the weight of a norm of whole hidden states, on megatron-core's device and in its dtype, such that the norm
     multiplies by 1."""
     value = 0.0 if config.layernorm_zero_centered_gamma else 1.0
@@ -25,7 +25,7 @@ class RMSNorm(NoExtraState, nn.Module):
     """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, times its weight or,
     with `layernorm_zero_centered_gamma`, 1 + its weight."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = norm_weight(hidden_size, config)
@@ -38,7 +38,7 @@ class RMSNorm(NoExtraState, nn.Module):
 class GatedRMSNorm(SplitOverRanks):
     """RMS norm of x * silu(z) in groups, as Mamba2 applies it before its output projection."""
 
-    def __init__(self, config: Any, hidden_size: int, group_size: int, tp_group: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, group_size: int, tp_group: ProcessGroup) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.group_size, self.tp_group = group_size, tp_group

@@ -1,6 +1,7 @@
 """What mixers with a recurrent state share: projections, causal convolution, and the ways in which a layer runs."""
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ Places = tuple[Tensor, Tensor, Tensor]
 """States of all slots, which rows continue and leave; the rows' slots; the lengths of their contexts."""
 
 
-def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+def fold_rings(model: nn.Module, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
     """Fold the committed entries of all rings of base and heads into the states, as a chunk would have left them.
 
     The counts of the rings are 0 from then on, which the caller writes. Does not wait for the device.
@@ -40,7 +41,7 @@ def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, 
         for recurrent in states[name] if name in states.layers else ():
             if not isinstance(recurrent, Replay):
                 continue
-            if not hasattr(mixer, "fold"):
+            if (fold := getattr(mixer, "fold", None)) is None:
                 kind = type(mixer).__name__
                 raise NotImplementedError(
                     f"{kind} keeps a ring, so a prefix cache needs its `fold`, see RecurrentMixer.fold; write one, or "
@@ -49,7 +50,7 @@ def fold_rings(model: Any, states: States, slots: Tensor, context_lens: Tensor, 
             ring = recurrent.ring
             if ring not in lens:
                 lens[ring] = (context_lens - ring.behind).clamp_min(0), committed.counts[ring]
-            mixer.fold(recurrent, slots, lens[ring])
+            fold(recurrent, slots, lens[ring])
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):
@@ -101,9 +102,9 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
             tp_comm_buffer_name="fc1",
             **common,
         )
-        settings: Any = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.conv1d_weight = split_parameter(torch.zeros(conv_dim, 1, conv_kernel, **settings))
-        self.conv1d_bias = split_parameter(torch.zeros(conv_dim, **settings)) if conv_bias else None
+        zeros = partial(torch.zeros, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.conv1d_weight = split_parameter(zeros(conv_dim, 1, conv_kernel))
+        self.conv1d_bias = split_parameter(zeros(conv_dim)) if conv_bias else None
         self.out_proj = build_module(
             submodules.out_proj,
             ranks * inner,
@@ -155,7 +156,12 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         """Fold what is committed in rings into the states at `slots` [R]; `lens` as for `update`."""
 
     def forward(
-        self, hidden_states: Tensor, *_: Any, inference_context: Any = None, residual: Tensor | None = None, **__: Any
+        self,
+        hidden_states: Tensor,
+        *_: object,
+        inference_context: SequenceInput | StepInput | None = None,
+        residual: Tensor | None = None,
+        **__: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Mix along the sequence.
 
@@ -206,18 +212,17 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         return self._rows(conv_in.flatten(0, 1), rates.flatten(0, 1), starts).unflatten(0, shape)
 
     def _rows(
-        self, conv_in: Tensor, rates: Tensor, starts: Tensor, states: tuple[Tensor, Tensor] | None = None, *rows: Tensor
+        self, conv_in: Tensor, rates: Tensor, starts: Tensor, window: Tensor | None = None, places: Places | None = None
     ) -> Tensor:
         """Rows that begin at `starts` [R + 1]: conv_in [T, c] and rates [T, ...] to y [T, h, p].
 
         Args:
-            states: windows and states of all slots, which the rows continue and leave; None: they begin at zero.
-            rows: state slots and context lengths of the rows, given with `states`.
+            window: windows of all slots, which the rows continue and leave; given with `places`. None: they and the
+                states begin at zero.
         """
-        window, state = (None, None) if states is None else states
-        conv: Any = (conv_in, self.conv1d_weight, self.conv1d_bias, starts, window, *rows)
-        places: Any = None if state is None else (state, *rows)
-        return self.scan_rows(causal_conv1d_varlen(*conv), rates, starts, places)
+        rows = places[1:] if places else ()
+        conv_out = causal_conv1d_varlen(conv_in, self.conv1d_weight, self.conv1d_bias, starts, window, *rows)
+        return self.scan_rows(conv_out, rates, starts, places)
 
     def _step(self, conv_in: Tensor, rates: Tensor, step: StepInput) -> Tensor:
         """Decode rows, then prefill chunks: conv_in [T, c], rates [T, ...] to y [T, h, p]."""
@@ -252,8 +257,8 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         A chunk never follows a decode step of the same request: what it continues is what a chunk left.
         """
         first = step.num_decode_rows
-        rows = step.state_slots[first:], step.context_lens[first:]
-        return self._rows(conv_in, rates, step.query_start[first:], (window.folded, recurrent.folded), *rows)
+        places = recurrent.folded, step.state_slots[first:], step.context_lens[first:]
+        return self._rows(conv_in, rates, step.query_start[first:], window.folded, places)
 
     def _depth(self, conv_in: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`."""

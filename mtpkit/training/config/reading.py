@@ -82,7 +82,7 @@ def _require_shallow(text: str) -> None:
         raise RecursionError("it is nested too deeply")
 
 
-def _size(node: Any, known: dict[int, float] | None = None) -> float:
+def _size(node: yaml.Node | None, known: dict[int, float] | None = None) -> float:
     """The number of values in a YAML document with its anchors expanded; infinity if an anchor contains itself."""
     known = {} if known is None else known
     if id(node) not in known:
@@ -145,7 +145,7 @@ def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
     return fitted
 
 
-def _scalar(kind: Any, value: Any) -> Any:
+def _scalar(kind: Any, value: object) -> object:
     """A number as a text, or a text as a number, if the field has the other type; else the value itself."""
     if kind is str and isinstance(value, int | float):
         return str(value)
