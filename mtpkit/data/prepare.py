@@ -247,10 +247,11 @@ def _lengths(documents: "Dataset") -> np.ndarray:
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
     """Let `datasets` show progress bars only on a terminal, log no errors (it also raises them), and use one thread per
-    process."""
+    process; leave `os.environ` as it was."""
     import datasets
 
-    before, bars = os.environ.get("TOKENIZERS_PARALLELISM"), datasets.is_progress_bar_enabled()
+    environ, bars = os.environ, datasets.is_progress_bar_enabled()
+    before = environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     if not sys.stderr.isatty():
@@ -258,6 +259,8 @@ def _quiet_datasets() -> Iterator[None]:
     try:
         yield
     finally:
+        # With several processes `datasets` leaves a copy in its place, and what holds the first misses later changes.
+        os.environ = environ  # noqa: B003
         os.environ.pop("TOKENIZERS_PARALLELISM")
         if before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -18,6 +18,7 @@ from mtpkit.engine.processors import Use
 from mtpkit.engine.step import Batch, Plan, Row
 from mtpkit.engine.tree import TokenTree, Tree
 from mtpkit.kernels.ancestors import ancestor_masks
+from mtpkit.kernels.step_rows import decode_rows, kv_slots
 from mtpkit.model.inputs import StepInput, TreeInput
 from mtpkit.model.state import States
 from mtpkit.platform import to_device
@@ -60,8 +61,9 @@ class _Part(NamedTuple):
     """[T], the row of the step that each token belongs to."""
     positions: Tensor
     kv_slots: Tensor
-    ends: Tensor
-    """[R], the token of the step after each row's last."""
+    bounds: Tensor
+    """[R + 1], the first token of each row of the step, and the end of the last one; of chunks after decode rows [R],
+    without the first."""
     context_lens: Tensor
     logit_indices: Tensor
     logit_rows: Tensor
@@ -96,6 +98,7 @@ class BatchBuilder:
         self.state = state
         self.device = device
         self._lookahead = max(1, state.tokens.shape[1] - 1)
+        self._unknown = torch.full((1, self._lookahead), -1, device=device)
 
     def build(self, plan: Plan) -> Batch:
         """Build the tensors of `plan`, all on the device."""
@@ -157,10 +160,10 @@ class BatchBuilder:
         ]
         joined = _Part(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
         probs = self.state.draft_probs
-        known = tables.new_full((decoding, self._lookahead), -1)
+        known = self._unknown.expand(decoding, -1)
         inputs = StepInput(
             positions=joined.positions,
-            query_start=F.pad(joined.ends, (1, 0)),
+            query_start=joined.bounds,
             context_lens=joined.context_lens,
             block_tables=tables,
             kv_slots=joined.kv_slots,
@@ -202,20 +205,18 @@ class BatchBuilder:
             live: [R] the slots of all rows, see `DeviceState.live`.
             depths: [D, width] depths of the tokens of trees, which lie behind one another in the caches all the same.
         """
-        tokens = len(slots) * width
-        indices, context_lens = torch.arange(tokens, device=self.device), self.state.num_computed[slots]
-        rows = indices // width
-        positions = (context_lens[:, None] + indices[:width]).flatten()
-        places = kv_slots(tables, rows, positions, self.block_size)
+        state = self.state
+        ended = None if state.ends is None else live
+        found = decode_rows(slots, ended, state.num_computed, state.tokens, tables, width, self.block_size)
         return _Part(
-            token_ids=self.state.tokens[slots, :width].flatten(),
-            rows=rows,
-            positions=positions if depths is None else (context_lens[:, None] + depths).flatten(),
-            kv_slots=places if self.state.ends is None else torch.where(live[rows] < 0, -1, places),
-            ends=torch.arange(width, tokens + 1, width, device=self.device),
-            context_lens=context_lens,
-            logit_indices=indices,
-            logit_rows=rows,
+            token_ids=found.token_ids,
+            rows=found.rows,
+            positions=found.positions if depths is None else (found.context_lens[:, None] + depths).flatten(),
+            kv_slots=found.kv_slots,
+            bounds=found.starts,
+            context_lens=found.context_lens,
+            logit_indices=found.flat,
+            logit_rows=found.rows,
         )
 
     def _chunks(self, shape: StepShape, tables: Tensor, first: int, count: int, numbers: Iterable[Tensor]) -> _Part:
@@ -235,7 +236,7 @@ class BatchBuilder:
             rows=rows,
             positions=positions,
             kv_slots=torch.where(null, -1, kv_slots(tables, rows, positions, self.block_size)),
-            ends=first + ends,
+            bounds=first + ends if shape.decode_rows else F.pad(ends, (1, 0)),
             context_lens=context_lens,
             logit_indices=(first + ends[: count - shape.decode_rows] - 1).clamp_min(0),
             logit_rows=torch.arange(shape.decode_rows, count, device=self.device),
@@ -269,8 +270,3 @@ def token_rows(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     index = torch.arange(tokens, device=ends.device)
     rows = torch.searchsorted(ends, index, right=True)
     return rows, index - F.pad(ends, (1, 0))[rows]
-
-
-def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """[T] slot mapping: the cache entries of tokens at `positions` [T] of `rows` [T], given `block_tables` [R, B]."""
-    return block_tables[rows, positions // block_size] * block_size + positions % block_size

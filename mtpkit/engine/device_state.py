@@ -15,9 +15,10 @@ from mtpkit.engine.params import MOST_END_TOKENS
 from mtpkit.engine.processors import GREEDY, PROCESSORS, Columns, Use
 from mtpkit.engine.request import Request
 from mtpkit.engine.sampler import Sampling
-from mtpkit.engine.step import Batch, Drafts, Earlier, Verdict, embeddable
+from mtpkit.engine.step import Batch, Drafts, Earlier, Verdict
 from mtpkit.engine.tree import DynamicTree
 from mtpkit.engine.vocabulary import Vocabulary
+from mtpkit.kernels.step_rows import store_rows
 from mtpkit.model.state import Committed, Counter
 from mtpkit.platform import to_device
 
@@ -203,7 +204,16 @@ class DeviceState:
         """
         inputs, slots = batch.inputs, batch.inputs.state_slots
         last = batch.last_index(verdict.accepted if self.ends is None else self.ends.cut(batch, verdict))
-        self.num_computed[slots] = inputs.context_lens + last + 1
+        store_rows(
+            slots,
+            self.num_computed,
+            self.tokens,
+            inputs.context_lens,
+            last,
+            verdict.accepted,
+            verdict.token_ids,
+            drafts.token_ids,
+        )
         self.committed.put(slots, inputs.committed_after(last + 1))
         if self.earlier is not None:
             assert hidden is not None
@@ -212,20 +222,17 @@ class DeviceState:
             places = last[:, None] + torch.arange(1 - positions, 1, device=slots.device)
             self.earlier.token_ids[slots] = batch.token_ids_at(rows, places)
             self.earlier.hidden[slots] = batch.hidden_at(rows, places, hidden)
-        self._take_tokens(batch, verdict, drafts)
+        self._count_tokens(batch, verdict, drafts)
 
-    def _take_tokens(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:
-        """Store the chosen tokens and the drafts of the rows that sample."""
+    def _count_tokens(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:
+        """Store what comes with the chosen tokens and the drafts of the rows that sample, and count the tokens."""
         count = batch.plan.num_sampling_rows
         slots, accepted = batch.inputs.state_slots[:count], verdict.accepted[:count]
-        token_ids = verdict.token_ids[:count]
-        newest = token_ids.gather(1, accepted[:, None])
-        self.tokens[slots, : 1 + drafts.token_ids.shape[1]] = embeddable(torch.cat([newest, drafts.token_ids], 1))
         if self.draft_probs is not None and drafts.probs is not None:
             self.draft_probs[slots] = drafts.probs
         if self.parents is not None and drafts.parents is not None:
             self.parents[slots] = drafts.parents
-        placed = self.vocabulary.place(token_ids)
+        placed = self.vocabulary.place(verdict.token_ids[:count])
         for processor in PROCESSORS:
             if processor.name in batch.sampling.use:
                 processor.count(self.columns, slots, accepted, placed)

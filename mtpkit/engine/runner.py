@@ -69,7 +69,9 @@ class Runner:
         hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
         if not self.stage.last:
             return StepOutput(hidden.new_empty(0, 0), self._handed_on[: len(hidden)].copy_(hidden))
-        return StepOutput(self.logits(hidden[batch.logit_indices, 0]), hidden)
+        # Decode rows have logits at all tokens.
+        chosen = hidden[batch.logit_indices, 0] if batch.inputs.num_chunk_rows else hidden[:, 0]
+        return StepOutput(self.logits(chosen), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CachingRunner.logits`."""

@@ -4,6 +4,7 @@ Shape legend: S rows that sample, N logits rows (a row of the step has 1 or 1 + 
 the part of it that this rank holds.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -76,9 +77,10 @@ def uniforms(
     return ops.uniform(sampling.seeds[rows], positions, stream, branches)
 
 
-def sample(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor) -> Tensor:
-    """[N] int64 tokens for `positions` [N] int64: the most likely ones for greedy rows, draws for the others."""
+def sample(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Callable[[], Tensor]) -> Tensor:
+    """[N] int64 tokens for `positions` [N] int64, which are computed if a row draws: the most likely ones for greedy
+    rows, draws for the others."""
     if TEMPERATURE.name not in sampling.use:
         return sampling.vocabulary.argmax(logits)
-    numbers = uniforms(sampling, rows, positions, TOKEN_STREAM)
+    numbers = uniforms(sampling, rows, positions(), TOKEN_STREAM)
     return sampling.vocabulary.sample_logits(logits, _shaping(sampling, rows), numbers)

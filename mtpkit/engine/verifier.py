@@ -1,6 +1,7 @@
 """Verification: which drafts are accepted, and the token after them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def _verdict(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts) -> Verdi
 
 def own_tokens(logits: Tensor, batch: Batch, part: slice) -> Tensor:
     """[n] int64, the base's choice at `part` of the processed logits [N, V]: its best token, a draw, or `NO_TOKEN`."""
-    return sampler.sample(logits[part], batch.sampling, batch.logit_rows[part], _positions(batch, part))
+    return sampler.sample(logits[part], batch.sampling, batch.logit_rows[part], partial(_positions, batch, part))
 
 
 def _positions(batch: Batch, part: slice) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import random
 from functools import partial
 from itertools import chain, islice
@@ -96,6 +97,20 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, tokenize
     assert before == after == read_manifest(one) == read_manifest(two)
     assert all((one / name).read_bytes() == (two / name).read_bytes() for name in after.files)
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
+
+
+@pytest.mark.parametrize("before", [None, "true"])
+def test_several_processes_leave_the_environment_as_it_was(tmp_path, monkeypatch, tokenizer, paths, before) -> None:
+    """The same object too: others hold it, and would not see what is set in another one."""
+    environ = os.environ
+    monkeypatch.setattr(os, "environ", environ)  # so that a failure here is none of later tests
+    if before is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    else:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+    values = dict(environ)
+    prepare([paths[0]], tokenizer, LENGTH, tmp_path / "out", num_proc=2)
+    assert os.environ is environ and dict(environ) == values
 
 
 def test_what_is_left_out_is_listed(tmp_path, tokenizer, paths, caplog) -> None:

@@ -35,9 +35,10 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
         if shapes.config.attention.attention_output_gate:
             yield linears.sigmoid_gate(shapes)
         if shapes.config.attention.position_embedding_type != "none":
-            yield linears.rotate(shapes)
+            yield from (linears.rotate(shapes), mixers.place_qkv(shapes))
     if has(MlaConfig):
         yield from (latent.decode(shapes), latent.store(shapes))
+    yield from (tokens.decode_rows(shapes), tokens.store_rows(shapes))
     yield linears.rms_norm(shapes)
     if has(MlpConfig):
         yield from linears.activation(shapes)

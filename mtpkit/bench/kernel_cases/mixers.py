@@ -17,6 +17,7 @@ from mtpkit.config.sections import Mamba2Config
 from mtpkit.kernels import attention, causal_conv1d, kv_store, ring, ring_fold, ssd, ssm_update
 from mtpkit.kernels import copy_units as units
 from mtpkit.kernels import move_entries as moves
+from mtpkit.kernels import place_qkv as placing
 
 _BLOCK = 16
 
@@ -87,6 +88,25 @@ def store_kv(shapes: Shapes) -> Case:
         return fused[..., : sizes.kv_channels], fused[..., sizes.kv_channels :], key, value, slots
 
     return Case(kv_store.store_kv, shapes.step, make, lambda args: 2 * _cached_bytes(shapes, count))
+
+
+def place_qkv(shapes: Shapes) -> Case:
+    """Norms and rotation of the step's queries and keys, slices of the projection, and writing keys and values."""
+    config, sizes, count = shapes.config, shapes.config.attention, shapes.count
+    groups, width = sizes.num_query_groups, sizes.kv_channels
+    heads = sizes.num_attention_heads // groups
+
+    def make() -> Args:
+        fused = shapes.normal(count, groups, heads + 2, width)
+        key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)
+        places = shapes.permutation(len(key) * _BLOCK)[:count], shapes.full(shapes.context_len, count)
+        rotates = sizes.position_embedding_type != "none"
+        turns = shapes.normal(int(width * sizes.rotary_percent) // 2).float() if rotates else None
+        norms = (shapes.normal(width), shapes.normal(width)) if sizes.qk_layernorm else (None, None)
+        rest = *norms, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        return fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1], key, value, *places, turns, *rest
+
+    return Case(placing.place_qkv, shapes.step, make, lambda args: 2 * size(*args[:3]))
 
 
 def move_entries(shapes: Shapes) -> Case:

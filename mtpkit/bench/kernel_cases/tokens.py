@@ -10,7 +10,40 @@ import torch
 from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
-from mtpkit.kernels import acceptance, draft_head, norm, sampling
+from mtpkit.kernels import acceptance, draft_head, norm, sampling, step_rows
+
+_BLOCK = 16
+"""Tokens of a block of keys and values."""
+
+
+def decode_rows(shapes: Shapes) -> Case:
+    """Tokens and places of a step's decode rows."""
+    rows, width, blocks = shapes.rows, shapes.tokens, shapes.context_len // _BLOCK + 1 + shapes.tokens
+
+    def make() -> Args:
+        slots, tables = shapes.permutation(rows), shapes.permutation(rows * blocks).view(rows, blocks)
+        return slots, None, shapes.full(shapes.context_len, rows), shapes.ints(100, rows, width), tables, width, _BLOCK
+
+    return Case(step_rows.decode_rows, shapes.step, make, lambda args: 8 * rows * (7 * width + 3), judge=_joined)
+
+
+def store_rows(shapes: Shapes) -> Case:
+    """What a step leaves of its rows for the next one."""
+    rows, k = shapes.rows, shapes.k
+
+    def make() -> Args:
+        counts = shapes.full(0, rows), shapes.ints(100, rows, 1 + k)
+        lens = shapes.full(shapes.context_len, rows), shapes.ints(1 + k, rows), shapes.ints(1 + k, rows)
+        return shapes.permutation(rows), *counts, *lens, shapes.ints(100, rows, 1 + k), shapes.ints(100, rows, k)
+
+    def written(args: Args, _: None) -> Tensor:
+        return torch.cat([args[1], args[2].flatten()])
+
+    return Case(step_rows.store_rows, shapes.step, make, lambda args: 8 * rows * (2 * k + 8), judge=written)
+
+
+def _joined(_: Args, parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(parts)
 
 
 def mtp_input(shapes: Shapes) -> Case:

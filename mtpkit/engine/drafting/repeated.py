@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.batch import kv_slots
 from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
+from mtpkit.kernels.step_rows import kv_slots
 from mtpkit.model import mtp_forward
 from mtpkit.model.inputs import StepInput
 
@@ -38,7 +38,7 @@ class RepeatedDrafter(MtpDrafter):
             accepted = verdict.accepted[: batch.plan.num_sampling_rows]
             inputs = batch.inputs.continued(accepted) if depths > 1 else batch.inputs
             for depth in range(2, depths + 1):
-                inputs = self._one_token(inputs, newest + depth - 1)
+                inputs = self._one_token(inputs, newest + (depth - 1))
                 state = mtp_forward(self.model, depth, state, embeddable(chosen[-1][0])[None], inputs)
                 chosen.append(self.choose(state[:, 0], depth, batch, newest))
                 inputs = inputs.advanced()

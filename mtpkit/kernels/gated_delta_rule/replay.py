@@ -27,8 +27,10 @@ from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
+_CHANNELS = 32
+"""Channels of a value head per program."""
 _MANY = 7
-"""From this multiple of PROGRAMS on, a program takes one warp."""
+"""Below this multiple of PROGRAMS a program takes half as many channels."""
 _SMALLEST_HALF = 4
 """Half of the smallest number of columns of a product of tiles."""
 
@@ -216,20 +218,20 @@ def delta_replay_update(
     dt_bias: Tensor,
     ancestors: Tensor | None = None,
     *,
-    block_p: int = 32,
-    num_warps: int | None = None,
+    block_p: int | None = None,
+    num_warps: int = 1,
     chunk: int = 32,
     num_stages: int = 3,
 ) -> Tensor:
     """See the reference. A program computes `block_p` channels of a value head, `chunk` channels of the key at a time,
-    of which `num_stages` are in flight. num_warps: None: one for many states, since warps of a program wait for each
-    other many times."""
+    of which `num_stages` are in flight. block_p: None: fewer where there are few states, for more programs. One warp
+    each, since warps of a program wait for each other many times."""
     (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
     capacity = ring_capacity(length := ring_k.shape[1])
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
     assert all(buffer.is_contiguous() for buffer in (state, ring_k, ring_u, ring_g))
-    if num_warps is None:
-        num_warps = 1 if rows * heads * triton.cdiv(width, block_p) >= _MANY * PROGRAMS else 2
+    if block_p is None:
+        block_p = _CHANNELS if rows * heads * triton.cdiv(width, _CHANNELS) >= _MANY * PROGRAMS else _CHANNELS // 2
     block_n, block_p = padded(state_dim), min(block_p, padded(width))
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _replay_kernel[(triton.cdiv(width, block_p), heads, rows)](

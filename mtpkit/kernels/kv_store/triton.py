@@ -44,7 +44,7 @@ def _store_kernel(
     tl.store(value_cache_ptr + place, value.to(value_cache_ptr.dtype.element_ty), mask=in_value)
 
 
-def _slot_stride(cache: Tensor) -> int:
+def slot_stride(cache: Tensor) -> int:
     """Elements from one slot of a cache [num_blocks, block_size, kv_heads, d] to the next, in the same block or not."""
     blocks, size, heads, width = cache.shape
     stride = cache.stride(1) if size > 1 else cache.stride(0)
@@ -71,8 +71,8 @@ def store_kv(
         KV_HEADS=kv_heads,
         KEY_WIDTH=width,
         VALUE_WIDTH=value.shape[-1],
-        KEY_SLOT=_slot_stride(key_cache),
-        VALUE_SLOT=_slot_stride(value_cache),
+        KEY_SLOT=slot_stride(key_cache),
+        VALUE_SLOT=slot_stride(value_cache),
         HEADS_BLOCK=heads_block,
         WIDTH_BLOCK=width_block,
         num_warps=4,

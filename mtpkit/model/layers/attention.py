@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
-from mtpkit.kernels.kv_store import store_kv
+from mtpkit.kernels.place_qkv import place_qkv
 from mtpkit.kernels.rotary import rotate
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import linear_of
@@ -65,14 +65,10 @@ class SelfAttention(MegatronSelfAttention):
         """
         inputs = SequenceInput() if inference_context is None else inference_context
         if isinstance(inputs, StepInput):
-            q, k, v, gate = self._project(hidden_states)
-            positions, keep = inputs.positions, inputs.keep
-            k = self._rotate(k, positions[None])
-            if keep is not None:
-                q, positions = q[keep], positions[keep]
+            q, k, v, gate, normed = self._project(hidden_states)
+            if (keep := inputs.keep) is not None:
                 gate, residual = (None if t is None else t[keep] for t in (gate, residual))
-            q = self._rotate(q, positions[None])
-            out = self._step(q, k[:, 0], v[:, 0], inputs)[:, None]
+            out = self._step(q, k, v, normed, inputs)[:, None]
             if not len(out) and residual is not None:
                 return residual, None
             gate = None if gate is None else gate[:, None]
@@ -99,28 +95,26 @@ class SelfAttention(MegatronSelfAttention):
     def _gated(self) -> bool:
         return self.config.attention_output_gate
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
         """Queries, keys, values and gates of a step, as views of the projection: megatron-core's own split copies the
         queries to have their heads in one dimension.
 
         Returns:
-            q [T, groups, heads / groups, d]; k, v [T, 1, groups, d]; gate [T, groups, heads / groups * d] or None.
+            q [T, groups, heads / groups, d]; k, v [T, groups, d]; gate [T, groups, heads / groups * d] or None; whether
+            q and k are normalised.
         """
         if self.config.num_query_groups < self.world_size:  # a group's heads are on several ranks
             q, k, v, *rest = self.get_query_key_value_tensors(hidden_states, output_gate=self._gated)
-            return q[:, 0].unflatten(1, (k.shape[2], -1)), k, v, rest[0][:, 0] if rest else None
+            heads = q[:, 0].unflatten(1, (k.shape[2], -1))
+            return heads, k[:, 0], v[:, 0], rest[0][:, 0] if rest else None, True
         qkv, _ = self.linear_qkv(hidden_states)
         width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         qkv = qkv.view(qkv.shape[0], groups, -1, width)
-        q, k, v, gate = qkv[:, :, :-2], qkv[:, None, :, -2], qkv[:, None, :, -1], None
+        q, k, v, gate = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1], None
         if self._gated:
             q, gate = q.chunk(2, 2)
             gate = gate.flatten(2)
-        if self.q_layernorm is not None:
-            q = self.q_layernorm(q)
-        if self.k_layernorm is not None:
-            k = self.k_layernorm(k)
-        return q, k, v, gate
+        return q, k, v, gate, False
 
     def _positions(self, q: Tensor, inputs: SequenceInput) -> Tensor:
         """[b, s] rotary positions of whole sequences."""
@@ -135,15 +129,34 @@ class SelfAttention(MegatronSelfAttention):
             return sequence_attention(q, k, v, inputs.documents)
         return depth_attention(q, first_k, first_v, [k for k, _ in later], [v for _, v in later], inputs.documents)
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, normed: bool, step: StepInput) -> Tensor:
         """Store the step's keys and values [T, groups, d], then attend through the cache.
 
+        Args:
+            q: [T, groups, heads / groups, d].
+            normed: whether q and k are normalised, if they have norms.
+
         Returns:
-            [N, heads, d], given q [N, groups, heads / groups, d] of the tokens to keep, or of all.
+            [N, heads, d] of the tokens to keep, or of all.
         """
         (cache,) = step.states[self.layer_name]
         assert isinstance(cache, PagedKV)
-        store_kv(k, v, cache.key, cache.value, step.kv_slots)
+        q_norm, k_norm = (None if normed else norm for norm in (self.q_layernorm, self.k_layernorm))
+        q = place_qkv(
+            q,
+            k,
+            v,
+            cache.key,
+            cache.value,
+            step.kv_slots,
+            step.positions,
+            self.frequencies,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            eps=self.config.layernorm_epsilon,
+            zero_centered=self.config.layernorm_zero_centered_gamma,
+            keep=step.keep,
+        )
         if step.keep is not None:
             kept = torch.searchsorted(step.query_start[1:], step.keep, right=True)
             newest = step.block_tables[kept], step.positions[step.keep]

@@ -1,0 +1,163 @@
+"""Norms, rotation and the caches in Triton: one launch in place of five."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels.device import Early, strided, wait_for_previous, with_rows
+from mtpkit.kernels.kv_store.triton import slot_stride, store_kv
+
+
+@triton.jit
+def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED):
+    """Normalise and rotate heads: pointers [H, 1] to their first channels, `heads` [H, 1] masks those that exist.
+
+    Args:
+        turns: cos, sin [1, BLOCK_W] of the angles.
+    """
+    cos, sin = turns
+    dtype = x_ptrs.dtype.element_ty
+    w, rest = tl.arange(0, BLOCK_W)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    turned, left = heads & (w < HALF), heads & (rest < WIDTH)
+    first = tl.load(x_ptrs + w, mask=turned, other=0.0).to(tl.float32)
+    second = tl.load(x_ptrs + HALF + w, mask=turned, other=0.0).to(tl.float32)
+    third = tl.load(x_ptrs + rest, mask=left, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        squares = tl.sum(first * first, 1, keep_dims=True) + tl.sum(second * second, 1, keep_dims=True)
+        scale = tl.rsqrt((squares + tl.sum(third * third, 1, keep_dims=True)) / WIDTH + eps)
+        shift = 1.0 if ZERO_CENTERED else 0.0
+        first *= scale * (tl.load(norm_ptr + w, mask=w < HALF, other=0.0).to(tl.float32) + shift)
+        second *= scale * (tl.load(norm_ptr + HALF + w, mask=w < HALF, other=0.0).to(tl.float32) + shift)
+        third *= scale * (tl.load(norm_ptr + rest, mask=rest < WIDTH, other=0.0).to(tl.float32) + shift)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    into = out_ptrs.dtype.element_ty
+    tl.store(out_ptrs + w, (first * cos - second * sin).to(dtype).to(into), mask=turned)
+    tl.store(out_ptrs + HALF + w, (second * cos + first * sin).to(dtype).to(into), mask=turned)
+    tl.store(out_ptrs + rest, third.to(dtype).to(into), mask=left)
+
+
+@triton.jit
+def _angles(positions_ptr, frequencies_ptr, token, HALF, BLOCK_W):
+    """cos and sin [1, BLOCK_W] of a token's angles."""
+    w = tl.arange(0, BLOCK_W)
+    turns = tl.zeros([BLOCK_W], tl.float32)
+    if frequencies_ptr is not None:
+        turns = tl.load(frequencies_ptr + w, mask=w < HALF, other=0.0)
+    angle = tl.load(positions_ptr + token).to(tl.float32) * turns
+    return tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+
+
+@Early
+@triton.jit(
+    do_not_specialize=["tokens", "kept"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "keep_ptr"]
+)
+def _place_kernel(
+    q_rows,
+    k_rows,
+    v_rows,
+    caches,
+    slots_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    norms,
+    keep_ptr,
+    out_ptr,
+    tokens,
+    kept,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    KEY_SLOT: tl.constexpr,
+    VALUE_SLOT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Place one group's key and value of token i, and its queries of kept token i, per program."""
+    wait_for_previous(EARLY)
+    q_ptr, q_token, q_group, q_head = q_rows
+    k_ptr, k_token, k_group = k_rows
+    v_ptr, v_token, v_group = v_rows
+    key_cache_ptr, value_cache_ptr = caches
+    q_norm_ptr, k_norm_ptr = norms
+    index, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    one, head = tl.zeros([1, 1], tl.int64), tl.arange(0, BLOCK_H)[:, None]
+    if index < tokens:
+        slot = tl.load(slots_ptr + index)
+        if slot >= 0:
+            turns = _angles(positions_ptr, frequencies_ptr, index, HALF, BLOCK_W)
+            k_ptrs = k_ptr + index * k_token + group * k_group + one
+            key_ptrs = key_cache_ptr + slot * KEY_SLOT + group * WIDTH + one
+            _turn(k_ptrs, k_norm_ptr, turns, key_ptrs, one == 0, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
+            channel = tl.arange(0, BLOCK_V)
+            value_ptrs = value_cache_ptr + slot * VALUE_SLOT + group * VALUE_WIDTH + channel
+            mask = channel < VALUE_WIDTH
+            value = tl.load(v_ptr + index * v_token + group * v_group + channel, mask=mask)
+            tl.store(value_ptrs, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
+    if index < kept:
+        token = index if keep_ptr is None else tl.load(keep_ptr + index)
+        turns = _angles(positions_ptr, frequencies_ptr, token, HALF, BLOCK_W)
+        q_ptrs = q_ptr + token * q_token + group * q_group + head * q_head
+        out_ptrs = out_ptr + ((index * tl.num_programs(1) + group) * HEADS + head) * WIDTH
+        real = head < HEADS
+        _turn(q_ptrs, q_norm_ptr, turns, out_ptrs, real, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
+
+
+def place_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    frequencies: Tensor | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """See the reference. One program per group of a token."""
+    if frequencies is None and q_norm is None and k_norm is None:
+        store_kv(k, v, key_cache, value_cache, slots)
+        return q if keep is None else q[keep]
+    (tokens, groups, heads, width), kept = q.shape, len(q) if keep is None else len(keep)
+    out = torch.empty(kept, groups, heads, width, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    half = 0 if frequencies is None else len(frequencies)
+    _place_kernel[(max(tokens, kept), groups)](
+        strided(with_rows(q)),
+        strided(with_rows(k)),
+        strided(with_rows(v)),
+        (key_cache, value_cache),
+        slots.contiguous(),
+        positions.contiguous(),
+        frequencies,
+        (q_norm, k_norm),
+        None if keep is None else keep.contiguous(),
+        out,
+        tokens,
+        kept,
+        eps,
+        HEADS=heads,
+        WIDTH=width,
+        VALUE_WIDTH=v.shape[-1],
+        HALF=half,
+        ZERO_CENTERED=zero_centered,
+        KEY_SLOT=slot_stride(key_cache),
+        VALUE_SLOT=slot_stride(value_cache),
+        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_W=triton.next_power_of_2(max(1, half)),
+        BLOCK_REST=triton.next_power_of_2(max(1, width - 2 * half)),
+        BLOCK_V=triton.next_power_of_2(v.shape[-1]),
+        num_warps=min(8, max(1, heads * width // 512)),
+    )
+    return out

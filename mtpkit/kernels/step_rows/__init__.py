@@ -1,0 +1,6 @@
+from mtpkit.kernels.dispatch import pick
+from mtpkit.kernels.step_rows import reference
+
+decode_rows = pick(reference.decode_rows)
+store_rows = pick(reference.store_rows)
+kv_slots = pick(reference.kv_slots)

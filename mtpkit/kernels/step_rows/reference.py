@@ -1,0 +1,94 @@
+"""What a step computes of its rows before the model runs and after: places, positions, the tokens of the next step.
+
+Shape legend: S slots, D decode rows of W tokens, R rows, N rows that sample, K drafts, B blocks of a row.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DecodeRows(NamedTuple):
+    """The decode rows of a step, all int64."""
+
+    token_ids: Tensor
+    """[D * W]."""
+    rows: Tensor
+    """[D * W], the row of each token."""
+    positions: Tensor
+    """[D * W]."""
+    kv_slots: Tensor
+    """[D * W], see `kv_slots`."""
+    flat: Tensor
+    """[D * W], 0, 1, 2, ..."""
+    starts: Tensor
+    """[D + 1], the first token of each row, and the end of the last one."""
+    context_lens: Tensor
+    """[D]."""
+
+
+def decode_rows(
+    slots: Tensor,
+    live: Tensor | None,
+    num_computed: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    width: int,
+    block_size: int,
+) -> DecodeRows:
+    """Gather the tokens that decode rows are fed, and their places.
+
+    Args:
+        slots: [D] int64; -1: a null row, which reads the last slot.
+        live: [D] int64, negative for rows that have ended, whose keys and values go nowhere; None: all are live.
+        num_computed: [S] int64, committed positions.
+        tokens: [S, W or more] int64.
+        block_tables: [R, B] int64, the blocks of each row.
+        width: W.
+    """
+    index, context_lens = torch.arange(len(slots) * width, device=slots.device), num_computed[slots]
+    rows = index // width
+    positions = (context_lens[:, None] + index[:width]).flatten()
+    places = kv_slots(block_tables, rows, positions, block_size)
+    return DecodeRows(
+        token_ids=tokens[slots, :width].flatten(),
+        rows=rows,
+        positions=positions,
+        kv_slots=places if live is None else torch.where(live[rows] < 0, -1, places),
+        flat=index,
+        starts=torch.arange(len(slots) + 1, device=slots.device) * width,
+        context_lens=context_lens,
+    )
+
+
+def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """[T] slot mapping: the cache entries of tokens at `positions` [T] of `rows` [T], given `block_tables` [R, B]."""
+    return block_tables[rows, positions // block_size] * block_size + positions % block_size
+
+
+def store_rows(
+    slots: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    context_lens: Tensor,
+    last: Tensor,
+    accepted: Tensor,
+    chosen: Tensor,
+    drafts: Tensor,
+) -> None:
+    """Write what rows have computed, and the tokens that they are fed next: the chosen one and its drafts.
+
+    Args:
+        slots: [R] int64; -1: a null row, which writes the last slot.
+        num_computed: [S] int64, written.
+        tokens: [S, 1 + K or more] int64, written for the N rows that sample, which come first; negative tokens as 0.
+        context_lens: [R] int64, positions committed before the step.
+        last: [R] int64, index of the newest committed token within each row.
+        accepted, chosen: [R] and [R, 1 + K] int64; a row chose the token `chosen[accepted]`.
+        drafts: [N, K] int64.
+    """
+    count = len(drafts)
+    num_computed[slots] = context_lens + last + 1
+    newest = chosen[:count].gather(1, accepted[:count, None])
+    tokens[slots[:count], : 1 + drafts.shape[1]] = torch.cat([newest, drafts], 1).clamp_min(0)

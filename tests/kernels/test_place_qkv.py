@@ -1,0 +1,75 @@
+"""Norms, rotation and caches in one kernel against the same in fp64."""
+
+import pytest
+import torch
+
+from tests.kernels.conftest import Twin
+from tests.kernels.recurrence import relative
+
+EPS, BLOCK = 0.1, 4
+
+
+def draw(twin: Twin, tokens, groups, heads, width, half, norm, dtype, kept=None) -> dict:
+    """Queries, keys and values are slices of one projection, as attention has them."""
+    fused = torch.randn(tokens, groups, heads + 2, width).to(twin.device, dtype)
+    blocks = tokens // BLOCK + 2
+    caches = [torch.full((blocks, BLOCK, groups, width), 7.0).to(twin.device, dtype) for _ in range(2)]
+    slots = torch.randperm(blocks * BLOCK)[:tokens]
+    slots[tokens // 2] = -1
+    norms = [(1 + 0.5 * torch.randn(width)).to(twin.device, dtype) for _ in range(2)] if norm else [None, None]
+    turns = torch.rand(half).to(twin.device) if half else None
+    names = ("q", "k", "v", "key_cache", "value_cache", "slots", "positions", "frequencies", "q_norm", "k_norm")
+    split = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    places = slots.to(twin.device), torch.randint(0, 50, (tokens,)).to(twin.device)
+    keep = None if kept is None else torch.randperm(tokens)[:kept].to(twin.device)
+    rest = dict(eps=EPS, zero_centered=norm == "around zero", keep=keep)
+    return dict(zip(names, (*split, *caches, *places, turns, *norms), strict=True), **rest)
+
+
+def turned(x, norm, zero_centered, positions, turns):
+    """One token's heads [n, d] in fp64."""
+    x = x.double()
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (norm.double() + zero_centered)
+    if turns is not None:
+        half, angle = len(turns), positions.double() * turns.double()
+        first, second, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
+        cos, sin = angle.cos(), angle.sin()
+        x = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "half", "norm", "kept"),
+    [
+        ((5, 2, 3, 16), 4, "plain", None),
+        ((1, 2, 8, 32), 16, "around zero", None),
+        ((6, 1, 1, 12), 3, None, 2),
+        ((3, 3, 2, 24), 0, "plain", 3),
+        ((4, 2, 2, 8), 0, None, 1),
+        ((4, 2, 2, 8), 4, "plain", 0),
+    ],
+    ids=str,
+)
+def test_place_qkv(twin: Twin, sizes, half, norm, kept, dtype):
+    arguments = draw(twin, *sizes, half, norm, dtype, kept)
+    before = [arguments[name].clone() for name in ("key_cache", "value_cache")]
+    q = twin("place_qkv").place_qkv(**arguments)
+    zero_centered, turns = arguments["zero_centered"], arguments["frequencies"]
+    positions, slots, keep = arguments["positions"], arguments["slots"], arguments["keep"]
+    # Rounded after the norm and after the rotation; Triton's interpreter cuts bf16 off instead.
+    limit = 1e-5 if dtype == torch.float32 else 2**-6
+    tokens = range(len(slots)) if keep is None else keep.tolist()
+    assert q.shape == (len(tokens), *arguments["q"].shape[1:]) and q.dtype == dtype
+    for have, token in zip(q, tokens, strict=True):
+        heads = arguments["q"][token].flatten(0, 1)
+        want = turned(heads, arguments["q_norm"], zero_centered, positions[token], turns)
+        assert relative(have.flatten(0, 1), want) <= limit
+    want_keys, want_values = (cache.flatten(0, 1) for cache in before)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            key = turned(arguments["k"][token], arguments["k_norm"], zero_centered, positions[token], turns)
+            want_keys[slot], want_values[slot] = key.to(dtype), arguments["v"][token]
+    assert relative(arguments["key_cache"].flatten(0, 1), want_keys.double()) <= limit
+    assert torch.equal(arguments["value_cache"].flatten(0, 1), want_values)
