@@ -251,6 +251,7 @@ def _show(dataset: "PackedDataset") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Column, Table
+    from rich.text import Text
 
     titles = ["documents", "documents left out", "tokens", "packed sequences", "fill ratio", "masked share"]
     total = Table("", Column("count", justify="right"), title=f"packed to {dataset.sequence_length} tokens")
@@ -259,10 +260,11 @@ def _show(dataset: "PackedDataset") -> None:
     Console().print(total)
     if len(dataset.sources) > 1:
         short = ["documents", "left out", "tokens", "sequences", "fill", "masked"]  # to fit 80 columns
-        sources = Table("source", *(Column(title, justify="right") for title in short), box=SIMPLE_HEAD)
+        numbers = (Column(title, justify="right") for title in short)
+        sources = Table(Column("source", overflow="fold"), *numbers, box=SIMPLE_HEAD)
         for name in dataset.sources:
             counts = [one for one in dataset.counts if one.name == name]
-            sources.add_row(name, *_cells(counts, dataset.sequence_length))
+            sources.add_row(Text(name), *_cells(counts, dataset.sequence_length))
         Console().print(sources)
 
 

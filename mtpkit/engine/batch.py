@@ -20,7 +20,7 @@ from mtpkit.engine.tree import TokenTree, Tree
 from mtpkit.kernels.ancestors import ancestor_masks
 from mtpkit.kernels.step_rows import decode_rows, kv_slots
 from mtpkit.model.inputs import StepInput, TreeInput
-from mtpkit.model.state import States
+from mtpkit.model.state import Committed, States
 from mtpkit.platform import to_device
 
 NULL_SLOT = -1
@@ -67,6 +67,15 @@ class _Part(NamedTuple):
     context_lens: Tensor
     logit_indices: Tensor
     logit_rows: Tensor
+    committed: Committed
+    """Of these rows."""
+
+
+def _joined(decoding: _Part, chunks: _Part) -> _Part:
+    """Decode rows, and behind them chunks."""
+    tensors = [name for name in _Part._fields if name != "committed"]
+    joined = {name: torch.cat([getattr(decoding, name), getattr(chunks, name)]) for name in tensors}
+    return _Part(**joined, committed=decoding.committed.followed_by(len(chunks.context_lens)))
 
 
 class _Trees(NamedTuple):
@@ -158,7 +167,7 @@ class BatchBuilder:
             *([self._decode_rows(held, slots, tables, width, tree and tree.depths)] if decoding else []),
             *([self._chunks(shape, tables, decoding * width, count, chunks)] if shape.chunk_rows else []),
         ]
-        joined = _Part(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+        joined = parts[0] if len(parts) == 1 else _joined(*parts)
         probs = self.state.draft_probs
         known = self._unknown.expand(decoding, -1)
         inputs = StepInput(
@@ -168,7 +177,7 @@ class BatchBuilder:
             block_tables=tables,
             kv_slots=joined.kv_slots,
             state_slots=slots,
-            committed=self.state.committed.at(slots).restarted(decoding),
+            committed=joined.committed,
             num_decode_rows=decoding,
             decode_width=width,
             states=self.states,
@@ -205,9 +214,9 @@ class BatchBuilder:
             live: [R] the slots of all rows, see `DeviceState.live`.
             depths: [D, width] depths of the tokens of trees, which lie behind one another in the caches all the same.
         """
-        state = self.state
-        ended = None if state.ends is None else live
-        found = decode_rows(slots, ended, state.num_computed, state.tokens, tables, width, self.block_size)
+        state, counted = self.state, self.state.committed.counts
+        ended, held = None if state.ends is None else live, tuple(counted.values())
+        found = decode_rows(slots, ended, state.num_computed, state.tokens, held, tables, width, self.block_size)
         return _Part(
             token_ids=found.token_ids,
             rows=found.rows,
@@ -217,6 +226,7 @@ class BatchBuilder:
             context_lens=found.context_lens,
             logit_indices=found.flat,
             logit_rows=found.rows,
+            committed=Committed(dict(zip(counted, found.counts, strict=True))),
         )
 
     def _chunks(self, shape: StepShape, tables: Tensor, first: int, count: int, numbers: Iterable[Tensor]) -> _Part:
@@ -240,6 +250,7 @@ class BatchBuilder:
             context_lens=context_lens,
             logit_indices=(first + ends[: count - shape.decode_rows] - 1).clamp_min(0),
             logit_rows=torch.arange(shape.decode_rows, count, device=self.device),
+            committed=Committed.none(self.state.committed.counts, shape.chunk_rows, self.device),
         )
 
     def ints(self, values: list | np.ndarray) -> Tensor:

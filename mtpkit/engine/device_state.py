@@ -213,8 +213,9 @@ class DeviceState:
             verdict.accepted,
             verdict.token_ids,
             drafts.token_ids,
+            tuple(self.committed.counts.values()),
+            tuple(inputs.committed_after(last + 1).counts.values()),
         )
-        self.committed.put(slots, inputs.committed_after(last + 1))
         if self.earlier is not None:
             assert hidden is not None
             positions = self.earlier.token_ids.shape[1]

@@ -3,6 +3,7 @@
 Shape legend: R rows, L ring length; position i has place i % L of a ring.
 """
 
+import torch
 from torch import Tensor
 
 _SMALLEST_STEP = 4
@@ -32,4 +33,4 @@ def ring_base(ring_lens: Tensor, new_tokens: int, length: int) -> Tensor:
 
     The next `ring_lens` of a row is this number plus its accepted tokens.
     """
-    return ring_lens * (ring_lens + new_tokens <= ring_capacity(length))
+    return torch.where(ring_lens > ring_capacity(length) - new_tokens, 0, ring_lens)

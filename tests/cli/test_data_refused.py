@@ -152,6 +152,20 @@ def sources(printed: str) -> list[str]:
     return [line.split()[0] for line in printed.splitlines() if re.search(r"\d%\s+\d", line)]
 
 
+def test_names_of_sources_are_printed_whole(place, call, model_dir, capsys, monkeypatch) -> None:
+    """In 80 columns, and as they are, not as markup."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"part-0000{number}-of-00010/train[data]-of-the-second-half" for number in (1, 2)]
+    for name in names:
+        Path(name).parent.mkdir()
+        Path(f"{name}.jsonl").write_text(ROWS)
+    data = [f"{name}.jsonl" for name in names]
+    assert call(app, "inspect", "--model", model_dir, "--data", *data, "--sequence-length", 32) == 0
+    printed = capsys.readouterr().out.splitlines()
+    first = "".join(line[2:].split(" ")[0] for line in printed)
+    assert all(one.removesuffix(".jsonl") in first for one in data), printed
+
+
 def test_sources_of_one_name_are_kept_apart(place, call, model_dir, capsys) -> None:
     for name in ("a/x", "b/x", "c/a/x"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)

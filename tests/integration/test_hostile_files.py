@@ -72,6 +72,7 @@ CALLS = {
     "read_text",
     "read_bytes",
     "read_json",
+    "from_json",
     "parse_json",
     "loads",
     "safe_open",

@@ -20,6 +20,7 @@ def draw(twin: Twin, rows: int, width: int) -> dict[str, torch.Tensor]:
     return dict(
         num_computed=torch.randint(0, 12, (SLOTS,)).to(twin.device),
         tokens=tokens.to(twin.device)[:, 1:-1],
+        counts=tuple(torch.randint(0, 9, (2, SLOTS)).to(twin.device)),
         block_tables=tables.to(twin.device)[:, :BLOCKS],
     )
 
@@ -34,7 +35,10 @@ def test_decode_rows(twin: Twin, width, block_size, live):
     found = twin("step_rows").decode_rows(
         ints(twin, slots), None if live is None else ints(twin, live), **arguments, width=width, block_size=block_size
     )
-    have, given = [part.tolist() for part in found], {name: value.tolist() for name, value in arguments.items()}
+    *parts, counts = found
+    have, held = [part.tolist() for part in parts], arguments.pop("counts")
+    assert [count.tolist() for count in counts] == [count[slots].tolist() for count in held]
+    given = {name: value.tolist() for name, value in arguments.items()}
     want: list[list[int]] = [[] for _ in have]
     for row, slot in enumerate(slots):
         context = given["num_computed"][slot]
@@ -47,7 +51,9 @@ def test_decode_rows(twin: Twin, width, block_size, live):
             for column, value in zip(want, values, strict=False):
                 column.append(value)
     want[5] = [row * width for row in range(len(slots) + 1)]
-    assert have == want and all(part.dtype == torch.int64 for part in found)
+    assert have == want and all(part.dtype == torch.int64 for part in parts)
+    arguments["counts"] = ()
+    assert twin("step_rows").decode_rows(ints(twin, slots), None, **arguments, width=1, block_size=4).counts == ()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 300])
@@ -63,7 +69,8 @@ def test_slots_of_tokens(twin: Twin, tokens):
 def test_rows_are_stored(twin: Twin, depths, sampling):
     """Null rows, tokens that are none, rows that do not sample; other slots and columns stay as they are."""
     slots, arguments = [3, -1, 5, 0], draw(twin, 4, depths + 1)
-    num_computed, tokens = arguments["num_computed"], arguments["tokens"]
+    num_computed, tokens, counts = (arguments[name] for name in ("num_computed", "tokens", "counts"))
+    want_counts, new_counts = [count.tolist() for count in counts], torch.randint(0, 9, (2, 4))
     whole = tokens._base if tokens._base is not None else tokens
     want_computed, want = num_computed.tolist(), whole.tolist()
     contexts, accepted = [5, 0, 7, 9], [min(depths, row) for row in range(4)]
@@ -72,11 +79,13 @@ def test_rows_are_stored(twin: Twin, depths, sampling):
     chosen[0, accepted[0]] = -1
     for row, slot in enumerate(slots):
         want_computed[slot] = contexts[row] + last[row] + 1
+        for column, new in zip(want_counts, new_counts.tolist(), strict=True):
+            column[slot] = new[row]
         if row < sampling:
             new = [chosen[row, accepted[row]].item(), *drafts[row].tolist()]
             want[slot][1 : 2 + depths] = [max(0, token) for token in new]
     rows = [ints(twin, values) for values in (contexts, last, accepted)]
-    twin("step_rows").store_rows(
-        ints(twin, slots), num_computed, tokens, *rows, chosen.to(twin.device), drafts.to(twin.device)
-    )
+    written = chosen.to(twin.device), drafts.to(twin.device), counts, tuple(new_counts.to(twin.device))
+    twin("step_rows").store_rows(ints(twin, slots), num_computed, tokens, *rows, *written)
+    assert [count.tolist() for count in counts] == want_counts
     assert num_computed.tolist() == want_computed and whole.tolist() == want

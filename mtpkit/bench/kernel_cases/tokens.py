@@ -22,7 +22,8 @@ def decode_rows(shapes: Shapes) -> Case:
 
     def make() -> Args:
         slots, tables = shapes.permutation(rows), shapes.permutation(rows * blocks).view(rows, blocks)
-        return slots, None, shapes.full(shapes.context_len, rows), shapes.ints(100, rows, width), tables, width, _BLOCK
+        lens, fed = shapes.full(shapes.context_len, rows), shapes.ints(100, rows, width)
+        return slots, None, lens, fed, (shapes.ints(100, rows),), tables, width, _BLOCK
 
     return Case(step_rows.decode_rows, shapes.step, make, lambda args: 8 * rows * (7 * width + 3), judge=_joined)
 
@@ -42,8 +43,9 @@ def store_rows(shapes: Shapes) -> Case:
     return Case(step_rows.store_rows, shapes.step, make, lambda args: 8 * rows * (2 * k + 8), judge=written)
 
 
-def _joined(_: Args, parts: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat(parts)
+def _joined(_: Args, found: step_rows.DecodeRows) -> Tensor:
+    *parts, counts = found
+    return torch.cat([*parts, *counts])
 
 
 def mtp_input(shapes: Shapes) -> Case:

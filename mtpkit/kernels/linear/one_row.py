@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mtpkit.kernels.device import Early, wait_for_previous
 
-_OUTPUTS = 2
+_OUTPUTS = 4
 """Outputs per program."""
-_BLOCKS = (1024, 512, 256)
-"""Input channels at a time."""
+_BLOCKS = (512, 256)
+"""Input channels at a time, the largest that divides them."""
 
 
 @partial(Early, most=None)

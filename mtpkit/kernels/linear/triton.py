@@ -185,6 +185,13 @@ def _linear_kernel(
     tl.store(out_ptr + m[None, :] * outputs + n[:, None], product.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def _room(device: torch.device, tiles: int, tile: Tile, rows: int) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the sums of programs that share the input channels, and their counters."""
+    if tile.splits == 1:
+        return None, None
+    return torch.empty(tiles, tile.splits, rows, tile.block_n + 1, device=device), counters_of(device, tiles)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -227,10 +234,7 @@ def linear(
         return one_row.one_row_linear(x, weight, norm_weight, eps, zero_centered, bias, relu2, residual)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     block_m = padded(rows)
-    tiles, parts, counters = triton.cdiv(outputs, chosen.block_n), None, None
-    if chosen.splits > 1:
-        parts = torch.empty(tiles, chosen.splits, block_m, chosen.block_n + 1, device=x.device)
-        counters = counters_of(x.device, tiles)
+    tiles = triton.cdiv(outputs, chosen.block_n)
     _linear_kernel[(tiles, chosen.splits)](
         x,
         weight,
@@ -238,8 +242,7 @@ def linear(
         bias,
         residual,
         out,
-        parts,
-        counters,
+        *_room(x.device, tiles, chosen, block_m),
         rows,
         outputs,
         eps,

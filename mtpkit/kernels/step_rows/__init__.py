@@ -1,6 +1,9 @@
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.step_rows import reference
+from mtpkit.kernels.step_rows.reference import DecodeRows
 
 decode_rows = pick(reference.decode_rows)
 store_rows = pick(reference.store_rows)
 kv_slots = pick(reference.kv_slots)
+
+__all__ = ["DecodeRows", "decode_rows", "kv_slots", "store_rows"]

@@ -26,6 +26,8 @@ class DecodeRows(NamedTuple):
     """[D + 1], the first token of each row, and the end of the last one."""
     context_lens: Tensor
     """[D]."""
+    counts: tuple[Tensor, ...]
+    """[D] each."""
 
 
 def decode_rows(
@@ -33,17 +35,19 @@ def decode_rows(
     live: Tensor | None,
     num_computed: Tensor,
     tokens: Tensor,
+    counts: tuple[Tensor, ...],
     block_tables: Tensor,
     width: int,
     block_size: int,
 ) -> DecodeRows:
-    """Gather the tokens that decode rows are fed, and their places.
+    """Gather the tokens that decode rows are fed, their places, and what their states count.
 
     Args:
         slots: [D] int64; -1: a null row, which reads the last slot.
         live: [D] int64, negative for rows that have ended, whose keys and values go nowhere; None: all are live.
         num_computed: [S] int64, committed positions.
         tokens: [S, W or more] int64.
+        counts: [S] int64 each.
         block_tables: [R, B] int64, the blocks of each row.
         width: W.
     """
@@ -59,6 +63,7 @@ def decode_rows(
         flat=index,
         starts=torch.arange(len(slots) + 1, device=slots.device) * width,
         context_lens=context_lens,
+        counts=tuple(held[slots] for held in counts),
     )
 
 
@@ -76,8 +81,11 @@ def store_rows(
     accepted: Tensor,
     chosen: Tensor,
     drafts: Tensor,
+    counts: tuple[Tensor, ...] = (),
+    new_counts: tuple[Tensor, ...] = (),
 ) -> None:
-    """Write what rows have computed, and the tokens that they are fed next: the chosen one and its drafts.
+    """Write what rows have computed, what their states count, and the tokens that they are fed next: the chosen one and
+    its drafts.
 
     Args:
         slots: [R] int64; -1: a null row, which writes the last slot.
@@ -87,8 +95,12 @@ def store_rows(
         last: [R] int64, index of the newest committed token within each row.
         accepted, chosen: [R] and [R, 1 + K] int64; a row chose the token `chosen[accepted]`.
         drafts: [N, K] int64.
+        counts: [S] int64 each, written.
+        new_counts: [R] int64 each, what is written there.
     """
     count = len(drafts)
+    for held, new in zip(counts, new_counts, strict=True):
+        held[slots] = new
     num_computed[slots] = context_lens + last + 1
     newest = chosen[:count].gather(1, accepted[:count, None])
     tokens[slots[:count], : 1 + drafts.shape[1]] = torch.cat([newest, drafts], 1).clamp_min(0)

@@ -19,9 +19,11 @@ def _decode_rows_kernel(
     live_ptr,
     computed_ptr,
     token_rows,
+    counts,
     table_rows,
     found,
     slots,
+    COUNTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,6 +53,8 @@ def _decode_rows_kernel(
         tl.store(found.starts, row)
     tl.store(found.starts + row + 1, (row + 1) * WIDTH)
     tl.store(found.context_lens + row, context)
+    for index in tl.static_range(COUNTS):
+        tl.store(found.counts[index] + row, tl.load(counts[index] + slot))
 
 
 def decode_rows(
@@ -58,6 +62,7 @@ def decode_rows(
     live: Tensor | None,
     num_computed: Tensor,
     tokens: Tensor,
+    counts: tuple[Tensor, ...],
     block_tables: Tensor,
     width: int,
     block_size: int,
@@ -69,16 +74,19 @@ def decode_rows(
         return torch.empty(size, dtype=torch.int64, device=slots.device)
 
     token_ids, rows, positions, places, index = (ints(count * width) for _ in range(5))
-    found = DecodeRows(token_ids, rows, positions, places, index, ints(count + 1), ints(count))
+    counted = tuple(ints(count) for _ in counts)
+    found = DecodeRows(token_ids, rows, positions, places, index, ints(count + 1), ints(count), counted)
     if count:
         _decode_rows_kernel[(count,)](
             slots.contiguous(),
             live,
             num_computed,
             strided(tokens),
+            counts,
             strided(block_tables),
             found,
             len(num_computed),
+            COUNTS=len(counts),
             WIDTH=width,
             BLOCK_SIZE=block_size,
             BLOCK=triton.next_power_of_2(width),
@@ -138,8 +146,11 @@ def _store_rows_kernel(
     accepted_ptr,
     chosen_rows,
     draft_rows,
+    counts,
+    new_counts,
     slots,
     count,
+    COUNTS: tl.constexpr,
     DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -152,6 +163,8 @@ def _store_rows_kernel(
     slot = tl.load(slots_ptr + row)
     slot = tl.where(slot < 0, slot + slots, slot)
     tl.store(computed_ptr + slot, tl.load(contexts_ptr + row) + tl.load(last_ptr + row) + 1)
+    for index in tl.static_range(COUNTS):
+        tl.store(counts[index] + slot, tl.load(new_counts[index] + row))
     if row < count:
         tokens_ptr += slot * tokens_stride
         newest = tl.load(chosen_ptr + row * chosen_stride + tl.load(accepted_ptr + row))
@@ -172,6 +185,8 @@ def store_rows(
     accepted: Tensor,
     chosen: Tensor,
     drafts: Tensor,
+    counts: tuple[Tensor, ...] = (),
+    new_counts: tuple[Tensor, ...] = (),
 ) -> None:
     """See the reference."""
     if not len(slots):
@@ -186,8 +201,11 @@ def store_rows(
         accepted.contiguous(),
         strided(chosen),
         (drafts, *drafts.stride()),
+        counts,
+        tuple(new.contiguous() for new in new_counts),
         len(num_computed),
         len(drafts),
+        COUNTS=len(counts),
         DRAFTS=depths,
         BLOCK=triton.next_power_of_2(max(1, depths)),
         num_warps=1,

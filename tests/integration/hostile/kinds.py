@@ -26,6 +26,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "cli/data.py": ("chat template",),
     "cli/errors.py": (),  # a place for output that nobody reads
     "cli/generate.py": ("stdin",),
+    "config/checked.py": (),  # for the others
     "data/chat.py": ("chat data",),
     "data/draft_vocab.py": ("draft vocabulary",),
     "data/prepare.py": (),  # its own samples on their way to another process
@@ -43,7 +44,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "training/cache_write.py": (),  # opens its lock
     "training/config/reading.py": ("settings", "overrides", "settings of a run"),
     "training/metrics.py": ("metrics.jsonl",),
-    "training/run.py": ("tracker of a run", "settings of a run"),
+    "training/run.py": ("tracker of a run", "settings of a run", "best.json"),
     "training/report.py": ("best.json",),
 }
 """Each module that reads files, below `mtpkit`, and the kinds that it reads."""
