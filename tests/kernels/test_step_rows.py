@@ -65,6 +65,15 @@ def test_slots_of_tokens(twin: Twin, tokens):
     assert have.tolist() == [table[row][position // 4] * 4 + position % 4 for row, position in places]
 
 
+@pytest.mark.parametrize("rows", [0, 1, 130])
+def test_counts_of_rings(twin: Twin, rows):
+    """A ring of 20 places has at most 16 committed entries."""
+    lens, new = torch.randint(0, 17, (rows,)), torch.randint(0, 5, (rows,))
+    have = twin("step_rows").ring_lens_after(lens.to(twin.device), new.to(twin.device), 4, 20)
+    pairs = zip(lens.tolist(), new.tolist(), strict=True)
+    assert have.tolist() == [(count if count + 4 <= 16 else 0) + more for count, more in pairs]
+
+
 @pytest.mark.parametrize(("depths", "sampling"), [(0, 4), (1, 4), (3, 4), (3, 2), (5, 0)])
 def test_rows_are_stored(twin: Twin, depths, sampling):
     """Null rows, tokens that are none, rows that do not sample; other slots and columns stay as they are."""

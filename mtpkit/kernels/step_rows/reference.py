@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtpkit.kernels.ring import ring_base
+
 
 class DecodeRows(NamedTuple):
     """The decode rows of a step, all int64."""
@@ -70,6 +72,16 @@ def decode_rows(
 def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """[T] slot mapping: the cache entries of tokens at `positions` [T] of `rows` [T], given `block_tables` [R, B]."""
     return block_tables[rows, positions // block_size] * block_size + positions % block_size
+
+
+def ring_lens_after(ring_lens: Tensor, new: Tensor, width: int, length: int) -> Tensor:
+    """Count the committed entries in rings of `length` places after a step.
+
+    Args:
+        ring_lens: [R] int64, those before it.
+        new: [R] int64, how many of the `width` tokens that each row was fed are committed.
+    """
+    return ring_base(ring_lens, width, length) + new
 
 
 def store_rows(

@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import Early, strided, wait_for_previous
+from mtpkit.kernels.ring import ring_capacity
 from mtpkit.kernels.step_rows.reference import DecodeRows
 
 _BLOCK = 128
-"""Tokens per program of `kv_slots`."""
+"""Tokens per program of `kv_slots`, and rows of `ring_lens_after`."""
 
 
 @Early
@@ -131,6 +132,29 @@ def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: 
             BLOCK_SIZE=block_size,
             BLOCK=_BLOCK,
             num_warps=1,
+        )
+    return out
+
+
+@Early
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lens_ptr", "new_ptr"])
+def _ring_lens_kernel(lens_ptr, new_ptr, out_ptr, rows, KEPT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Count the entries of BLOCK rings per program; up to KEPT of a ring stay in it."""
+    wait_for_previous(EARLY)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lens = tl.load(lens_ptr + row, mask=row < rows, other=0)
+    new = tl.load(new_ptr + row, mask=row < rows, other=0)
+    tl.store(out_ptr + row, tl.where(lens > KEPT, 0, lens) + new, mask=row < rows)
+
+
+def ring_lens_after(ring_lens: Tensor, new: Tensor, width: int, length: int) -> Tensor:
+    """See the reference."""
+    rows, out = len(ring_lens), torch.empty_like(ring_lens)
+    if rows:
+        kept = ring_capacity(length) - width
+        grid = (triton.cdiv(rows, _BLOCK),)
+        _ring_lens_kernel[grid](
+            ring_lens.contiguous(), new.contiguous(), out, rows, KEPT=kept, BLOCK=_BLOCK, num_warps=1
         )
     return out
 

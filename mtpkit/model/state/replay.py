@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mtpkit.kernels.ring import ring_base, ring_length
+from mtpkit.kernels.ring import ring_length
+from mtpkit.kernels.step_rows import ring_lens_after
 from mtpkit.model.state.base import Committed, Counter, Part, State, StateSizes, StateSpec, StepPlaces
 
 
@@ -23,7 +24,7 @@ class Ring(Counter):
 
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
         """See `Counter.after`."""
-        return ring_base(counts, width, self.length) + new
+        return ring_lens_after(counts, new, width, self.length)
 
 
 @dataclass(frozen=True)
