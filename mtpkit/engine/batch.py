@@ -67,14 +67,15 @@ class _Part(NamedTuple):
     context_lens: Tensor
     logit_indices: Tensor
     logit_rows: Tensor
-    committed: Committed
-    """Of these rows."""
+    committed: Committed | None
+    """What is committed of the rows; None: chunks after decode rows."""
 
 
 def _joined(decoding: _Part, chunks: _Part) -> _Part:
     """Decode rows, and behind them chunks."""
     tensors = [name for name in _Part._fields if name != "committed"]
     joined = {name: torch.cat([getattr(decoding, name), getattr(chunks, name)]) for name in tensors}
+    assert decoding.committed is not None
     return _Part(**joined, committed=decoding.committed.followed_by(len(chunks.context_lens)))
 
 
@@ -168,6 +169,7 @@ class BatchBuilder:
             *([self._chunks(shape, tables, decoding * width, count, chunks)] if shape.chunk_rows else []),
         ]
         joined = parts[0] if len(parts) == 1 else _joined(*parts)
+        assert joined.committed is not None
         probs = self.state.draft_probs
         known = self._unknown.expand(decoding, -1)
         inputs = StepInput(
@@ -237,6 +239,7 @@ class BatchBuilder:
             numbers: those of the chunks, see `numbers`.
         """
         ends, context_lens, _, token_ids = numbers
+        counted = self.state.committed.counts
         rows, index = token_rows(ends, shape.chunk_tokens)
         null = context_lens[rows] < 0
         positions = torch.where(null, 0, context_lens[rows] + index)
@@ -250,7 +253,7 @@ class BatchBuilder:
             context_lens=context_lens,
             logit_indices=(first + ends[: count - shape.decode_rows] - 1).clamp_min(0),
             logit_rows=torch.arange(shape.decode_rows, count, device=self.device),
-            committed=Committed.none(self.state.committed.counts, shape.chunk_rows, self.device),
+            committed=None if shape.decode_rows else Committed.none(counted, shape.chunk_rows, self.device),
         )
 
     def ints(self, values: list | np.ndarray) -> Tensor:

@@ -5,7 +5,7 @@ In functions that kernels call, parameters in capitals are compile-time constant
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +67,7 @@ class Early:
 
     Args:
         most: only with at most so many programs: those of more are busy for longer than a launch takes, and spread over
-            the multiprocessors less evenly where the kernel before still has some; None: any number.
+            the multiprocessors less evenly where the kernel before still has programs; None: any number.
     """
 
     def __init__(self, kernel: Any, most: int | None = 8 * MULTIPROCESSORS) -> None:
@@ -76,15 +76,16 @@ class Early:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """The launch on a grid."""
         launch, wanted = self.kernel[grid], self.most is None or math.prod(grid) <= self.most
-        return lambda *args, **constants: launch(*args, **constants, **early_launch(_devices(args)[0], wanted))
+        return lambda *args, **constants: launch(*args, **constants, **early_launch(next(_devices(args)), wanted))
 
 
-def _devices(args: Iterable[Any]) -> list[torch.device]:
-    """The devices of all tensors among a kernel's arguments."""
-    found = []
+def _devices(args: Iterable[Any]) -> Iterator[torch.device]:
+    """The devices of the tensors among a kernel's arguments."""
     for arg in args:
-        found += [arg.device] if isinstance(arg, Tensor) else _devices(arg) if isinstance(arg, tuple) else []
-    return found
+        if isinstance(arg, Tensor):
+            yield arg.device
+        elif isinstance(arg, tuple):
+            yield from _devices(arg)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from tests.toy_config import toy_config
 
 OPS = {
     *("ssm_replay_update", "ssm_snapshot_update", "causal_conv1d_update", "gated_rms_norm"),
-    *("paged_attention", "store_kv", "rms_norm", "relu2", "mtp_input", "decode_rows", "store_rows"),
+    *("paged_attention", "store_kv", "rms_norm", "relu2", "mtp_input", "decode_rows", "store_rows", "ring_lens_after"),
     *("fold_ring", "copy_units", "move_entries", "linear_best", "best", "top_tokens", "accept_tree"),
     *("linear_argmax", "argmax", "probabilities", "sample_logits", "accept_matching", "accept_rejection"),
     *("apply_penalties", "uniform", "sample"),

@@ -126,9 +126,18 @@ def test_snapshot(twin, tokens, strong):
 
 @pytest.mark.parametrize(("tokens", "length", "strong"), [(1, 5, False), (2, 10, True)])
 def test_replay(twin, tokens, length, strong):
-    """With smaller parts of the key, or one warp a program, as many states have."""
-    blocks = dict(num_warps=1) if tokens > 1 else dict(chunk=16, num_stages=2)
-    assert run_replay(twin, tokens, length, strong=strong, **({} if twin.name == "reference" else blocks)) < TOLERANCE
+    """Some tokens forget everything where decays are `strong`."""
+    assert run_replay(twin, tokens, length, strong=strong) < TOLERANCE
+
+
+@pytest.mark.parametrize(("width", "state"), [(37, 40), pytest.param(128, 128, marks=pytest.mark.gpu)])
+def test_replay_by_parts_of_the_key(twin, width, state, monkeypatch):
+    """Several parts of the key, of which the last may be partial, and several programs a head."""
+    if twin.name == "reference" or (state == 128) != (twin.name == "cuda"):
+        pytest.skip("has no parts, or the other sizes")
+    monkeypatch.setitem(globals(), "WIDTH", width)
+    monkeypatch.setitem(globals(), "STATE", state)
+    assert run_replay(twin, 2, 10, **({} if state == 128 else dict(block_p=16, chunk=16))) < TOLERANCE
 
 
 def test_replay_of_many_tokens():

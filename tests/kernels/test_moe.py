@@ -202,6 +202,7 @@ def check(twin: Twin, arguments: dict, **rest) -> None:
 SIZES = {
     "one token": (1, 4, 2, 32, 24),
     "one token of many experts": (1, 12, 5, 200, 136),
+    "one token of several blocks": (1, 4, 2, 1100, 530),
     "more experts than pairs": (3, 24, 2, 32, 24),
     "an expert for all": (9, 1, 1, 32, 40),
     "blocks that overflow": (40, 3, 2, 72, 20),

@@ -39,6 +39,12 @@ def turned(x, norm, zero_centered, positions, turns):
     return x
 
 
+def test_programs_have_as_many_warps_as_a_gpu_takes():
+    module = Twin("interpreter", "cpu")("place_qkv")
+    found = {module.warps(heads * width) for heads in range(1, 33) for width in (64, 80, 128, 192, 256)}
+    assert found <= {1, 2, 4, 8} and len(found) > 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("sizes", "half", "norm", "kept"),
@@ -49,6 +55,7 @@ def turned(x, norm, zero_centered, positions, turns):
         ((3, 3, 2, 24), 0, "plain", 3),
         ((4, 2, 2, 8), 0, None, 1),
         ((4, 2, 2, 8), 4, "plain", 0),
+        ((2, 1, 6, 256), 32, "around zero", None),
     ],
     ids=str,
 )

@@ -251,7 +251,7 @@ def test_a_state_from_outside_says_what_settles_it():
     rows = torch.tensor([2])
     States({"decoder.0": (Single({"state": torch.arange(SLOTS)}),)}).settle(rows, Committed({}))
     toy = TOYS["own"]()
-    with pytest.raises(NotImplementedError, match="Undo has a counter but no `settling`, which says what it means"):
+    with pytest.raises(NotImplementedError, match="Undo keeps a counter, so it needs a `settling` that says where"):
         toy.states.settle(rows, toy.committed.at(rows))
 
 

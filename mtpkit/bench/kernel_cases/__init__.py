@@ -31,14 +31,17 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
         if not has(Mamba2Config):  # which has the same op
             yield mixers.conv_update(shapes)
     if has(AttentionConfig):
-        yield from (mixers.paged_attention(shapes), mixers.store_kv(shapes), mixers.move_entries(shapes))
-        if shapes.config.attention.attention_output_gate:
+        sizes = shapes.config.attention
+        yield from (mixers.paged_attention(shapes), mixers.move_entries(shapes))
+        turned = sizes.qk_layernorm or sizes.position_embedding_type != "none"
+        yield mixers.place_qkv(shapes) if turned else mixers.store_kv(shapes)
+        if sizes.attention_output_gate:
             yield linears.sigmoid_gate(shapes)
-        if shapes.config.attention.position_embedding_type != "none":
-            yield from (linears.rotate(shapes), mixers.place_qkv(shapes))
     if has(MlaConfig):
         yield from (latent.decode(shapes), latent.store(shapes))
     yield from (tokens.decode_rows(shapes), tokens.store_rows(shapes))
+    if has(Mamba2Config) or has(GatedDeltaNetConfig):
+        yield tokens.ring_lens_after(shapes)
     yield linears.rms_norm(shapes)
     if has(MlpConfig):
         yield from linears.activation(shapes)
@@ -79,6 +82,8 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
     attention = {AttentionConfig.letter, MlaConfig.letter}
     if attention & set(shapes.config.pattern):
         yield training.sequence_attention(shapes, length)
+    if shapes.config.has(AttentionConfig) and shapes.config.attention.position_embedding_type != "none":
+        yield linears.rotate(shapes)
     if GatedDeltaNetConfig.letter in shapes.config.letters:
         yield delta.rule(shapes, length)
     if shapes.k:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.kernels import acceptance, draft_head, norm, sampling, step_rows
+from mtpkit.kernels.ring import ring_capacity, ring_length
 
 _BLOCK = 16
 """Tokens of a block of keys and values."""
@@ -41,6 +42,17 @@ def store_rows(shapes: Shapes) -> Case:
         return torch.cat([args[1], args[2].flatten()])
 
     return Case(step_rows.store_rows, shapes.step, make, lambda args: 8 * rows * (2 * k + 8), judge=written)
+
+
+def ring_lens_after(shapes: Shapes) -> Case:
+    """How many inputs rings hold after a step."""
+    rows, length = shapes.rows, ring_length(shapes.tokens)
+
+    def make() -> Args:
+        new = shapes.ints(shapes.tokens, rows) + 1
+        return shapes.ints(ring_capacity(length) + 1, rows), new, shapes.tokens, length
+
+    return Case(step_rows.ring_lens_after, shapes.step, make, lambda args: 24 * rows)
 
 
 def _joined(_: Args, found: step_rows.DecodeRows) -> Tensor:

@@ -4,7 +4,8 @@
 Keys and queries of the step are the columns of one matrix C, so that one product of the state with C, and one of the
 ring's corrections with their scores, give what all of them read of the past. Products with C run over a part of the
 key's channels at a time, so that few registers hold what is under way and many programs fit a multiprocessor; the
-columns get their length after that. The new tokens then follow one another: each takes its correction from its key's
+columns get their length after that. (New keys are rounded when they enter the ring, after the step has read them.) The
+new tokens then follow one another: each takes its correction from its key's
 column and adds it to the columns of later keys and of its own and later queries. What is left in a query's column is
 the output.
 
@@ -40,12 +41,6 @@ def log_decay(a, A_log, bias, FORGOTTEN):
     """Compute g = -exp(A_log) softplus(a + bias) in fp32, bounded from below: so that a token that forgets nearly
     everything does not swamp the small decays of later tokens in sums."""
     return tl.maximum(-tl.exp(A_log) * step_size(a, bias, 0.0, float("inf")), FORGOTTEN)
-
-
-@triton.jit
-def unit_scale(x, axis: tl.constexpr, EPSILON):
-    """The factor that gives fp32 vectors along an axis unit length; that axis stays, with size 1."""
-    return tl.rsqrt(tl.sum(x * x, axis, keep_dims=True) + EPSILON)
 
 
 @triton.jit

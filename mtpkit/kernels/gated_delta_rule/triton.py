@@ -9,13 +9,19 @@ from torch import Tensor
 from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided, with_rows
 from mtpkit.kernels.gated_delta_rule.backward import delta_rule
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
-from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay, unit_scale
+from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay
 from mtpkit.kernels.gated_delta_rule.scan import delta_varlen
 
 __all__ = ["delta_inputs", "delta_replay_update", "delta_rule", "delta_snapshot_update", "delta_varlen"]
 
 _NEVER = float("-inf")
 """Bound of log decays that nothing adds up."""
+
+
+@triton.jit
+def _unit_scale(x, axis: tl.constexpr, EPSILON):
+    """The factor that gives fp32 vectors along an axis unit length; that axis stays, with size 1."""
+    return tl.rsqrt(tl.sum(x * x, axis, keep_dims=True) + EPSILON)
 
 
 @triton.jit
@@ -46,10 +52,10 @@ def _inputs_kernel(
     in_n, in_h = n < STATE, h < HEADS
     place = (token * GROUPS + group) * STATE + n
     q = tl.load(q_ptr + token * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
-    q *= unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
+    q *= _unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
     tl.store(q_out + place, q.to(q_out.dtype.element_ty), mask=in_n)
     k = tl.load(k_ptr + token * k_token + group * k_head + n, mask=in_n, other=0.0).to(tl.float32)
-    tl.store(k_out + place, (k * unit_scale(k, 0, EPSILON)).to(k_out.dtype.element_ty), mask=in_n)
+    tl.store(k_out + place, (k * _unit_scale(k, 0, EPSILON)).to(k_out.dtype.element_ty), mask=in_n)
     if group == 0:
         A_log = tl.load(A_log_ptr + h, mask=in_h, other=0.0).to(tl.float32)
         bias = tl.load(bias_ptr + h, mask=in_h, other=0.0).to(tl.float32)
@@ -141,9 +147,9 @@ def _snapshot_kernel(
         q = tl.load(q_ptr + row * q_row + t * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + row * k_row + t * k_token + group * k_head + n, mask=in_n, other=0.0).to(tl.float32)
         # Rounded as the other ways to compute the layer round them.
-        q *= unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
+        q *= _unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
         q = q.to(q_ptr.dtype.element_ty).to(tl.float32)
-        k = (k * unit_scale(k, 0, EPSILON)).to(k_ptr.dtype.element_ty).to(tl.float32)
+        k = (k * _unit_scale(k, 0, EPSILON)).to(k_ptr.dtype.element_ty).to(tl.float32)
         v = tl.load(v_ptr + row * v_row + t * v_token + head * v_head + p, mask=in_p, other=0.0).to(tl.float32)
         g = log_decay(tl.load(a_ptr + row * a_row + t * a_token + head), A_log, bias, NEVER)
         beta = tl.sigmoid(tl.load(b_ptr + row * b_row + t * b_token + head).to(tl.float32))

@@ -41,8 +41,9 @@ def linear(
         bias: [N]; with a residual, there is none.
         activation: `relu2` is max(y, 0)^2.
         residual: [M, N]; the result may overwrite it.
-        early: allow the kernel to be launched before the previous one has ended, and to prefetch its weight into the L2
-            cache meanwhile. Results are the same. It pays after an exchange with other GPUs.
+        early: allow the kernel for several rows to be launched before the previous one has ended, and to prefetch its
+            weight into the L2 cache meanwhile. Results are the same. It pays after an exchange with other GPUs. That
+            for one row always starts early where the GPU can.
 
     Returns:
         [M, N] in the dtype of x. The reference rounds after every op, but adds a residual directly after the product

@@ -14,7 +14,7 @@ from mtpkit.kernels.moe.reference import logits_of
 from mtpkit.kernels.norm.triton import normalise, rms_norm
 
 _MOST_READ = 9 * 2**20
-"""Most weights that the kernel reads, once for each token; of more, a launch costs less."""
+"""Most weights that the kernel reads, once for each token; beyond it, launches cost less than reading them again."""
 _MOST_EXPERTS = 8
 """Most experts of a program."""
 _WARP_ITEMS = 512

@@ -247,7 +247,7 @@ def expert_mlp(
     some_elsewhere: bool = False,
     size: int | None = None,
 ) -> Tensor:
-    """See the reference. Of several tokens each expert's output is rounded before the sum. `size` overrides
+    """See the reference. With several tokens each expert's output is rounded before the sum. `size` overrides
     `block_size`, and the kernels for one token."""
     assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
     (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape

@@ -109,6 +109,11 @@ def _place_kernel(
         _turn(q_ptrs, q_norm_ptr, turns, out_ptrs, real, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
 
 
+def warps(items: int) -> int:
+    """Warps of a program whose queries have so many items: some 16 a thread."""
+    return min(8, triton.next_power_of_2(max(1, items // 512)))
+
+
 def place_qkv(
     q: Tensor,
     k: Tensor,
@@ -158,6 +163,6 @@ def place_qkv(
         BLOCK_W=triton.next_power_of_2(max(1, half)),
         BLOCK_REST=triton.next_power_of_2(max(1, width - 2 * half)),
         BLOCK_V=triton.next_power_of_2(v.shape[-1]),
-        num_warps=min(8, max(1, heads * width // 512)),
+        num_warps=warps(heads * width),
     )
     return out

@@ -1,4 +1,4 @@
-"""The rows of a step in Triton, a launch for each of these where PyTorch takes ten."""
+"""The rows of a step in Triton, each op one launch where PyTorch takes up to ten."""
 
 import torch
 import triton

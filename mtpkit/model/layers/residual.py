@@ -1,7 +1,8 @@
 """megatron-core's layers with few kernels each in decoding.
 
 For a `StepInput` a layer is x + mixer(norm(x)), the norm where Megatron's parameters put it (in the linear that follows
-it; before a mixture of experts by itself) and the addition inside the last matrix product. That sum may overwrite x.
+it; before a mixture of experts with the router's product, or by itself) and the addition inside the last matrix
+product. That sum may overwrite x.
 For every other input megatron-core's own forward runs.
 """
 

@@ -188,7 +188,7 @@ class State:
         """
         if any(isinstance(value, Counter) for value in vars(self).values()):
             raise NotImplementedError(
-                f"{type(self).__name__} has a counter but no `settling`, which says what it means"
+                f"{type(self).__name__} keeps a counter, so it needs a `settling` that says where its committed part is"
             )
         return None
 
