@@ -18,7 +18,7 @@ from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import MtpkitError
 from mtpkit.model import build, build_model
 from mtpkit.model.inputs import StepInput
-from tests.engine.rank_cases import PREEMPTED, PROMPTS, Case, config, names, split_model
+from tests.engine.rank_cases import PREEMPTED, PROMPTS, VOCAB, Case, config, names, split_model
 from tests.engine.replayed import replay_on_cpu
 from tests.engine.test_rank_trees import DRAWN, GROWN_SHAPE, SNAPSHOT
 from tests.engine.test_stages import halves
@@ -161,13 +161,15 @@ def test_two_stages_decode_what_one_rank_does(decoded, index):
 def test_bytes_that_go_back(decoded):
     """Of the fixed tree the count, the tokens, which depths are invalid, ranks, the path and the tree's tokens; of the
     grown one its parents, too. Without rows that decode there are neither ranks nor a path."""
-    for index, tokens, parents in ((0, 11, 0), (1, 6, 6), (5, 7, 0)):
-        k = CASES[index].k
-        least = 2 + 2 * k + tokens - 1 + parents
+    token = (VOCAB + 2).bit_length()
+    for index, tokens, grows in ((0, 11, False), (1, 6, True), (5, 7, False)):
+        k, place = CASES[index].k, (tokens + 1).bit_length()
+        least = (k + 2).bit_length() + (1 + k) * token + 2 * k + (tokens - 1) * token + tokens * place * grows
+        of_decoding = k * ((tokens + 3).bit_length() + place)
         for stage in decoded[1:]:
-            assert least < stage["found"][index]["returned"] <= least + 2 * k
+            assert -(-least // 8) < stage["found"][index]["returned"] <= -(-(least + of_decoding) // 8)
     plan = Plan.without_rows(1, 1, parse_tree([2, 2, 1]))
-    assert nbytes_of(columns_of(plan, parse_tree([2, 2, 1]), 131_072)) == 52
+    assert nbytes_of(columns_of(plan, parse_tree([2, 2, 1]), 131_072)) == 36
 
 
 def test_steps_of_trees_and_of_chains(decoded):

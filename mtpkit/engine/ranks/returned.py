@@ -1,7 +1,7 @@
 """What the last pipeline stage sends back of a step: integers, a row for each request that samples.
 
 Of chains they are what the host gets, see `pack_result`. Of trees there follow the accepted path, along which every
-stage moves keys, windows and rings, and the new tree. Each integer is sent in as few bytes as its column needs.
+stage moves keys, windows and rings, and the new tree. Each integer is sent in as few bits as its column needs.
 
 Shape legend: S rows that sample, K depth, T tokens of a tree.
 """
@@ -31,9 +31,10 @@ class Column(NamedTuple):
     most: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of each integer, with its sign, from 1 to 4."""
-        return max(self.most, -self.least - 1).bit_length() // 8 + 1
+    def bits(self) -> int:
+        """Bits of each integer: of its distance from `least - 1`, so that what is too small or too large has a number
+        of its own."""
+        return (self.most - self.least + 2).bit_length()
 
 
 def columns_of(plan: Plan, tree: Tree | None, vocab_size: int) -> dict[str, Column]:
@@ -76,25 +77,31 @@ def pack_returned(verdict: Verdict, drafts: Drafts) -> Tensor:
 
 def nbytes_of(columns: dict[str, Column]) -> int:
     """Bytes of a row."""
-    return sum(column.width * column.nbytes for column in columns.values())
+    return -(-sum(column.width * column.bits for column in columns.values()) // 8)
 
 
 def to_bytes(packed: Tensor, columns: dict[str, Column]) -> Tensor:
-    """[S, nbytes] uint8, what `pack_returned` gives as it is sent: integers in two's complement, the low byte first."""
-    every = packed.to(torch.int32)[..., None].view(torch.uint8)
-    parts = every.split([column.width for column in columns.values()], 1)
-    return torch.cat([p[..., : c.nbytes].flatten(1) for p, c in zip(parts, columns.values(), strict=True)], 1)
+    """[S, nbytes] uint8, what `pack_returned` gives as it is sent, the low bits first. Integers outside their column's
+    range become the nearest one outside it."""
+    bits = []
+    parts = packed.split([column.width for column in columns.values()], 1)
+    for part, column in zip(parts, columns.values(), strict=True):
+        numbers = part.clamp(column.least - 1, column.most + 1) - (column.least - 1)
+        bits.append((numbers[..., None] >> torch.arange(column.bits, device=packed.device) & 1).flatten(1))
+    row = torch.cat(bits, 1)
+    row = F.pad(row, (0, 8 * nbytes_of(columns) - row.shape[1])).unflatten(1, (-1, 8))
+    return (row << torch.arange(8, device=packed.device)).sum(-1).to(torch.uint8)
 
 
 def from_bytes(message: Tensor, columns: dict[str, Column]) -> Tensor:
     """[S, columns] int64 of [S, nbytes] uint8."""
+    row = (message[..., None].long() >> torch.arange(8, device=message.device) & 1).flatten(1)
+    sizes = [column.width * column.bits for column in columns.values()]
     found = []
-    parts = message.split([column.width * column.nbytes for column in columns.values()], 1)
-    for part, (column, count) in zip(parts, ((one, one.nbytes) for one in columns.values()), strict=True):
-        # In the upper bytes, so that the shift repeats the sign.
-        upper = F.pad(part.unflatten(1, (column.width, count)), (4 - count, 0)).view(torch.int32)[..., 0]
-        found.append(upper >> (8 * (4 - count)))
-    return torch.cat(found, 1).long()
+    for part, column in zip(row[:, : sum(sizes)].split(sizes, 1), columns.values(), strict=True):
+        bits = part.unflatten(1, (column.width, column.bits)) << torch.arange(column.bits, device=message.device)
+        found.append(bits.sum(-1) + (column.least - 1))
+    return torch.cat(found, 1)
 
 
 def unpack_returned(packed: Tensor, batch: Batch, tree: Tree | None) -> tuple[Verdict, Drafts]:
