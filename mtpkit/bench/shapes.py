@@ -168,8 +168,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
     """Prompts of a file, one a line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as their `name`
     file and line, which messages call them by. Lines of whitespace are skipped.
 
-    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers); any other file is
-    plain text.
+    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers), and if wanted
+    `checkpoint_at`, see `Prompt`; any other file is plain text.
 
     Args:
         limit: only so many, evenly spread over the file.
@@ -195,8 +195,9 @@ def _parse(line: str, where: str) -> JsonObject:
     parsed = parse_json(line, where)
     record = parsed if isinstance(parsed, dict) else {}
     text, token_ids = record.get("prompt"), record.get("prompt_token_ids")
+    at = {"checkpoint_at": record["checkpoint_at"]} if record.get("checkpoint_at") is not None else {}
     if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):
-        return {"prompt_token_ids": token_ids}
+        return {"prompt_token_ids": token_ids, **at}
     if isinstance(text, str):
-        return {"prompt": text}
+        return {"prompt": text, **at}
     raise UserError(f'{where} must be an object with "prompt", a text, or "prompt_token_ids", a list of integers')

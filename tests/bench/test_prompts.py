@@ -28,6 +28,11 @@ def test_jsonl_holds_texts_and_token_ids(write):
     assert contents(path) == ["a\nb", [3, 4], "c"]
 
 
+def test_places_of_checkpoints_are_read(write):
+    path = write('{"prompt": "a", "checkpoint_at": 1}\n{"prompt_token_ids": [3], "checkpoint_at": null}\n')
+    assert [prompt.get("checkpoint_at") for prompt in read_prompts(path)] == [1, None]
+
+
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_a_byte_order_mark_is_no_text(write, name):
     content = "a" if name.endswith("txt") else '{"prompt": "a"}'
