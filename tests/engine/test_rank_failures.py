@@ -5,10 +5,13 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import math
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +26,14 @@ from mtpkit.cli.errors import run
 from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.ranks import join, watch
-from mtpkit.engine.ranks.join import _problems, reports
+from mtpkit.engine.ranks.join import _digest, _problems, reports
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
 from tests.ranks import free_port, in_rank, need_gpus, run_ranks, share_device
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+RANKS, STAGES = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
 LIMIT = 10.0
 """Seconds in which the others must have ended."""
 
@@ -118,15 +122,15 @@ def test_ranks_that_differ_are_refused(model_dir, tmp_path):
 
 
 class Ending:
-    """A drafter at whose third step something happens to rank 1."""
+    """A drafter at whose third step something happens."""
 
-    def __init__(self, llm: LLM, rank: int, what: str) -> None:
-        self.inner, self.rank, self.what, self.steps = llm.engine.executor.drafter, rank, what, 0
+    def __init__(self, llm: LLM, what: str) -> None:
+        self.inner, self.what, self.steps = llm.engine.executor.drafter, what, 0
         self.earlier = self.inner.earlier
 
     def draft(self, hidden, batch, verdict):
         self.steps += 1
-        if self.steps == 3 and self.rank:
+        if self.steps == 3:
             if self.what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == "fails":
@@ -136,15 +140,16 @@ class Ending:
         return self.inner.draft(hidden, batch, verdict)
 
 
-def ends(rank: int, path: Path, out: Path, what: str, split: str = "tensor_parallel_size", **settings) -> None:
-    """Decode, in which rank 1 does what it is told; what rank 0 says goes to a file."""
+def ends(rank: int, path: Path, out: Path, what: str, victim: int, split: dict[str, int], **settings) -> None:
+    """Decode, in which one rank does what it is told; what each says goes to a file."""
     file = os.open(out / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     watch._PATIENCE, watch._GRACE = 1.0, 0.2
 
     def work() -> None:
-        llm = LLM(path / "hf", 2, num_blocks=40, max_num_seqs=2, warm_up=False, **{split: 2}, **settings)
-        llm.engine.executor.drafter = Ending(llm, rank, what)
+        llm = LLM(path / "hf", 2, num_blocks=40, max_num_seqs=2, warm_up=False, **split, **settings)
+        if rank == victim:
+            llm.engine.executor.drafter = Ending(llm, what)
         (out / f"{rank}.began").touch()
         prompts = [[7] * (3 + rank)] if what == "other prompts" else PROMPTS
         llm.generate([dict(prompt_token_ids=prompt) for prompt in prompts], SamplingParams(max_tokens=40, seed=0))
@@ -169,7 +174,17 @@ def test_a_rank_that_ends_ends_the_others(model_dir, tmp_path, what, said):
 
 
 def test_a_stage_that_dies_ends_the_others(model_dir, tmp_path):
-    require_end(model_dir, tmp_path, "killed", "rank 1 has died", "pipeline_parallel_size")
+    require_end(model_dir, tmp_path, "killed", "rank 1 has died", split=STAGES)
+
+
+def test_the_first_rank_dies(model_dir, tmp_path):
+    """Which the others are connected to."""
+    require_end(model_dir, tmp_path, "killed", "rank 0 has died", victim=0)
+
+
+def test_one_of_four_ranks_dies(model_dir, tmp_path):
+    """Those with the same stage, with the same part, and with neither end."""
+    require_end(model_dir, tmp_path, "killed", "rank 3 has died", victim=3, split=RANKS | STAGES)
 
 
 def ends_on_gpu(rank: int, *args) -> None:
@@ -189,31 +204,71 @@ def ends_beside_nccl(rank: int, *args) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", [ends_beside_nccl, ends])
-@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("split", [RANKS, STAGES])
 def test_a_rank_that_waits_for_nccl_is_ended(model_dir, tmp_path, split, function):
     """In a step, or while steps are captured."""
     need_gpus(2)
-    require_end(model_dir, tmp_path, "killed", "rank 1 has died", split, function=function, method="spawn")
+    require_end(model_dir, tmp_path, "killed", "rank 1 has died", split=split, function=function, method="spawn")
 
 
-def require_end(model_dir, tmp_path, what, said, *more, function=ends, method="forkserver") -> None:
-    context, port = multiprocessing.get_context(method), free_port()
+def require_end(model_dir, tmp_path, what, said, victim=1, split=RANKS, function=ends, method="forkserver") -> None:
+    context, port, size = multiprocessing.get_context(method), free_port(), math.prod(split.values())
     if method == "forkserver":
         context.set_forkserver_preload(["tests.preload", __name__])
     ranks = [
-        context.Process(target=in_rank, args=(rank, 2, port, function, (model_dir, tmp_path, what, *more)))
-        for rank in (0, 1)
+        context.Process(target=in_rank, args=(rank, size, port, function, (model_dir, tmp_path, what, victim, split)))
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()
-    ranks[1].join(120)
+    ranks.pop(victim).join(120)
     began = time.monotonic()
-    ranks[0].join(LIMIT)
-    seconds, code = time.monotonic() - began, ranks[0].exitcode
-    ranks[0].kill()
-    assert (tmp_path / "0.began").exists(), (tmp_path / "0.err").read_text()
-    assert code not in (None, 0) and seconds < LIMIT
-    assert f"mtpkit: error: {said}" in (tmp_path / "0.err").read_text()
+    for process in ranks:
+        process.join(LIMIT - (time.monotonic() - began))
+    seconds, codes = time.monotonic() - began, [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    other = int(victim == 0)
+    assert (tmp_path / f"{other}.began").exists(), (tmp_path / f"{other}.err").read_text()
+    assert not {None, 0} & set(codes) and seconds < LIMIT
+    assert f"mtpkit: error: {said}" in (tmp_path / f"{other}.err").read_text()
+
+
+def test_programs_that_are_no_rank_connect():
+    """One says nothing and ends, one sends what a rank does not; the rank comes last."""
+    server, found = watch.listen(), []
+    port, secret = server.getsockname()[1], bytes(range(watch.SECRET_LENGTH))
+    accept = threading.Thread(target=lambda: found.append(watch.Watch._accept(Known(secret), server, 2)))
+    accept.start()
+    for sent in (b"", b"GET / HTTP/1.1", bytes(watch.SECRET_LENGTH + 4), secret + b"\0\0"):
+        with socket.create_connection(("localhost", port)) as connection:
+            connection.sendall(sent)
+    rank = Known(secret, 1)
+    connection = watch.Watch._connect(rank, ("localhost", port))
+    accept.join(30)
+    assert [list(peers) for peers in found] == [[1]]
+    found[0][1].close()
+    connection.close()
+
+
+class Known(watch.Watch):
+    """A watch of nothing, that knows the ranks' secret."""
+
+    def __init__(self, secret: bytes, rank: int = 0) -> None:
+        self._secret, self.rank = secret, rank
+
+
+@pytest.mark.parametrize("place", [0, 0.31, 0.5, 0.77, 0.999])
+def test_models_that_differ_in_one_place_are_told_apart(tmp_path, place):
+    size = 3 << 20
+    content, changed = bytes(size), bytearray(size)
+    start = int(place * size)
+    changed[start : start + size // 200] = b"\1" * len(changed[start : start + size // 200])
+    (file := tmp_path / "model.safetensors").write_bytes(content)
+    digest = _digest(tmp_path)
+    assert _digest(tmp_path) == digest
+    file.write_bytes(changed)
+    assert _digest(tmp_path) != digest
 
 
 def test_sizes_that_cannot_be_split(model_dir):

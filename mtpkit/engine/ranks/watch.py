@@ -25,6 +25,10 @@ _GRACE = 2.0
 """Seconds in which a rank may report a failure of its own, once another has reported one."""
 _CONNECTING = 300.0
 """Seconds in which all ranks must connect."""
+_SAYING_WHO = 10.0
+"""Seconds in which one that connects must say which rank it is."""
+SECRET_LENGTH = 16
+"""Bytes that tell a rank's connection from one of another program."""
 _LONGEST = 400
 """Bytes of a message."""
 _LEFT, _FAILED = b"L", b"F"
@@ -41,13 +45,16 @@ class Watch:
     Args:
         server: the socket of `listen`, on rank 0.
         address: host and port of rank 0's socket, on the other ranks.
+        secret: `SECRET_LENGTH` bytes that only the ranks know.
 
     Raises:
         MtpkitError: not all ranks connect in time.
     """
 
-    def __init__(self, rank: int, size: int, server: socket.socket | None, address: tuple[str, int]) -> None:
-        self.rank = rank
+    def __init__(
+        self, rank: int, size: int, server: socket.socket | None, address: tuple[str, int], secret: bytes
+    ) -> None:
+        self.rank, self._secret = rank, secret
         self._busy_since: float | None = None
         self._ending, self._gone = threading.Event(), threading.Event()
         self._peers = self._accept(server, size) if server else {0: self._connect(address)}
@@ -78,25 +85,39 @@ class Watch:
             time.sleep(_PATIENCE + _GRACE if self._gone.wait(_GRACE) else 0.0)
 
     def _accept(self, server: socket.socket, size: int) -> dict[int, socket.socket]:
-        server.settimeout(_CONNECTING)
         peers: dict[int, socket.socket] = {}
+        end = time.monotonic() + _CONNECTING
         with server:
             while len(peers) < size - 1:
                 try:
+                    server.settimeout(max(0.01, end - time.monotonic()))
                     connection, _ = server.accept()
-                    connection.settimeout(_CONNECTING)
-                    peers[int.from_bytes(connection.recv(4), "big")] = connection
                 except TimeoutError as error:
                     missing = sorted(set(range(1, size)) - peers.keys())
                     raise MtpkitError(f"ranks {missing} did not connect within {_CONNECTING:.0f} s") from error
+                rank = self._rank_of(connection)
+                if rank is None:
+                    connection.close()
+                else:
+                    peers[rank] = connection
         return peers
+
+    def _rank_of(self, connection: socket.socket) -> int | None:
+        """Which rank has connected; None: another program, such as a scan of the ports."""
+        connection.settimeout(_SAYING_WHO)
+        said = b""
+        with suppress(OSError):
+            while len(said) < SECRET_LENGTH + 4 and (more := connection.recv(SECRET_LENGTH + 4 - len(said))):
+                said += more
+        known = len(said) == SECRET_LENGTH + 4 and said.startswith(self._secret)
+        return int.from_bytes(said[SECRET_LENGTH:], "big") if known else None
 
     def _connect(self, address: tuple[str, int]) -> socket.socket:
         try:
             connection = socket.create_connection(address, timeout=_CONNECTING)
         except OSError as error:
             raise MtpkitError(f"rank {self.rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}") from error
-        connection.sendall(self.rank.to_bytes(4, "big"))
+        connection.sendall(self._secret + self.rank.to_bytes(4, "big"))
         return connection
 
     def _listen(self) -> None:
