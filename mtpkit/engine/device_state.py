@@ -1,6 +1,7 @@
 """State of the running requests on the device, from which the next step reads what the previous step decided.
 
-Only this module writes that state: it admits requests, stores the results of steps and resets slots.
+Only this module writes that state: it admits requests, stores the results of steps and resets slots. The one exception
+is `earlier`, which comes back from a checkpoint in the launch that copies the states of the layers.
 """
 
 from collections.abc import Sequence
@@ -237,6 +238,14 @@ class DeviceState:
         for processor in PROCESSORS:
             if processor.name in batch.sampling.use:
                 processor.count(self.columns, slots, accepted, placed)
+
+    def settled(self, slots: Tensor, committed: Committed) -> None:
+        """Store that the states of the slots [R] are where a prefill chunk would have left them.
+
+        Args:
+            committed: their counters until now.
+        """
+        self.committed.put(slots, committed.none(committed.counts, len(slots), slots.device))
 
     def restart(self, first: int = 0) -> None:
         """Reset the slots from `first` on to position 0, for null rows and for steps that are only timed."""

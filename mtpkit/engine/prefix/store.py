@@ -109,7 +109,7 @@ class CheckpointStore:
         committed = self.state.committed.at(slots)
         self.states.settle(slots, committed)
         self.fold(self.states, slots, self.state.num_computed[slots], committed)
-        self.state.committed.put(slots, committed.none(committed.counts, len(slots), slots.device))
+        self.state.settled(slots, committed)
 
 
 def checkpoint_bytes(layout: StateLayout, dtype: torch.dtype, earlier: Sequence[Tensor]) -> int:
