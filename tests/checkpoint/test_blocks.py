@@ -27,6 +27,8 @@ GLM = {
     "all_experts": dict(first_k_dense_replace=0, attention_bias=False, num_attention_heads=6, num_key_value_heads=3),
     "groups": dict(n_routed_experts=12, n_group=4, topk_group=2, num_experts_per_tok=4, moe_intermediate_size=7),
     "groups_of_any": dict(n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=5, norm_topk_prob=False),
+    "most_groups": dict(n_routed_experts=12, n_group=4, topk_group=3, num_experts_per_tok=3),
+    "one_of_two_groups": dict(n_routed_experts=12, n_group=2, topk_group=1, num_experts_per_tok=3),
     "one_expert": dict(num_experts_per_tok=1, norm_topk_prob=True, routed_scaling_factor=0.7),
     "one_expert_as_scored": dict(num_experts_per_tok=1, norm_topk_prob=False),
     "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25), head_dim=16),

@@ -33,14 +33,19 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
+UNBOUNDED = dict(type="yarn", factor=40, original_max_position_embeddings=400, mscale=1.0, mscale_all_dim=1.0)
+"""Both betas are left to their defaults, and each changes several frequencies."""
 CASES = {
     "usual": dict(rope_scaling=YARN),
     "plain rope": dict(q_lora_rank=None, rope_theta=50.0),
     "odd": dict(num_attention_heads=5, num_key_value_heads=5, qk_nope_head_dim=7, v_head_dim=13, kv_lora_rank=11),
     "one group": dict(n_routed_experts=7, n_group=1, topk_group=1, num_experts_per_tok=3, n_shared_experts=3),
     "odd groups": dict(n_routed_experts=15, n_group=5, topk_group=3, num_experts_per_tok=6, routed_scaling_factor=1.3),
+    "most groups": dict(n_routed_experts=12, n_group=4, topk_group=3, num_experts_per_tok=3),
+    "one of two groups": dict(n_routed_experts=12, n_group=2, topk_group=1, num_experts_per_tok=3),
     "other scales": dict(rope_scaling=YARN | dict(mscale=0.7, mscale_all_dim=0.4, factor=9.0), q_lora_rank=None),
     "no scales": dict(rope_scaling={k: v for k, v in YARN.items() if "mscale" not in k}, first_k_dense_replace=0),
+    "no betas": dict(rope_scaling=UNBOUNDED, rope_theta=100.0, qk_rope_head_dim=20),
     "dense": dict(first_k_dense_replace=3, rope_scaling=YARN | dict(beta_fast=32, beta_slow=1), qk_rope_head_dim=10),
 }
 

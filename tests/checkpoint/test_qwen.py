@@ -57,10 +57,12 @@ VARIANTS = {
     "next": ("qwen3_next", EXPERTS),
     "next_raw": ("qwen3_next", EXPERTS | dict(norm_topk_prob=False, mlp_only_layers=[1], num_experts_per_tok=1)),
     "next_dense": ("qwen3_next", DENSE),
+    "next_sparse": ("qwen3_next", EXPERTS | dict(decoder_sparse_step=2)),
     "3.5": ("qwen3_5", dict()),
     "3.5_moe": ("qwen3_5_moe", EXPERTS),
 }
-CASES = [(variant, case) for variant in VARIANTS for case in SHAPES]
+CASES = [(variant, case) for variant in VARIANTS if variant != "next_sparse" for case in SHAPES]
+CASES += [("next_sparse", "usual"), ("next_sparse", "interval")]
 
 
 def write_variant(variant, directory, case="usual", **changes):
@@ -154,6 +156,7 @@ def rounded(tmp_path_factory):
     [
         ("next", "odd", True, torch.bfloat16),
         ("next_raw", "types", False, torch.float32),
+        ("next_sparse", "interval", False, torch.float32),
         ("3.5", "tied", True, torch.bfloat16),
         ("3.5_moe", "odd", True, torch.float32),
         ("3.5_moe", "interval", False, torch.bfloat16),

@@ -10,6 +10,7 @@ from mtpkit.model import SequenceInput, base_forward, build_model, compute_logit
 from mtpkit.model.kinds import KINDS
 from mtpkit.model.state import ConvWindowSpec, PagedKVSpec, PagedLatentSpec, Part, RecurrentSpec
 from tests.model.toy import CONFIG, VOCAB, toy_model, toy_tokens
+from tests.toy_config import DELTA
 
 
 def parameters(model) -> dict[str, torch.Tensor]:
@@ -126,6 +127,16 @@ def test_shapes_and_dtypes():
     assert logits.shape == (2, VOCAB) and logits.dtype == hidden.dtype == torch.bfloat16
     assert all(parameters(model)[f"decoder.layers.0.mixer.{name}"].dtype == torch.float32 for name in ("A_log", "D"))
     assert not model.training and model.mtpkit_config == CONFIG
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_rates_of_gated_delta_nets_stay_in_fp32(name):
+    """Of the base and of heads, in a model of bf16."""
+    config = CONFIG.replace(pattern="G*", mtp_pattern="G*", **DELTA)
+    found = parameters(build_model(config, dtype=torch.bfloat16, device="cpu"))
+    for layer in ("decoder.layers.0", "mtp.layers.0.mtp_model_layer.layers.0"):
+        assert found[f"{layer}.self_attention.{name}"].dtype == torch.float32
+        assert found[f"{layer}.self_attention.in_proj.weight"].dtype == torch.bfloat16
 
 
 @torch.no_grad()
