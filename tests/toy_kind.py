@@ -18,7 +18,7 @@ from mtpkit.kernels.ring import ring_base
 from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, register
-from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import Part, RecurrentSpec, Replay, Snapshot, StateSpec
 
@@ -155,7 +155,8 @@ class AverageLayer(MegatronModule):
 class Average(LayerKind):
     """A moving average of each channel."""
 
-    name, section, slot, mixer = "average", AverageConfig, "G", "mixer"
+    name, section, mixer = "average", AverageConfig, "mixer"
+    slot = Slot("G", "gdn_layer")
     writes_residual = ("out_proj",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:

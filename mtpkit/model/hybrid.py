@@ -22,21 +22,10 @@ from mtpkit.kernels.activation import relu2
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds import KINDS, kinds_in
 
-_SLOTS = {
-    "M": "mamba_layer",
-    "G": "gdn_layer",
-    "*": "attention_layer",
-    "D": "dsa_layer",
-    "+": "mla_layer",
-    "-": "mlp_layer",
-    "E": "moe_layer",
-}
-"""Letters of megatron-core's patterns, and what its stack calls the layers that they stand for."""
-
 
 def megatron_pattern(pattern: str) -> str:
     """Write a pattern in megatron-core's letters, for which `stack_spec` names the layers."""
-    return "".join(KINDS[letter].slot if letter in KINDS else letter for letter in pattern)
+    return "".join(KINDS[letter].slot.letter if letter in KINDS else letter for letter in pattern)
 
 
 def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int | bool) -> TransformerConfig:
@@ -130,7 +119,7 @@ def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
     )
     heads = MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(MultiTokenPredictionLayer, submodules=head)])
     submodules = HybridStackSubmodules(
-        **{_SLOTS[kind.slot]: kind.spec(backend, config) for kind in kinds_in(config.letters)},
+        **{kind.slot.field: kind.spec(backend, config) for kind in kinds_in(config.letters)},
         mtp_block_spec=ModuleSpec(MultiTokenPredictionBlock, submodules=heads),
     )
     return ModuleSpec(module=HybridStack, submodules=submodules, params={"norm": backend.norm})

@@ -12,7 +12,7 @@ from torch import nn
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import AttentionConfig
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedKVSpec, StateSpec
@@ -25,7 +25,8 @@ output projection, as there are few such layers."""
 class Attention(LayerKind):
     """Grouped-query attention."""
 
-    name, section, slot, mixer = "attention", AttentionConfig, "*", "self_attention"
+    name, section, mixer = "attention", AttentionConfig, "self_attention"
+    slot = Slot("*", "attention_layer")
     narrows = True
     writes_residual = ("linear_proj",)
     divided = ("num_attention_heads",)

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -88,6 +88,15 @@ class Memory:
     """The same where both belong to a prompt that is computed at once; 0: `score_flops`."""
 
 
+class Slot(NamedTuple):
+    """A layer of megatron-core's hybrid stack that can be built from any spec."""
+
+    letter: str
+    """Its letter in megatron-core's patterns."""
+    field: str
+    """Its field of megatron-core's `HybridStackSubmodules`."""
+
+
 class LayerKind(ABC):
     """A kind of layers, which stands in a pattern as one letter. One instance of each subclass is in `KINDS`."""
 
@@ -95,9 +104,8 @@ class LayerKind(ABC):
     """Key of the kind in tables of weight names."""
     section: ClassVar[type[Section]]
     """Class of its sizes and switches, which also has its letter and title."""
-    slot: ClassVar[str]
-    """The letter that stands for it in megatron-core's patterns: its own, or that of a kind that is in no model with
-    this one."""
+    slot: ClassVar[Slot]
+    """The layer of megatron-core's stack that it takes: its own, or that of a kind in no model with this one."""
     mixer: ClassVar[str] = ""
     """Module of a layer that keeps a state, or keys and values: it looks them up by its `layer_name`, which is set when
     a model is built. One whose states have a ring has a `fold`, see `RecurrentMixer.fold`. Empty: layers keep nothing

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import GatedDeltaNetConfig
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
 from mtpkit.model.layers.delta import GatedDeltaNet as Mixer
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
@@ -29,7 +29,8 @@ _STEP = 0.01
 class GatedDeltaNet(LayerKind):
     """Gated delta net (Yang et al. 2024, arXiv:2412.06464)."""
 
-    name, section, slot, mixer = "gated_delta_net", GatedDeltaNetConfig, "G", "self_attention"
+    name, section, mixer = "gated_delta_net", GatedDeltaNetConfig, "self_attention"
+    slot = Slot("G", "gdn_layer")
     narrows = True
     writes_residual = ("out_proj",)
     divided = ("num_key_heads", "num_value_heads")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import Mamba2Config
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.residual import MambaLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
@@ -27,7 +27,8 @@ _DECAYS = (0.02, 0.2)
 class Mamba2(LayerKind):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
 
-    name, section, slot, mixer = "mamba2", Mamba2Config, "M", "mixer"
+    name, section, mixer = "mamba2", Mamba2Config, "mixer"
+    slot = Slot("M", "mamba_layer")
     narrows = True
     writes_residual = ("out_proj",)
     divided = ("num_heads", "num_groups")

@@ -12,7 +12,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlaConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.attention import OUTPUT, SCORES
-from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape
+from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
 from mtpkit.model.layers.mla import LatentAttention
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedLatentSpec, StateSpec
@@ -21,7 +21,8 @@ from mtpkit.model.state import PagedLatentSpec, StateSpec
 class Mla(LayerKind):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 
-    name, section, slot, mixer = "mla", MlaConfig, "+", "self_attention"
+    name, section, mixer = "mla", MlaConfig, "self_attention"
+    slot = Slot("+", "mla_layer")
     narrows = True
     writes_residual = ("linear_proj",)
 

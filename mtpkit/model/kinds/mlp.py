@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlpConfig
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import LayerKind, Shape
+from mtpkit.model.kinds.base import LayerKind, Shape, Slot
 from mtpkit.model.layers.residual import MLP, MLPLayer
 
 
@@ -31,7 +31,8 @@ class FeedForward(LayerKind):
 class Mlp(FeedForward):
     """A feed-forward network."""
 
-    name, section, slot = "mlp", MlpConfig, "-"
+    name, section = "mlp", MlpConfig
+    slot = Slot("-", "mlp_layer")
     divided = ("ffn_hidden_size",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:

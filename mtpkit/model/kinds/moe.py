@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MoeConfig
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import Experts, Shape
+from mtpkit.model.kinds.base import Experts, Shape, Slot
 from mtpkit.model.kinds.mlp import FeedForward
 from mtpkit.model.layers.moe import MoELayer
 from mtpkit.model.layers.residual import MixtureLayer
@@ -21,7 +21,8 @@ _EXPERTS = "mlp.experts.experts.linear_fc{}.weight"
 class Moe(FeedForward):
     """Routed experts, with or without a shared one."""
 
-    name, section, slot = "moe", MoeConfig, "E"
+    name, section = "moe", MoeConfig
+    slot = Slot("E", "moe_layer")
     fp8_products = False
     divided = ("ffn_hidden_size", "shared_expert_intermediate_size")
     divided_experts = ("ffn_hidden_size",)
