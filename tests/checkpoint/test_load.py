@@ -92,6 +92,8 @@ ODD = dict(
         ODD,
         ODD | {"moe_latent_size": 11, "moe_intermediate_size": 9, "norm_topk_prob": False},
         {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5, "routed_scaling_factor": 0.7},
+        {"n_routed_experts": 12, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 3},
+        {"n_routed_experts": 16, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3},
         {"num_experts_per_tok": 1, "norm_topk_prob": True},
         {"num_experts_per_tok": 1, "norm_topk_prob": False, "num_key_value_heads": 1, "n_groups": 1},
     ],
