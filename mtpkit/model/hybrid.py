@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_block import HybridStack as MegatronHybridStack
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel as MegatronHybridModel
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -21,6 +20,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.kernels.activation import relu2
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds import KINDS, kinds_in
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 def megatron_pattern(pattern: str) -> str:
@@ -29,7 +29,7 @@ def megatron_pattern(pattern: str) -> str:
 
 
 def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int | bool) -> TransformerConfig:
-    """Make megatron-core's config of a model, whose attribute `mtpkit` is the `ModelConfig` itself.
+    """Make megatron-core's config of a model.
 
     Args:
         parallel: megatron-core's own fields of how ranks share the model.
@@ -66,9 +66,7 @@ def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int 
     )
     for kind in kinds_in(config.letters):
         settings |= kind.settings(config)
-    result = TransformerConfig(**settings)
-    result.mtpkit = config
-    return result
+    return TransformerConfig(mtpkit=config, **settings)
 
 
 class HybridModel(MegatronHybridModel):

@@ -1,7 +1,12 @@
 """Layer kinds, one file each, and the table from letters of patterns to kinds."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
+
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from torch import nn
 
 from mtpkit.config import SECTIONS, ModelConfig, register_section
 from mtpkit.config.checked import keys_of
@@ -64,17 +69,27 @@ def caching_length(pattern: str) -> int:
     return 1 + max((place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past), default=-1)
 
 
-def layers_of(model: Any, heads: bool = True) -> Iterator[tuple[str, Any, LayerKind]]:
+class StageModel(Protocol):
+    """The part of a `HybridModel` that `layers_of` reads."""
+
+    mtpkit_config: ModelConfig
+    stage_patterns: list[str]
+    pg_collection: ProcessGroupCollection
+    decoder: HybridStack
+    mtp: MultiTokenPredictionBlock
+    mtp_process: bool
+
+
+def layers_of(model: StageModel, heads: bool = True) -> Iterator[tuple[str, nn.Module, LayerKind]]:
     """Yield (name, module, kind) of each layer that a pipeline stage of a `HybridModel` has.
 
     Args:
         heads: with the layers of the heads.
     """
-    config: ModelConfig = model.mtpkit_config
     stage = model.stage_patterns[model.pg_collection.pp.rank()]
     for number, layer in enumerate(model.decoder.layers):  # none, where heads are built without them
         yield f"decoder.layers.{number}", layer, KINDS[stage[number]]
     for depth, head in enumerate(model.mtp.layers if heads and model.mtp_process else ()):
         for number, layer in enumerate(head.mtp_model_layer.layers):
             name = f"mtp.layers.{depth}.layers.{number}"
-            yield name, layer, KINDS[config.mtp.pattern[number]]
+            yield name, layer, KINDS[model.mtpkit_config.mtp.pattern[number]]

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import linear_of
 from mtpkit.model.layers.rotary import frequencies
 from mtpkit.model.state import PagedKV
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 class CoreAttention(nn.Module):
@@ -32,6 +32,7 @@ class CoreAttention(nn.Module):
 class SelfAttention(MegatronSelfAttention):
     """megatron-core's attention parameters with mtpkit's forward."""
 
+    config: TransformerConfig
     layer_name: str
     """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
     frequencies: Tensor | None

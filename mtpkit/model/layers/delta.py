@@ -1,9 +1,11 @@
 """Gated delta net: chunked rule over sequences, recurrence over decode steps, readout at MTP depths."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from torch import Tensor, nn
 
 from mtpkit.kernels.gated_delta_rule import (
@@ -20,6 +22,7 @@ from mtpkit.model.layers.base import NoExtraState, split_parameter
 from mtpkit.model.layers.norm import norm_weight
 from mtpkit.model.layers.recurrent import Places, RecurrentMixer
 from mtpkit.model.state import Replay, Snapshot
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 class Tokens(NamedTuple):
@@ -35,7 +38,7 @@ class Tokens(NamedTuple):
 class HeadNorm(NoExtraState, nn.Module):
     """RMS norm of each value head, which is then gated; its weight is the same for all heads and on all ranks."""
 
-    def __init__(self, config: Any, width: int) -> None:
+    def __init__(self, config: TransformerConfig, width: int) -> None:
         super().__init__()
         self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         self.weight = norm_weight(width, config)
@@ -53,7 +56,14 @@ class GatedDeltaNet(RecurrentMixer):
 
     pieces = ("conv", "gate", "rates")
 
-    def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **_: object) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
         sizes, ranks = config.mtpkit.gated_delta_net, pg_collection.tp.size()
         keys, values, heads = sizes.key_width // ranks, sizes.value_width // ranks, sizes.num_value_heads // ranks
         channels = {"query": keys, "key": keys, "value": values}
@@ -95,7 +105,9 @@ class GatedDeltaNet(RecurrentMixer):
 
     def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
-        return delta_varlen(*self._tokens(conv_out, rates), starts, *(places or ()))
+        q, k, v, g, beta = self._tokens(conv_out, rates)
+        states, slots, context_lens = places or (None, None, None)
+        return delta_varlen(q, k, v, g, beta, starts, states=states, slots=slots, context_lens=context_lens)
 
     def update(
         self,
@@ -107,17 +119,52 @@ class GatedDeltaNet(RecurrentMixer):
         tree: TreeInput | None = None,
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
-        inputs = *self._raw(conv_out, rates), self.A_log, self.dt_bias
+        q, k, v, a, b = self._raw(conv_out, rates)
+        context_lens, counts = lens
         if isinstance(recurrent, Snapshot):
-            return delta_snapshot_update(recurrent.entries, slots, lens[1], *inputs, tree.parents if tree else None)
-        rings = recurrent.inputs("k"), recurrent.inputs("u"), recurrent.inputs("g")
-        seen = tree.ancestors if tree else None
-        return delta_replay_update(recurrent.folded, *rings, slots, *lens, *inputs, seen)
+            return delta_snapshot_update(
+                recurrent.entries,
+                slots=slots,
+                committed=counts,
+                q=q,
+                k=k,
+                v=v,
+                a=a,
+                b=b,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                parents=tree.parents if tree else None,
+            )
+        return delta_replay_update(
+            recurrent.folded,
+            ring_k=recurrent.inputs("k"),
+            ring_u=recurrent.inputs("u"),
+            ring_g=recurrent.inputs("g"),
+            slots=slots,
+            context_lens=context_lens,
+            ring_lens=counts,
+            q=q,
+            k=k,
+            v=v,
+            a=a,
+            b=b,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            ancestors=tree.ancestors if tree else None,
+        )
 
     def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
         """See `RecurrentMixer.fold`."""
-        rings = recurrent.inputs("u"), recurrent.inputs("k"), recurrent.inputs("g")
-        fold_ring(recurrent.folded, *rings, slots, *lens)
+        context_lens, counts = lens
+        fold_ring(
+            recurrent.folded,
+            ring_values=recurrent.inputs("u"),
+            ring_keys=recurrent.inputs("k"),
+            ring_rates=recurrent.inputs("g"),
+            slots=slots,
+            context_lens=context_lens,
+            ring_lens=counts,
+        )
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from mtpkit.model.layers.norm import ACTIVATIONS
+from mtpkit.model.transformer_config import TransformerConfig
 
 _ALIGNED = 16
 """Bytes of which rows of matrices must be a multiple for `grouped_mm`."""
@@ -32,6 +33,7 @@ class Experts(SequentialMLP):
     backward; the backward pass has the gradient of one of them, too.
     """
 
+    config: TransformerConfig
     apart = False
 
     def forward(

@@ -1,7 +1,7 @@
 """megatron-core's parallel linears, as plain matrix products where there is nothing to differentiate."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from mtpkit.kernels.norm import rms_norm
 from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState, linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
@@ -56,16 +57,19 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
 class NormColumnParallelLinear(ColumnParallelLinear):
     """Column-parallel linear of the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: object) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         self.layer_norm_weight = norm_weight(input_size, config)
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
-        if not args and not kwargs and is_plain(self, input_, self.weight, self.layer_norm_weight):
+        given = weight is not None or runtime_gather_output is not None
+        if not given and is_plain(self, input_, self.weight, self.layer_norm_weight):
             return self._fused(input_, None), None
-        product = partial(super().forward, *args, **kwargs)
+        product = partial(super().forward, weight=weight, runtime_gather_output=runtime_gather_output)
         norm = partial(rms_norm, eps=self.eps, zero_centered=self.zero_centered)
         return linear_of(product, norm, input_, self.layer_norm_weight)
 
@@ -80,20 +84,23 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return ACTIVATIONS[activation](self(input_)[0])
 
     def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
-        around: dict[str, Any] = dict(
+        output = linear(
+            input_.flatten(0, -2),
+            self.weight,
             norm_weight=self.layer_norm_weight,
             eps=self.eps,
             zero_centered=self.zero_centered,
+            bias=self.bias,
+            activation=activation,
             early=self.tp_group.size() > 1,
         )
-        output = linear(input_.flatten(0, -2), self.weight, **around, bias=self.bias, activation=activation)
         return output.view(*input_.shape[:-1], len(self.weight))
 
 
 class CopiedLinear(NoExtraState, nn.Module):
     """Linear without bias that every tensor-parallel rank has whole."""
 
-    def __init__(self, input_size: int, output_size: int, config: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__()
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))

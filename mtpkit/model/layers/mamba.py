@@ -1,10 +1,12 @@
 """Mamba2 mixer: chunked scan over sequences, recurrence over decode steps, readout at MTP depths."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from torch import Tensor
 
 from mtpkit.kernels.ring_fold import fold_ring
@@ -15,6 +17,7 @@ from mtpkit.model.layers.base import split_parameter
 from mtpkit.model.layers.norm import GatedRMSNorm
 from mtpkit.model.layers.recurrent import Places, RecurrentMixer
 from mtpkit.model.state import Replay, Snapshot
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 class ScanInputs(NamedTuple):
@@ -33,7 +36,13 @@ class MambaMixer(RecurrentMixer):
     pieces = ("gate", "conv", "rates")
 
     def __init__(
-        self, config: Any, submodules: Any, d_model: int, layer_number: int, pg_collection: Any, **_: object
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        d_model: int,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
     ) -> None:
         sizes, ranks = config.mtpkit.mamba2, pg_collection.tp.size()
         heads, groups = sizes.num_heads // ranks, sizes.num_groups // ranks
@@ -83,8 +92,22 @@ class MambaMixer(RecurrentMixer):
     def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
-        sizes = self.dt_limit, starts, self.chunk_size
-        return ssd_varlen(x, dt, self.A_log, B, C, self.D, self.dt_bias, *sizes, *(places or ()))
+        states, slots, context_lens = places or (None, None, None)
+        return ssd_varlen(
+            x,
+            dt,
+            self.A_log,
+            B,
+            C,
+            self.D,
+            self.dt_bias,
+            dt_limit=self.dt_limit,
+            starts=starts,
+            chunk_size=self.chunk_size,
+            states=states,
+            slots=slots,
+            context_lens=context_lens,
+        )
 
     def update(
         self,
@@ -97,18 +120,54 @@ class MambaMixer(RecurrentMixer):
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
-        inputs = x, dt, self.A_log, B, C, self.D, self.dt_bias
+        context_lens, counts = lens
         if isinstance(recurrent, Snapshot):
-            parents = tree.parents if tree else None
-            return ssm_snapshot_update(recurrent.entries, slots, lens[1], *inputs, self.dt_limit, parents)
-        rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
-        seen = tree.ancestors if tree else None
-        return ssm_replay_update(recurrent.folded, *rings, slots, *lens, *inputs, self.dt_limit, seen)
+            return ssm_snapshot_update(
+                recurrent.entries,
+                slots=slots,
+                committed=counts,
+                x=x,
+                dt=dt,
+                A_log=self.A_log,
+                B=B,
+                C=C,
+                D=self.D,
+                dt_bias=self.dt_bias,
+                dt_limit=self.dt_limit,
+                parents=tree.parents if tree else None,
+            )
+        return ssm_replay_update(
+            recurrent.folded,
+            ring_x=recurrent.inputs("x"),
+            ring_B=recurrent.inputs("B"),
+            ring_dt=recurrent.inputs("dt"),
+            slots=slots,
+            context_lens=context_lens,
+            ring_lens=counts,
+            x=x,
+            dt=dt,
+            A_log=self.A_log,
+            B=B,
+            C=C,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_limit=self.dt_limit,
+            ancestors=tree.ancestors if tree else None,
+        )
 
     def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
         """See `RecurrentMixer.fold`."""
-        rings = recurrent.inputs("x"), recurrent.inputs("B"), recurrent.inputs("dt")
-        fold_ring(recurrent.folded, *rings, slots, *lens, self.A_log)
+        context_lens, counts = lens
+        fold_ring(
+            recurrent.folded,
+            ring_values=recurrent.inputs("x"),
+            ring_keys=recurrent.inputs("B"),
+            ring_rates=recurrent.inputs("dt"),
+            slots=slots,
+            context_lens=context_lens,
+            ring_lens=counts,
+            A_log=self.A_log,
+        )
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.

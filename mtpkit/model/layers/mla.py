@@ -4,9 +4,8 @@ DeepSeek-V2 (arXiv:2405.04434, section 2.1). Shape legend: s sequence, b batch, 
 n heads of this rank, C width of the latent, P width of the rotary key.
 """
 
-from typing import Any
-
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -21,6 +20,7 @@ from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import SplitOverRanks
 from mtpkit.model.layers.rotary import frequencies, yarn_frequencies, yarn_scale
 from mtpkit.model.state import PagedLatent
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 class LatentAttention(SplitOverRanks, MegatronModule):
@@ -29,13 +29,20 @@ class LatentAttention(SplitOverRanks, MegatronModule):
     Ranks split the heads; each has the whole down projections and computes all of the latents.
     """
 
-    config: Any
+    config: TransformerConfig
     frequencies: Tensor
     """[P / 2], radians per position."""
     layer_name: str
     """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
 
-    def __init__(self, config: Any, layer_number: int, backend: Backend, pg_collection: Any, **_: object) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        backend: Backend,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
         super().__init__(config)
         sizes, shared, self.tp_group = config.mtpkit.mla, config.mtpkit.attention, pg_collection.tp
         self.sizes, heads, hidden = sizes, shared.num_attention_heads, config.hidden_size

@@ -2,16 +2,15 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoELayer
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from mtpkit.config.sections.moe import Routing
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.moe import expert_mlp, route, router_logits
@@ -20,6 +19,7 @@ from mtpkit.model.collectives import all_reduce
 from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.experts import Experts
 from mtpkit.model.layers.norm import ACTIVATIONS, RMSNorm
+from mtpkit.model.transformer_config import TransformerConfig
 
 _JOINED_TOKENS = 256
 """Up to so many tokens a shared expert that can be is one of the routed ones, which saves the launches of its own; of
@@ -32,7 +32,7 @@ _ALIGNED_ROWS = 8
 class DuplicatedLinear(NoExtraState, nn.Linear):
     """A linear held whole by every tensor-parallel rank; returns (output, bias) as megatron-core's linears do."""
 
-    def __init__(self, input_size: int, output_size: int, config: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__(
             input_size, output_size, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
@@ -46,6 +46,8 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
 class Router(TopKRouter):
     """megatron-core's router on the device where its weights are (the original moves CPU weights to the GPU), with
     `mtpkit.kernels.moe.route`, which knows what megatron-core's routing does not. Its bias stays as it is."""
+
+    config: TransformerConfig
 
     def gating(self, input: Tensor) -> Tensor:
         """input [..., hidden] to fp32 logits [..., experts]."""
@@ -78,7 +80,7 @@ class Router(TopKRouter):
 
     def _route(self, logits: Tensor, shared: Shared = "apart") -> tuple[Tensor, Tensor]:
         bias = None if self.expert_bias is None else self.expert_bias.float()
-        settings: Routing = self.config.mtpkit.moe.routing
+        settings = self.config.mtpkit.moe.routing
         return route(logits, bias, *settings, shared)
 
 
@@ -90,7 +92,9 @@ class MoELayer(MegatronMoELayer):
     number of tokens of each expert.
     """
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *args: object, **kwargs: object) -> None:
         submodules = copy.copy(submodules)
         submodules.router = Router
         assert submodules.experts.func is SequentialMLP and not submodules.experts.args
@@ -114,7 +118,7 @@ class MoELayer(MegatronMoELayer):
     """fc1 and fc2 of all experts, behind them those of a shared expert of the same size; then, if that has a gate, the
     weights of the router and of the gate, and zeros. The parameters are views of them."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, hidden] to (the same shape, bias or None)."""
         if torch.is_grad_enabled() or not self.is_stacked:
             return super().forward(hidden_states, *args, **kwargs)

@@ -1,13 +1,13 @@
 """RMS norms, and the activations by name."""
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mtpkit.kernels.activation import relu2, swiglu
 from mtpkit.kernels.norm import gated_rms_norm, rms_norm
 from mtpkit.model.layers.base import NoExtraState, SplitOverRanks, split_parameter
+from mtpkit.model.transformer_config import TransformerConfig
 
 ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 

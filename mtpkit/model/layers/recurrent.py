@@ -2,11 +2,14 @@
 
 from abc import abstractmethod
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -17,9 +20,18 @@ from mtpkit.kernels.dispatch import no_grad, on_kernels
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput, TreeInput
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import Committed, ConvWindow, Replay, Ring, Snapshot, States
+from mtpkit.model.transformer_config import TransformerConfig
 
-Places = tuple[Tensor, Tensor, Tensor]
-"""States of all slots, which rows continue and leave; the rows' slots; the lengths of their contexts."""
+
+class Places(NamedTuple):
+    """Where R rows find the states that they continue, and leave those after them."""
+
+    states: Tensor
+    """States of all slots."""
+    slots: Tensor
+    """[R] slots of the rows."""
+    context_lens: Tensor
+    """[R] lengths of the rows' contexts."""
 
 
 def fold_rings(model: nn.Module, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
@@ -72,9 +84,9 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
 
     def __init__(
         self,
-        config: Any,
-        submodules: Any,
-        pg_collection: Any,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules | GatedDeltaNetSubmodules,
+        pg_collection: ProcessGroupCollection,
         rows: dict[str, int],
         channels: dict[str, int],
         inner: int,
@@ -220,8 +232,10 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
             window: windows of all slots, which the rows continue and leave; given with `places`. None: they and the
                 states begin at zero.
         """
-        rows = places[1:] if places else ()
-        conv_out = causal_conv1d_varlen(conv_in, self.conv1d_weight, self.conv1d_bias, starts, window, *rows)
+        _, slots, context_lens = places or (None, None, None)
+        conv_out = causal_conv1d_varlen(
+            conv_in, self.conv1d_weight, self.conv1d_bias, starts, window, slots, context_lens
+        )
         return self.scan_rows(conv_out, rates, starts, places)
 
     def _step(self, conv_in: Tensor, rates: Tensor, step: StepInput) -> Tensor:
@@ -240,11 +254,11 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         rows = step.num_decode_rows
         slots, counts = step.state_slots[:rows], step.committed.counts
         conv_in, rates = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, rates))
-        taps = self.conv1d_weight, self.conv1d_bias
         # Rows of one token are chains, whatever tree their requests have.
         tree = step.tree if step.tree is not None and step.tree.parents is not None else None
-        places = slots, counts[window.newest][:rows]
-        conv_out = causal_conv1d_update(conv_in, window.columns, *taps, *places, None if tree is None else tree.parents)
+        parents, newest = None if tree is None else tree.parents, counts[window.newest][:rows]
+        taps = self.conv1d_weight, self.conv1d_bias
+        conv_out = causal_conv1d_update(conv_in, window.columns, *taps, slots, newest, parents)
         counter = recurrent.newest if isinstance(recurrent, Snapshot) else recurrent.ring
         lens = step.context_lens[:rows], counts[counter][:rows]
         return self.update(conv_out, rates, recurrent, slots, lens, tree).flatten(0, 1)
@@ -257,7 +271,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         A chunk never follows a decode step of the same request: what it continues is what a chunk left.
         """
         first = step.num_decode_rows
-        places = recurrent.folded, step.state_slots[first:], step.context_lens[first:]
+        places = Places(recurrent.folded, step.state_slots[first:], step.context_lens[first:])
         return self._rows(conv_in, rates, step.query_start[first:], window.folded, places)
 
     def _depth(self, conv_in: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtpkit.model.inputs import LayerInput, StepInput
 from mtpkit.model.layers.base import linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 class MambaLayer(MegatronMambaLayer):
@@ -55,6 +56,8 @@ class AttentionLayer(_StepTransformerLayer):
 class MLP(MegatronMLP):
     """megatron-core's parameters, with an activation that is not kept for the backward."""
 
+    config: TransformerConfig
+
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] to (the same shape, bias or None)."""
         inner, bias = self.linear_fc1(hidden_states)
@@ -64,6 +67,8 @@ class MLP(MegatronMLP):
 
 class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):
     """A feed-forward network and its residual connection."""
+
+    config: TransformerConfig
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
         inner = self.mlp.linear_fc1.activated(x, self.config.mtpkit.mlp.activation)

@@ -6,13 +6,14 @@ Import this only where the `te` backend was chosen: Transformer Engine is option
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -24,12 +25,13 @@ from mtpkit.errors import UserError, listed
 from mtpkit.kernels.norm import rms_norm
 from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm
+from mtpkit.model.transformer_config import TransformerConfig
 
 
 class RMSNorm(NoExtraState, te.RMSNorm):
     """Root mean square norm over the last dimension."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(
             hidden_size,
             eps=eps,
@@ -60,7 +62,7 @@ class NormColumnParallelLinear(NoExtraState, megatron_te.TELayerNormColumnParall
 class CopiedLinear(NoExtraState, megatron_te.TELinear):
     """Linear without bias that every tensor-parallel rank has whole."""
 
-    def __init__(self, input_size: int, output_size: int, config: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__(
             input_size,
             output_size,
@@ -142,13 +144,13 @@ class SpecProvider(TESpecProvider):
     def row_parallel_linear(self) -> type:
         return RowParallelLinear
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> partial[SequentialMLP]:
         """One linear per expert, whose parameters have the local experts' names."""
         submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         return partial(SequentialMLP, submodules=submodules)
 
 
-def check_fp8(model: Any) -> None:
+def check_fp8(model: HybridModel) -> None:
     """Raises UserError: the GPU, or a matrix or the experts of the base `model.decoder`, are none for fp8."""
     available, why = te.is_fp8_available(return_reason=True)
     if not available:
