@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -14,8 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import load_config, open_weights
-from mtpkit.checkpoint.layouts.megatron import is_stacked
-from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, require_same_names
+from mtpkit.checkpoint.layouts.megatron import is_stacked, parameters, split_slice
+from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, bits_equal, require_same_names
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model
 from mtpkit.model.stages import StageBalance
@@ -106,6 +107,28 @@ def load_model_weights(
     source.require_finite()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what single tensors lay in is of no size that others need
+
+
+@torch.no_grad()
+def unchanged_base(model: HybridModel, directory: Path | str) -> set[str]:
+    """Keys on disk of the base's tensors that a model holds as `load_model` reads them from a directory. Collective.
+
+    There are none if the directory's base has other tensors than the model's.
+    """
+    source = open_weights(directory)
+    found = {name: info.shape for name, info in source.tensors.items() if not name.startswith("mtp.")}
+    expected = {name: shape for name, shape in parameters(model.mtpkit_config).items() if not name.startswith("mtp.")}
+    if found != expected:
+        return set()
+    targets, changed = _targets(model), set()
+    for name in (name for name in found if name in targets):
+        value = source.read(name)
+        shards = [(shard.data.cpu(), value[_local_slice(shard)]) for shard in targets[name]]
+        if not all(bits_equal(own, stored.to(own.dtype)) for own, stored in shards):
+            changed.add(split_slice(name)[0])
+    gathered: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, changed)
+    return {split_slice(name)[0] for name in found}.difference(*gathered)
 
 
 def _require_all_targets(model: HybridModel, targets: Mapping[str, Sequence[ShardedTensor]]) -> None:

@@ -49,6 +49,7 @@ from mtpkit.checkpoint.layouts.megatron import split_slice
 from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE, MegatronReader
 from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
+from mtpkit.checkpoint.load import unchanged_base
 from mtpkit.checkpoint.original import keep_original, link_original
 from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
 from mtpkit.config import ModelConfig
@@ -83,9 +84,19 @@ DIVERGED = "the training diverged: lower the learning rate, and go on from an ea
 def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:
     """Save a model's weights as the release of `directory`, with its config and the tokenizer found in `companions`.
 
-    Collective: every rank calls it. Errors as in `save_checkpoint`.
+    Tensors of the base that were loaded from `companions` and are unchanged are stored as they are there, whatever
+    dtype the model has. Collective: every rank calls it. Errors as in `save_checkpoint`.
     """
-    save_checkpoint(directory, None, model.sharded_state_dict(), {}, model.mtpkit_config, companions)
+    state = model.sharded_state_dict()
+    stored = unchanged_base(model, companions) if companions is not None else set()
+    state = {name: part for name, part in state.items() if not (keys := _tensor_keys(part)) or keys - stored}
+    base = companions if stored else None
+    save_checkpoint(directory, None, state, {}, model.mtpkit_config, companions, base)
+
+
+def _tensor_keys(part: object) -> set[str]:
+    """Keys on disk of the tensors of an entry of a sharded state dict."""
+    return {t.key for t in nested_values(load_preprocess({"": part})[0]) if isinstance(t, ShardedTensor)}
 
 
 def save_checkpoint(
