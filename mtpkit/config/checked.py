@@ -14,10 +14,10 @@ too, whose problems are named by dotted keys. What one field cannot tell alone (
 method `problems`, which yields a clause for each problem.
 """
 
-import copy
 import dataclasses
 import functools
 import types
+import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from numbers import Integral, Real
 from pathlib import Path
@@ -41,6 +41,7 @@ _NOUNS = {
     types.NoneType: ("None", "None"),
 }
 _BOUNDS = ("ge", "gt", "le", "lt")
+_SAME = object()
 
 
 class WrongValues(UserError):
@@ -72,6 +73,7 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
             validate_by_name=True,
             validate_by_alias=False,
         )
+        _take_shared_types(cls)
         made = pydantic_dataclass(frozen=True, config=config)(cls)
 
         @functools.wraps(made.__init__)
@@ -94,9 +96,26 @@ def keys_of(cls: type) -> dict[str, str]:
     return {name: cast(str, info.validation_alias) for name, info in _fields(cls).items()}
 
 
-def field_of(cls: Any, name: str) -> Any:
-    """A field with the default, the range and the docstring of another checked class's: `x: int = field_of(A, "x")`."""
-    return copy.copy(_fields(cls)[name])
+def field_of(cls: Any, name: str, default: Any = _SAME) -> Any:
+    """A field with the constraints, the default and the docstring of another checked class's field.
+
+        most: int | None = field_of(A, "most")  # in A: most: Annotated[int, Field(ge=1)] | None = None
+
+    The written type, for type checkers, is the other field's without its constraints.
+
+    Args:
+        default: one in place of the other field's. The field then needs a docstring, which says why.
+    """
+    source = _fields(cls)[name]
+    own = default is not _SAME
+    shared = cast(Any, Field)(
+        default=default if own else source.default,
+        default_factory=None if own else source.default_factory,
+        title=source.title,
+        description=None if own else source.description,
+    )
+    shared.annotation, shared.metadata = source.annotation, [*source.metadata]
+    return shared
 
 
 def attempt[T](cls: Callable[..., T], values: Mapping[str, object], clauses: list[str], section: str = "") -> T | None:
@@ -184,6 +203,25 @@ def plain(value: Any) -> Any:
 
 def _fields(cls: Any) -> dict[str, FieldInfo]:
     return cls.__pydantic_fields__
+
+
+def _take_shared_types(cls: type) -> None:
+    """Give the fields made by `field_of` their types, constraints included.
+
+    Raises:
+        TypeError: a field is written with another type than it has.
+    """
+    for name, field in vars(cls).items():
+        if isinstance(field, FieldInfo) and field.annotation is not None:
+            written, shared = _bare(cls.__annotations__[name]), _bare(field.annotation)
+            if written != shared:
+                raise TypeError(f"{cls.__name__}.{name} is written as {written}, but the shared field has {shared}")
+            cls.__annotations__[name] = field.annotation
+
+
+def _bare(annotation: Any) -> Any:
+    """A type without constraints."""
+    return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}))["it"]
 
 
 def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:

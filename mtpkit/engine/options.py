@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, Literal, cast
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
-from mtpkit.config.checked import checked
+from mtpkit.config.checked import checked, field_of
 from mtpkit.engine.params import Seed
 from mtpkit.engine.tree import DraftShape, DynamicTree, TokenTree, parse_tree, width_of
 from mtpkit.kernels import MOST_TREE_TOKENS
@@ -27,6 +27,13 @@ DEFAULT_BUDGET = 2048
 
 DEFAULT_MIXED = 512
 """Default of the most prompt tokens that run together with decoding requests."""
+
+
+def _check_tree[T](tree: T) -> T:
+    """Refuse a list or a text that describes no tree."""
+    if tree is not None:
+        parse_tree(tree)
+    return tree
 
 
 def _check_width(budget: int | None, info: ValidationInfo) -> int | None:
@@ -101,7 +108,9 @@ class EngineOptions:
     """A long prompt leaves a checkpoint at every multiple of so many tokens."""
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
-    speculative_token_tree: str | list | tuple | None = Field(default=None, title="a list, its text, or None")
+    speculative_token_tree: Annotated[str | list | tuple | None, AfterValidator(_check_tree)] = Field(
+        default=None, title="a list, its text, or None"
+    )
     """Draft a tree instead of a chain: how many children every token of each depth gets, "[3, 2, 1]", or the paths of
     the tree as ranks among siblings, "[[0], [1], [0, 0]]". Its depth is K. By default a chain."""
     speculative_eagle_topk: Count | None = None
@@ -161,13 +170,6 @@ class EngineOptions:
             raise ValueError("must be a directory, something with encode and decode, or None")
         return tokenizer
 
-    @field_validator("speculative_token_tree")
-    @classmethod
-    def _check_tree(cls, tree: Any) -> Any:
-        if tree is not None:
-            parse_tree(tree)
-        return tree
-
     _check_budget = field_validator("max_num_batched_tokens")(_check_width)
 
 
@@ -181,24 +183,23 @@ class EngineConfig:
     """K, the most drafts per step; 0 decodes plainly."""
     tree: TokenTree | DynamicTree | None = None
     """Shape of the drafts, with K as its depth; None: a chain."""
-    block_size: Count = EngineOptions.block_size
-    max_num_seqs: Count = EngineOptions.max_num_seqs
+    block_size: int = field_of(EngineOptions, "block_size")
+    max_num_seqs: int = field_of(EngineOptions, "max_num_seqs")
     max_num_batched_tokens: Count = DEFAULT_BUDGET
     """Most tokens of a step; longer prompts are split over steps."""
-    max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = EngineOptions.max_mixed_tokens
-    """Most tokens of chunks that run together with decode rows."""
-    max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
+    max_mixed_tokens: int = field_of(EngineOptions, "max_mixed_tokens")
+    max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency", default=None)
     """Most seconds from one step of a request to its next, as far as shorter chunks can keep to it; None: with
     `graphs`, a multiple of what decoding takes."""
-    state_rollback: Rollback = EngineOptions.state_rollback
-    enable_prefix_caching: bool = False
+    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
+    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
     """Off by default, as there are no checkpoints by default."""
     num_checkpoints: Annotated[int, Field(ge=0)] = 0
     """Room for checkpoints of the prefix cache."""
     prefix_cache_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent state in checkpoints."""
-    prefix_cache_interval: Count = EngineOptions.prefix_cache_interval
-    draft_sampling: bool = EngineOptions.draft_sampling
+    prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
+    draft_sampling: bool = field_of(EngineOptions, "draft_sampling")
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""
     num_batches: Count = 1
@@ -206,7 +207,7 @@ class EngineConfig:
     and launched in turn and run one behind the other."""
     graphs: bool = False
     """Replay steps as CUDA graphs."""
-    seed: Seed | None = EngineOptions.seed
+    seed: int | None = field_of(EngineOptions, "seed")
 
     _check_budget = field_validator("max_num_batched_tokens")(_check_width)
 

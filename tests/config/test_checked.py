@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import Field, field_validator
 
-from mtpkit.config.checked import WrongValues, attempt, checked, from_file, keys_of
+from mtpkit.config.checked import WrongValues, attempt, checked, field_of, from_file, keys_of
 from mtpkit.errors import UserError
 
 INF = float("inf")
@@ -170,3 +170,60 @@ def test_clauses_of_several_objects_can_be_gathered():
     assert attempt(Loss, {"kind": "x"}, clauses) is None and attempt(Run, {}, clauses, "here.") is None
     assert attempt(Loss, {}, clauses) == Loss()
     assert clauses == ["loss_kind is 'x', must be 'kl' or 'tv'", "here.name is missing"]
+
+
+@checked("shared")
+class Shared:
+    most: Annotated[int, Field(ge=1, le=9)] | None = None
+    """Most things."""
+    sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), title="a list of sizes")
+    """Sizes of things."""
+    kind: Literal["a", "b"] = "a"
+    """Kind of things."""
+
+
+@checked("sharing")
+class Sharing:
+    most: int | None = field_of(Shared, "most")
+    least: int | None = field_of(Shared, "most", default=3)
+    """Least things: 3, unless told."""
+    lengths: tuple[int, ...] = field_of(Shared, "sizes")
+    kind: Literal["a", "b"] = field_of(Shared, "kind", default="b")
+    """Kind, "b" by default, since most are."""
+
+
+def test_a_shared_field_brings_all_but_its_key():
+    fields = Sharing.__pydantic_fields__
+    assert [info.description for info in fields.values()] == [
+        "Most things.",
+        "Least things: 3, unless told.",
+        "Sizes of things.",
+        'Kind, "b" by default, since most are.',
+    ]
+    assert Sharing() == Sharing(None, 3, (1,), "b") and Shared() == Shared(None, (1,), "a")
+    assert list(keys_of(Sharing).values()) == ["most", "least", "lengths", "kind"]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"most": 0}, "most is 0, must be from 1 to 9"),
+        ({"least": 10}, "least is 10, must be from 1 to 9"),
+        ({"lengths": [0]}, "lengths is [0], must be at least 1"),
+        ({"lengths": 5}, "lengths is 5, must be a list of sizes"),
+        ({"kind": "c"}, "kind is 'c', must be 'a' or 'b'"),
+    ],
+    ids=str,
+)
+def test_a_shared_field_refuses_what_the_other_refuses(values, says):
+    with pytest.raises(UserError) as caught:
+        Sharing(**values)
+    assert str(caught.value) == f"sharing: {says}"
+
+
+def test_a_shared_field_is_written_with_the_type_that_it_has():
+    with pytest.raises(TypeError, match=r"^Wrong\.most is written as <class 'int'>, but the shared .*\[int\]$"):
+
+        @checked("wrong")
+        class Wrong:
+            most: int = field_of(Shared, "most")
