@@ -9,8 +9,6 @@ from safetensors.torch import load_file
 
 from mtpkit.checkpoint import load_config, load_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.families import get_family
-from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import UserError
@@ -124,6 +122,26 @@ def test_lint_names_heads_that_servers_feed_something_else(tmp_path, family, own
     assert not any(finding.fatal for finding in found)
 
 
+CODE = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_servers_read_the_config_of_mimo_by_its_own_code(tmp_path, server):
+    write_mimo(tmp_path)
+    add_mimo_heads(tmp_path)
+
+    def fatal():
+        return [finding.text for finding in lint(tmp_path, server) if finding.fatal]
+
+    (lacks,) = fatal()
+    assert lacks.startswith("config.json lacks auto_map.AutoConfig: ")
+    edit_config(tmp_path, auto_map=CODE)
+    assert fatal() == ["auto_map names code that is not there: configuration_mimo.py, modeling_mimo.py"]
+    for name in ("configuration_mimo.py", "modeling_mimo.py"):
+        (tmp_path / name).touch()
+    assert fatal() == []
+
+
 def read_all(directory):
     return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
 
@@ -189,58 +207,3 @@ def test_what_cannot_be_represented_is_named(tmp_path, family, changes, named):
     with pytest.raises(UserError) as caught:
         load_config(tmp_path)
     assert all(name in str(caught.value) for name in named), caught.value
-
-
-AIR = dict(
-    model_type="glm4_moe",
-    vocab_size=151552,
-    hidden_size=4096,
-    num_hidden_layers=46,
-    first_k_dense_replace=1,
-    num_attention_heads=96,
-    num_key_value_heads=8,
-    head_dim=128,
-    attention_bias=True,
-    partial_rotary_factor=0.5,
-    rope_theta=1000000,
-    rope_scaling=None,
-    intermediate_size=10944,
-    moe_intermediate_size=1408,
-    n_routed_experts=128,
-    num_experts_per_tok=8,
-    n_shared_experts=1,
-    num_nextn_predict_layers=1,
-    eos_token_id=[151329, 151336, 151338],
-)
-MIMO_7B = dict(
-    model_type="mimo",
-    vocab_size=151680,
-    hidden_size=4096,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    attention_bias=True,
-    rope_theta=640000,
-    intermediate_size=11008,
-    rms_norm_eps=1e-5,
-    use_sliding_window=False,
-    sliding_window=32768,
-    num_nextn_predict_layers=1,
-    eos_token_id=151645,
-)
-
-
-@pytest.mark.parametrize(
-    ("hf", "prefix", "heads", "qkv"),
-    [(AIR, "model.layers.46.", 404, (14336, 4096)), (MIMO_7B, "model.mtp_layers.0.", 16, (6144, 4096))],
-    ids=["glm", "mimo"],
-)
-def test_published_models_have_as_many_tensors_as_are_expected(hf, prefix, heads, qkv):
-    """Their keys are kept as they are, and nothing is written at another place."""
-    family = get_family(hf["model_type"])
-    config = family.config_from_hf(hf)
-    assert sum(name.startswith(prefix) for name in family.table(config).hf_shapes()) == heads
-    assert parameters(config)["decoder.layers.0.self_attention.linear_qkv.weight"] == qkv
-    written = family.config_to_hf(config, hf)
-    assert {key: written[key] for key in hf} == hf and "rope_parameters" not in written

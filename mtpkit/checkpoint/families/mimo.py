@@ -49,7 +49,9 @@ SERVING = Serving(
         "sglang": {"mtp_zero_first_embedding": True},
     },
     needs=(
-        Need("auto_map", "transformers has no class of this family: the code lies beside the weights", fatal=False),
+        Need(
+            "auto_map.AutoConfig", "neither transformers nor a server has this class: its code lies beside the weights"
+        ),
     ),
 )
 
