@@ -1,15 +1,18 @@
 """Small stand-ins for a model and its heads, which go through the engine's real caches and interfaces."""
 
+import random
 from collections.abc import Callable
 
 import torch
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams
 from mtpkit.engine.drafting import NoDrafter
+from mtpkit.engine.drafting.growth import Shape
 from mtpkit.engine.prefix import CheckpointStore
 from mtpkit.engine.sampler import TOKEN_STREAM
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Drafts, Plan, StepOutput
+from mtpkit.engine.tree import Tree
 from mtpkit.kernels import sampling
 from mtpkit.model.state import Part, ReplaySpec, SnapshotSpec, StateLayout, StateSizes
 
@@ -125,17 +128,20 @@ class HashRunner:
         values = []
         ring_lens = inputs.committed.counts[self.ring]
         stays = self.ring.after(ring_lens, inputs.decode_width, 0).tolist()
+        chain = torch.arange(-1, inputs.decode_width - 1).expand(inputs.num_decode_rows, -1)
+        trees = (chain if inputs.tree is None else inputs.tree.parents.expand_as(chain)).tolist()
         for row, slot in enumerate(inputs.state_slots.tolist()):
             start, end = inputs.query_start[row : row + 2].tolist()
             decoding = row < inputs.num_decode_rows
             if slot < 0:  # a request that has ended
                 values += [0] * (end - start)
                 continue
-            values += self._row(inputs, row, slot, tokens[start:end], stays[row] if decoding else None)
+            parents = trees[row] if decoding else range(-1, end - start - 1)
+            values += self._row(inputs, row, slot, tokens[start:end], parents, stays[row] if decoding else None)
         hidden = torch.tensor(values, dtype=torch.float32)
         return StepOutput(self.model.logits([values[i] for i in batch.logit_indices.tolist()]), hidden[:, None, None])
 
-    def _row(self, inputs, row: int, slot: int, tokens: list[int], base: int | None) -> list[int]:
+    def _row(self, inputs, row: int, slot: int, tokens: list[int], parents, base: int | None) -> list[int]:
         context = int(inputs.context_lens[row])
         table = inputs.block_tables[row].tolist()
         paged = 0
@@ -149,19 +155,30 @@ class HashRunner:
                 replayed = extend_hash(replayed, self.rings[slot][position % self.ring_length])
             assert paged == snapshot == replayed, (paged, snapshot, replayed)
         values = []
-        for index, token_id in enumerate(tokens):
-            paged = extend_hash(paged, token_id)
-            values.append(paged)
+        for index, (token_id, parent) in enumerate(zip(tokens, parents, strict=True)):
+            values.append(extend_hash(paged if parent < 0 else values[parent], token_id))
             if base is not None:
-                self.snapshots[slot][index] = paged
+                self.snapshots[slot][index] = values[-1]
         if base is None:
-            self.snapshots[slot][0] = self.states[slot] = paged
+            self.snapshots[slot][0] = self.states[slot] = values[-1] if values else paged
         else:
             if base == 0 and int(inputs.committed.counts[self.ring][row]):
                 self.states[slot] = replayed
             for position, token_id in enumerate(tokens, context):
                 self.rings[slot][position % self.ring_length] = token_id
         return values
+
+    def keep_path(self, batch, verdict) -> None:
+        """Move what was written of the accepted tokens of trees to where a chain has them."""
+        inputs = batch.inputs
+        for row, path in enumerate(verdict.path.tolist()):
+            slot, context = int(inputs.state_slots[row]), int(inputs.context_lens[row])
+            places = inputs.kv_slots[row * inputs.decode_width :].tolist()
+            for to in range(1, int(verdict.accepted[row]) + 1) if slot >= 0 else ():
+                self.pages[places[to]] = self.pages[places[path[to]]]
+                self.snapshots[slot][to] = self.snapshots[slot][path[to]]
+                ring, length = self.rings[slot], self.ring_length
+                ring[(context + to) % length] = ring[(context + path[to]) % length]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits([int(value) for value in hidden[:, 0]])
@@ -218,20 +235,49 @@ class KnownTokens:
 
 
 class RuleDrafter:
-    """Drafts are what `rule(tokens so far)` says."""
+    """The best draft is what `rule(tokens so far)` says, the others of a tree are the tokens before that one."""
 
     earlier = (0, 0)
 
-    def __init__(self, rule: Callable[[list[int]], int], depths: int) -> None:
-        self.rule, self.depths, self.known = rule, depths, KnownTokens()
+    def __init__(self, rule: Callable[[list[int]], int], depths: int, vocab_size: int, tree: Tree | None) -> None:
+        self.rule, self.depths, self.vocab_size, self.known = rule, depths, vocab_size, KnownTokens()
+        self.shape = Shape(tree, CPU) if tree else None
 
     def draft(self, hidden, batch, verdict) -> Drafts:
+        known = self.known.after(batch, verdict)
+        if batch.plan.trees and known:
+            return self._trees(known)
         rows = []
-        for tokens in self.known.after(batch, verdict):
+        for tokens in known:
             for _ in range(self.depths):
                 tokens.append(self.rule(tokens))
             rows.append(tokens[-self.depths :])
         return Drafts(torch.tensor(rows, dtype=torch.int64).view(-1, self.depths))
+
+    def _trees(self, known: list[list[int]]) -> Drafts:
+        """Where the shape is not given, trees that differ from row to row."""
+        growth = self.shape.start()
+        fronts = [[tokens] for tokens in known]
+        for width in self.shape.widths:
+            tokens = [[self._children(path, width) for path in front] for front in fronts]
+            chances = [[self._chances(path, width) for path in front] for front in fronts]
+            growth.add(torch.tensor(tokens), torch.tensor(chances))
+            if growth.depth <= self.depths:
+                level = growth.levels[-1]
+                rows = zip(fronts, level.tokens.tolist(), level.above.tolist(), strict=True)
+                fronts = [[[*front[a], t] for t, a in zip(ts, above, strict=True)] for front, ts, above in rows]
+        token_ids, parents = growth.drafts()
+        return Drafts(token_ids, None, parents, growth.best())
+
+    def _children(self, path: list[int], count: int) -> list[int]:
+        best = self.rule(path)
+        return [(best - rank) % self.vocab_size for rank in range(count)]
+
+    @staticmethod
+    def _chances(path: list[int], count: int) -> list[float]:
+        """Log-probabilities of the children, which are drawn."""
+        rng = random.Random(sum(path))
+        return sorted((-2 * rng.random() for _ in range(count)), reverse=True)
 
 
 class HashStore(CheckpointStore):
@@ -265,11 +311,13 @@ class HeadDrafter(RuleDrafter):
     """A `RuleDrafter` whose heads have an entry for each position j, made of all tokens up to j + 1, that must be right
     for all positions before a step."""
 
-    def __init__(self, rule: Callable[[list[int]], int], depths: int, num_blocks: int, block_size: int) -> None:
-        super().__init__(rule, depths)
-        self.block_size, self.entries = block_size, [None] * (num_blocks * block_size)
+    def __init__(self, runner: HashRunner, rule: Callable[[list[int]], int], config: EngineConfig) -> None:
+        super().__init__(rule, config.num_speculative_tokens, runner.model.vocab_size, config.tree)
+        self.runner, self.block_size, self.entries = runner, config.block_size, [None] * len(runner.pages)
 
     def draft(self, hidden, batch, verdict) -> Drafts:
+        if verdict.path is not None:
+            self.runner.keep_path(batch, verdict)
         drafts = super().draft(hidden, batch, verdict)
         inputs = batch.inputs
         for row, slot in enumerate(inputs.state_slots.tolist()):
@@ -315,9 +363,7 @@ def fake_engine(
     config = EngineConfig(**{"max_model_len": 1000, "max_num_seqs": 4, "block_size": 4, **settings})
     layout = StateLayout(HASH_SPECS, state_sizes(config))
     runner = HashRunner(model, num_blocks, config.max_num_seqs, layout)
-    k = config.num_speculative_tokens
-    sizes = (num_blocks, config.block_size)
-    drafter = HeadDrafter(make_rule(model, drafts), k, *sizes) if k else NoDrafter()
+    drafter = HeadDrafter(runner, make_rule(model, drafts), config) if config.num_speculative_tokens else NoDrafter()
     engine = Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)
     if engine.executor.checkpoints:
         engine.executor.checkpoints = HashStore(engine)

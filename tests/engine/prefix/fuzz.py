@@ -22,10 +22,12 @@ from tqdm import tqdm
 
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.prefix import PrefixCache
+from mtpkit.engine.tree import DynamicTree, parse_tree
 from tests.engine.fakes import HashModel, check_batches, fake_engine
 
 MODEL = HashModel()
 EOS = 0
+TREES = [*map(parse_tree, ([2, 1], [2, 2], [1, 3], [3, 2, 1])), DynamicTree(2, 2, 5), DynamicTree(3, 3, 9)]
 _OPERATIONS_PER_ENGINE = 120
 _OPERATIONS_PER_SHARE = 1000
 _MOST_OUTPUT = 18
@@ -62,18 +64,21 @@ class History:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.block_size, self.k = rng.choice([1, 2, 3, 4, 8]), rng.choice([0, 1, 2, 3, 5])
+        tree = rng.choice([None, None, rng.choice(TREES)])
+        self.block_size, self.k = rng.choice([1, 2, 3, 4, 8]), tree.depth if tree else rng.choice([0, 1, 2, 3, 5])
         self.most = rng.choice([16, 24, 50])
-        longest = self.most + _MOST_OUTPUT + 2 * self.k
+        width = tree.tokens if tree else self.k
+        longest = self.most + _MOST_OUTPUT + 2 * width
         self.engine = fake_engine(
             MODEL,
             rng.choice(["never", "sometimes", "always"]),
             -(-longest // self.block_size) + rng.choice([0, 0, 1, 3, 6, 30, 200]),
             eos=(EOS,),
             num_speculative_tokens=self.k,
+            tree=tree,
             block_size=self.block_size,
             max_num_seqs=rng.randint(1, 4),
-            max_num_batched_tokens=rng.choice([6, 12, 40, 200]),
+            max_num_batched_tokens=max(width, rng.choice([6, 12, 40, 200])),
             max_mixed_tokens=rng.choice([0, 7, 100]),
             async_scheduling=rng.random() < 0.5,
             num_batches=rng.randint(1, 3),
@@ -82,8 +87,9 @@ class History:
             prefix_cache_interval=rng.choice([8, 16, 1000]),
         )
         check_batches(self.engine.scheduler)
-        if rng.random() < 0.3:  # another K in each step
-            self.engine.speculation.choose = lambda rows: rng.randint(0, self.k)
+        if rng.random() < 0.3:  # another K in each step, or the tree
+            shapes = [*range(self.k + 1), *([tree] * (self.k + 1) if tree else [])]
+            self.engine.speculation.choose = lambda rows: rng.choice(shapes)
         # What no request of a batch asks for costs nothing.
         self.temperature, self.penalty = rng.choice([0.0, 0.0, 0.8]), rng.choice([1.0, 1.0, 1.4])
         self.oracle = PlainIndex(self.engine.scheduler.prefix)
@@ -155,6 +161,7 @@ class History:
                 "requests": self.count,
                 "hits": self.hits,
                 "preemptions": scheduler.num_preemptions,
+                "second children": sum(sum(ranks[1:]) for ranks in scheduler.acceptance.ranks_per_depth),
                 "blocks evicted": scheduler.blocks.num_evicted,
                 "checkpoints evicted": scheduler.prefix.num_evicted,
             }
