@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from mtpkit.config import ModelConfig
+from mtpkit.model.kinds import kinds_in
+from mtpkit.model.kinds.base import LayerKind
+from mtpkit.model.state import RecurrentSpec
 
 Args = tuple[Any, ...]
 
@@ -90,6 +93,24 @@ class Shapes:
     def step(self) -> str:
         """R and T as text."""
         return f"R = {self.rows}, T = {self.tokens}"
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The layer kinds of the model, those that keep something of earlier tokens first."""
+        return sorted(kinds_in(self.config.letters), key=lambda kind: not kind.keeps_past)
+
+    @property
+    def recurrent_kinds(self) -> list[LayerKind]:
+        """Those that keep a recurrent state."""
+        return [
+            kind for kind in self.kinds if any(isinstance(state, RecurrentSpec) for state in kind.states(self.config))
+        ]
+
+    @property
+    def step_kinds(self) -> list[LayerKind]:
+        """The layer kinds in the order of a step's cases: recurrent ones first."""
+        recurrent = self.recurrent_kinds
+        return recurrent + [kind for kind in self.kinds if kind not in recurrent]
 
     @cached_property
     def generator(self) -> torch.Generator:

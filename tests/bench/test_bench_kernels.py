@@ -12,7 +12,7 @@ import torch
 import mtpkit.kernels
 from mtpkit.bench import kernels
 from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases, training_cases
-from mtpkit.bench.kernel_cases.mixers import ring_lens
+from mtpkit.bench.kernel_cases.recurrent import ring_lens
 from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine
@@ -311,6 +311,15 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
     for made in (linears.linear_case(shapes(), call) for call in linears.calls(shapes())):
         made.call(*made.make())
     assert timed == called and len(timed) == 8
+
+
+def test_a_convolution_of_each_kind_that_has_one():
+    """With the channels of that kind, where a model has both."""
+    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+    both = shapes(toy_config(pattern="MG*-", **sizes))
+    found = [case.make() for case in every(both) if case.op == "causal_conv1d_update"]
+    mamba, delta = both.config.mamba2, both.config.gated_delta_net
+    assert {x.shape[-1] for x, *_ in found} == {mamba.inner + 2 * mamba.bc_width, delta.convolved}
 
 
 def test_what_is_fused_is_not_timed_on_its_own():

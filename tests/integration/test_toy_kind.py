@@ -9,7 +9,12 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
+from mtpkit.bench.kernel_cases import decode_cases
+from mtpkit.bench.kernel_cases.kinds import CASES, KindCases, register
+from mtpkit.bench.kernel_inputs import Case, Shapes, size
+from mtpkit.bench.kernels import check_kernels
 from mtpkit.bench.roofline import Roofline
+from mtpkit.bench.settings import KernelConfig
 from mtpkit.checkpoint import load_config, load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.verify import compare_weights
@@ -252,3 +257,35 @@ def test_the_memory_plan_and_the_roofline_count_it():
     more = by_name[0]["state"].flops - by_name[1]["state"].flops
     assert more == 3 * width * 2 * 2, "3 FLOPs for each channel of 2 tokens of 2 rows"
     assert by_name[0]["matrices"].bytes - by_name[1]["matrices"].bytes == width**2 * 4
+
+
+def blend(means, x, decay):
+    """The op of a moving average."""
+    return torch.lerp(x, means, decay)
+
+
+def blend_case(shapes):
+    def make():
+        width = shapes.config.hidden_size
+        return shapes.normal(shapes.rows, width), shapes.normal(shapes.rows, width), shapes.normal(width)
+
+    yield Case(blend, f"[{shapes.rows}, {shapes.config.hidden_size}]", make, lambda args: size(*args))
+
+
+def test_the_kernel_benchmark_has_its_linears_and_ops(monkeypatch):
+    config = toy_config(pattern="A*-", mtp_pattern="*-")
+    width = config.hidden_size
+
+    def found(config=config):
+        made = decode_cases(Shapes(config, 3, 2, 16, torch.device("cpu"), torch.float32))
+        return {case.op: case.shape for case in made}
+
+    unregistered = found()
+    assert unregistered["linear out_proj"] == f"[9, {width}] x [{width}, {width}]"
+    assert "ring_lens_after" in unregistered and "blend" not in unregistered
+    monkeypatch.setitem(CASES, toy_kind.LETTER, KindCases())  # is taken out afterwards
+    register(toy_kind.AverageConfig, KindCases(decode=blend_case))
+    assert found() == unregistered | {"blend": f"[3, {width}]"} and next(iter(found())) == "blend"
+    lines = list(check_kernels(config, KernelConfig((3,), ops=("blend",)), "cpu"))
+    assert lines[1:] == [f"blend [3, {width}]: relative difference 0.0e+00"]
+    assert "blend" not in found(toy_config())

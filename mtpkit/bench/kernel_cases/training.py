@@ -5,49 +5,47 @@ One sequence of one document. Inputs are copied before they are differentiated, 
 Shape legend: s sequence, K depths, V vocabulary, h hidden size.
 """
 
-import inspect
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.mixers import scan_inputs, starts_of
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
-from mtpkit.config.sections import MlaConfig
-from mtpkit.kernels import activation as activations
 from mtpkit.kernels import attention as ops
 from mtpkit.kernels import linear as linears
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
-from mtpkit.kernels.ssd import ssd_scan
 from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.loss import head_losses
 
 
-def _attention_flops(shapes: Shapes, length: int, products: int) -> float:
+class Heads(NamedTuple):
+    """Sizes of attention over sequences."""
+
+    queries: int
+    """Heads of queries."""
+    keys: int
+    """Heads of keys and values."""
+    key_width: int
+    value_width: int
+
+
+def _attention_flops(sizes: Heads, length: int, products: int) -> float:
     """FLOPs of so many matrix products of scores or values, half of them masked."""
-    heads, _, keys, values = _sizes(shapes)
-    return products * length**2 * heads * (keys + values) / 2
+    return products * length**2 * sizes.queries * (sizes.key_width + sizes.value_width) / 2
 
 
-def _sizes(shapes: Shapes) -> tuple[int, int, int, int]:
-    """Heads, heads of keys and values, and the widths of keys and of values."""
-    sizes, latent = shapes.config.attention, shapes.config.mla
-    if shapes.config.has(MlaConfig):
-        return sizes.num_attention_heads, sizes.num_attention_heads, latent.qk_width, latent.v_head_dim
-    return sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels, sizes.kv_channels
-
-
-def _projections(shapes: Shapes, length: int, depths: int = 1) -> Args:
+def _projections(shapes: Shapes, length: int, sizes: Heads, depths: int = 1) -> Args:
     """q [1, s, heads, d], and keys [1, s, kv_heads, d] and values [1, s, kv_heads, e] of each depth in turn."""
-    heads, groups, keys, values = _sizes(shapes)
+    heads, groups, keys, values = sizes
     widths = (keys, values) * depths
     return shapes.normal(1, length, heads, keys), *(shapes.normal(1, length, groups, width) for width in widths)
 
 
-def _differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+def differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """`function` of tensors, and their gradients where that of the output is 1 / its square root of size."""
 
     def both(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -61,76 +59,34 @@ def _differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tens
     return both
 
 
-def sequence_attention(shapes: Shapes, length: int) -> Case:
+def sequence_attention(shapes: Shapes, length: int, sizes: Heads) -> Case:
     """Attention of the base, which is not differentiated."""
     return Case(
         ops.sequence_attention,
         f"s = {length}",
-        lambda: _projections(shapes, length),
+        lambda: _projections(shapes, length, sizes),
         lambda args: size(args[0], *args),
-        flops=_attention_flops(shapes, length, 2),
+        flops=_attention_flops(sizes, length, 2),
     )
 
 
-def depth_attention(shapes: Shapes, length: int) -> Case:
+def depth_attention(shapes: Shapes, length: int, sizes: Heads) -> Case:
     """Attention of the last depth, and its backward."""
 
     def split(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         def whole(q: Tensor, *keys: Tensor) -> Tensor:
             return function(q, *keys[:2], list(keys[2::2]), list(keys[3::2]))
 
-        return _differentiated(whole)
+        return differentiated(whole)
 
     return Case(
         split(ops.depth_attention),
         f"s = {length}, depth {shapes.k}, with backward",
-        lambda: _projections(shapes, length, shapes.k),
+        lambda: _projections(shapes, length, sizes, shapes.k),
         lambda args: size(args[0], *args) + size(args[0], *args, *args),
-        flops=_attention_flops(shapes, length, 2 + 5),
+        flops=_attention_flops(sizes, length, 2 + 5),
         name="depth_attention",
         reference=split(reference.depth_attention),
-    )
-
-
-def scan(shapes: Shapes, length: int) -> Case:
-    """The scan of Mamba2 at depth 1, and its backward."""
-    sizes, starts = shapes.config.mamba2, starts_of(shapes, (length,))
-
-    def split(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        return _differentiated(lambda *tensors: function(*tensors, sizes.dt_limit, starts, sizes.chunk_size))
-
-    def moved(args: Args) -> float:
-        x, dt, _, B, C, *_ = args
-        return size(x, x, dt, B, C) + size(x, x, x, dt, dt, B, B, C, C)
-
-    return Case(
-        split(ssd_scan),
-        f"s = {length}, with backward",
-        lambda: scan_inputs(shapes, length)[:-1],
-        moved,
-        # A token adds to a state and reads it; both have a gradient of either factor.
-        flops=3 * 4.0 * length * sizes.inner * sizes.state_dim,
-        name="ssd_scan",
-        reference=split(inspect.unwrap(ssd_scan)),
-        # Gradients of rates are fp32 sums of products that are rounded to the dtype of x.
-        tolerance=2e-2 if shapes.dtype == torch.bfloat16 else None,
-    )
-
-
-def activation(shapes: Shapes, length: int) -> Case:
-    """The activation of feed-forward layers, and its backward."""
-    config = shapes.config
-    gated = config.mlp.activation == "swiglu"
-    op = activations.swiglu if gated else activations.relu2
-    width = config.mlp.ffn_hidden_size * (2 if gated else 1)
-    return Case(
-        _differentiated(op),
-        f"[{length}, {width}], with backward",
-        lambda: (shapes.normal(length, width),),
-        # Input and output; then the input, its gradient and the output's.
-        lambda args: size(args[0]) * (3 + 2 * config.mlp.ffn_hidden_size / width),
-        name=f"{config.mlp.activation} training",
-        reference=_differentiated(inspect.unwrap(op)),
     )
 
 
@@ -193,7 +149,7 @@ def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
         def total(*leaves: Tensor) -> Tensor:
             return head_losses(leaves, teacher.clone(), weight, targets.clone(), mask.clone(), LossConfig(kind))[0]
 
-        return _differentiated(total)(*students)
+        return differentiated(total)(*students)
 
     def plain(weight: Tensor, teacher: Tensor, *students: Tensor) -> tuple[Tensor, ...]:
         def total(*leaves: Tensor) -> Tensor:
@@ -210,7 +166,7 @@ def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
                     found.append(F.kl_div(draft, base, reduction="sum", log_target=True))
             return torch.stack(found)
 
-        return _differentiated(total)(*students)
+        return differentiated(total)(*students)
 
     return Case(
         ours,

@@ -1,10 +1,11 @@
 """The interface of layer kinds: the other packages ask a kind instead of testing which one it is."""
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,6 +17,9 @@ from mtpkit.model.backends import Backend
 from mtpkit.model.state import StateSpec
 
 Shape = tuple[int, ...]
+
+_MATRIX = re.compile(r"(.+)\.weight(\.[^.]+)?")
+"""Name of a linear's weight, or of one of the parts that checkpoints split it into."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,31 @@ class Matrices:
             return self.always
         missed = (1 - self.experts.chosen / self.experts.count) ** tokens
         return self.always + self.expert * self.experts.count * (1 - missed)
+
+
+class GatedNorm(NamedTuple):
+    """Sizes of a norm, in groups, of a linear's input times silu(gate)."""
+
+    group_size: int
+    projected: int
+    """Width of the rows whose first channels are the gate."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear as decoding calls it: the sizes of its weight [outputs, width], and what is computed around it."""
+
+    name: str
+    outputs: int
+    width: int
+    norm: bool = False
+    """Whether it norms its input."""
+    gated_norm: GatedNorm | None = None
+    activation: Literal["relu2"] | None = None
+    """An activation that its kernel may fuse."""
+    residual: bool = False
+    """Whether its output is added to the residual stream."""
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,6 +219,24 @@ class LayerKind(ABC):
         experts, tensors = self.experts(config), self.tensors(config)
         always = sum(math.prod(shape) for shape in tensors.values() if len(shape) == 2)
         return Matrices(always, sum(math.prod(tensors[name][1:]) for name in experts.names), experts)
+
+    def linears(self, config: ModelConfig) -> Sequence[Linear]:
+        """Return the linears that a layer calls in decoding, as the names of its tensors tell."""
+        tensors, matrices = self.tensors(config), dict[str, list[Shape]]()
+        for tensor, shape in tensors.items():
+            if len(shape) == 2 and (match := _MATRIX.fullmatch(tensor)):
+                matrices.setdefault(match[1], []).append(shape)
+        return [
+            Linear(
+                name := module.rpartition(".")[2],
+                outputs=sum(outputs for outputs, _ in parts),
+                width=parts[0][1],
+                norm=f"{module}.layer_norm_weight" in tensors,
+                residual=name in self.writes_residual,
+                bias=f"{module}.bias" in tensors,
+            )
+            for module, parts in matrices.items()
+        ]
 
     def vectors(self, config: ModelConfig) -> int:
         """Count the elements of a layer's other parameters: norms, biases, convolutions, rates of heads."""

@@ -1,6 +1,8 @@
 """Mamba2 layers."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import Mamba2Config
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
+from mtpkit.model.kinds.base import Draw, GatedNorm, LayerKind, Linear, Memory, Shape, Slot
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.residual import MambaLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
@@ -62,6 +64,13 @@ class Mamba2(LayerKind):
         rows = self._rows(config)
         named = ROWS if name.endswith("in_proj.weight") else CHANNELS if "conv1d_" in name else ()
         return [rows[part] for part in named] or [size]
+
+    def linears(self, config: ModelConfig) -> Sequence[Linear]:
+        """Return both projections; the output's norms its input times the gate z."""
+        sizes = config.mamba2
+        in_proj, out_proj = super().linears(config)
+        norm = GatedNorm(sizes.inner // sizes.num_groups, sizes.projected)
+        return in_proj, replace(out_proj, gated_norm=norm)
 
     def activations(self, config: ModelConfig) -> int:
         return 3 * config.mamba2.inner + 4 * config.mamba2.bc_width

@@ -1,7 +1,7 @@
 """Layers of multi-head latent attention."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerLayerSubmodules
@@ -12,7 +12,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlaConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.attention import OUTPUT, SCORES
-from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
+from mtpkit.model.kinds.base import Draw, LayerKind, Linear, Memory, Shape, Slot
 from mtpkit.model.layers.mla import LatentAttention
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedLatentSpec, StateSpec
@@ -60,6 +60,10 @@ class Mla(LayerKind):
             **linear("linear_kv_up_proj", keys_and_values, sizes.kv_lora_rank, norms),
             **linear("linear_proj", hidden, heads * sizes.v_head_dim),
         }
+
+    def linears(self, config: ModelConfig) -> Sequence[Linear]:
+        """Return all but the up projection of latents, which decoding absorbs into queries and outputs."""
+        return [linear for linear in super().linears(config) if linear.name != "linear_kv_up_proj"]
 
     def activations(self, config: ModelConfig) -> int:
         """Count queries before and after absorption, and outputs in latents."""

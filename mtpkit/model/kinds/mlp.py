@@ -1,5 +1,7 @@
 """Feed-forward layers."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -10,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlpConfig
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import LayerKind, Shape, Slot
+from mtpkit.model.kinds.base import LayerKind, Linear, Shape, Slot
 from mtpkit.model.layers.residual import MLP, MLPLayer
 
 
@@ -44,6 +46,11 @@ class Mlp(FeedForward):
         hidden = config.hidden_size
         matrices = self.network(config, "mlp.linear_fc{}.weight", hidden, config.mlp.ffn_hidden_size)
         return {"mlp.linear_fc1.layer_norm_weight": (hidden,), **matrices}
+
+    def linears(self, config: ModelConfig) -> Sequence[Linear]:
+        """Return both matrices; squared ReLU may be fused into the first one."""
+        fc1, fc2 = super().linears(config)
+        return (fc1 if config.mlp.gated else replace(fc1, activation="relu2")), fc2
 
     def activations(self, config: ModelConfig) -> int:
         return 2 * config.mlp.ffn_hidden_size

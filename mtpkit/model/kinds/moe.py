@@ -1,5 +1,6 @@
 """Mixtures of experts."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -10,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MoeConfig
 from mtpkit.model.backends import Backend
-from mtpkit.model.kinds.base import Experts, Shape, Slot
+from mtpkit.model.kinds.base import Experts, Linear, Shape, Slot
 from mtpkit.model.kinds.mlp import FeedForward
 from mtpkit.model.layers.moe import MoELayer
 from mtpkit.model.layers.residual import MixtureLayer
@@ -69,6 +70,11 @@ class Moe(FeedForward):
         if sizes.shared_expert_gate:
             shapes["mlp.shared_experts.gate_weight"] = (1, hidden)
         return shapes
+
+    def linears(self, config: ModelConfig) -> Sequence[Linear]:
+        """Return none: the router and the routed experts have ops of their own. Linears of a shared expert that runs
+        apart, and of latents, are left out."""
+        return ()
 
     def experts(self, config: ModelConfig) -> Experts:
         return Experts(config.moe.num_experts, config.moe.router_topk, (_EXPERTS.format(1), _EXPERTS.format(2)))

@@ -4,15 +4,37 @@ Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
 
 import math
+from collections.abc import Iterator
 
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.mixers import fold_case, ring_lens, starts_of
+from mtpkit.bench.kernel_cases.recurrent import Convolution, conv_update, conv_varlen, fold_case, ring_lens, starts_of
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.kernels import gated_delta_rule, norm, ring
 
 _PER_PAIR = 2.0
 """FLOPs of a multiplication and an addition."""
+
+
+def decode(shapes: Shapes) -> Iterator[Case]:
+    """The ops of a step."""
+    yield from (replay(shapes), snapshot(shapes), gated_norm(shapes), fold(shapes))
+    yield conv_update(shapes, _convolution(shapes))
+
+
+def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:
+    """The ops of prompts."""
+    yield from (inputs(shapes, sum(lens)), varlen(shapes, lens), conv_varlen(shapes, lens, _convolution(shapes)))
+
+
+def base(shapes: Shapes, length: int) -> Iterator[Case]:
+    """The ops of a training sequence in the base."""
+    yield rule(shapes, length)
+
+
+def _convolution(shapes: Shapes) -> Convolution:
+    sizes = shapes.config.gated_delta_net
+    return Convolution(sizes.conv_kernel_dim, sizes.convolved, False)
 
 
 def _raw(shapes: Shapes, *lead: int) -> tuple[Tensor, ...]:
@@ -41,7 +63,7 @@ def _rings(shapes: Shapes, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fold(shapes: Shapes) -> Case:
-    """Folding the rings into the states, see `mixers.fold_case`."""
+    """Folding the rings into the states, see `recurrent.fold_case`."""
 
     def contents(length: int) -> tuple[Tensor, ...]:
         keys, corrections, decays = _rings(shapes, length)

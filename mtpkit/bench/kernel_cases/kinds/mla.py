@@ -3,13 +3,44 @@
 Shape legend: R rows (requests), T = 1 + K tokens per row, B blocks per row.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from mtpkit.bench.kernel_cases.training import Heads, depth_attention, sequence_attention
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.config.sections import MlaConfig
 from mtpkit.kernels import kv_store, latent_attention
 
 _BLOCK = 16
+
+
+def decode(shapes: Shapes) -> Iterator[Case]:
+    """The ops of a step."""
+    yield from (step(shapes), store(shapes))
+
+
+def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:
+    """The ops of prompts."""
+    yield from (context(shapes, lens), chunk(shapes, lens))
+
+
+def base(shapes: Shapes, length: int) -> Iterator[Case]:
+    """The ops of a training sequence in the base."""
+    if MlaConfig.letter in shapes.config.pattern:
+        yield sequence_attention(shapes, length, _heads(shapes))
+
+
+def heads(shapes: Shapes, length: int) -> Iterator[Case]:
+    """The ops of a training sequence in the MTP heads."""
+    if MlaConfig.letter in shapes.config.mtp.pattern and shapes.k > 1:
+        yield depth_attention(shapes, length, _heads(shapes))
+
+
+def _heads(shapes: Shapes) -> Heads:
+    count, sizes = shapes.config.attention.num_attention_heads, shapes.config.mla
+    return Heads(count, count, sizes.qk_width, sizes.v_head_dim)
 
 
 def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +71,7 @@ def _scale(shapes: Shapes) -> float:
     return shapes.config.mla.qk_width**-0.5
 
 
-def decode(shapes: Shapes) -> Case:
+def step(shapes: Shapes) -> Case:
     """Attention of a step."""
     rows, tokens, context = shapes.rows, shapes.tokens, shapes.context_len
 

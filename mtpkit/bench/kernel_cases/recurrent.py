@@ -1,0 +1,98 @@
+"""What recurrent layers share: convolution, replay rings, and where sequences start.
+
+Shape legend: R rows (requests), T = 1 + K tokens per row.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from mtpkit.bench.settings import depth_rates
+from mtpkit.kernels import causal_conv1d, ring, ring_fold
+
+_ACCEPTANCE = (0.85,)
+"""Conditional rates from which the fill of the replay rings follows."""
+
+
+def starts_of(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
+    """[R + 1], first token of each prompt and the end of the last one."""
+    return torch.tensor([0, *lens], device=shapes.device).cumsum(0)
+
+
+def ring_lens(shapes: Shapes, length: int) -> Tensor:
+    """[R] int64 entries of replay rings of `length` places after many steps, each row's drawn for itself. Rows began at
+    different times: otherwise, without drafts, all would fold their rings in the same step."""
+    rates = torch.tensor(depth_rates(_ACCEPTANCE, shapes.k), dtype=torch.float64, device=shapes.device)
+    lens = 1 + shapes.ints(ring.ring_capacity(length), shapes.rows)
+    for _ in range(4 * length):
+        accepted = (shapes.uniform(shapes.rows, shapes.k) < rates).long().cumprod(-1).sum(-1)
+        lens = ring.ring_base(lens, shapes.tokens, length) + accepted + 1
+    return lens.clamp_max(shapes.context_len)
+
+
+def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> Case:
+    """Folding the entries of all rows' rings into their states, as a checkpoint of the prefix cache has them.
+
+    Args:
+        contents: given L, state [R, h, p, n], values [R, L, h, p], keys [R, L, g, n], rates [R, L, h], perhaps A_log.
+    """
+    rows, length = shapes.rows, ring.ring_length(shapes.tokens)
+
+    def make() -> Args:
+        state, values, keys, rates, *A_log = contents(length)
+        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
+        return state, values, keys, rates, *places, *A_log
+
+    def count(args: Args) -> float:
+        state, values, keys, rates, _, _, lens, *_ = args
+        return 2 * size(state) + int(lens.sum()) * size(values[0, 0], keys[0, 0], rates[0, 0])
+
+    return Case(ring_fold.fold_ring, f"R = {rows}, {length} places", make, count)
+
+
+class Convolution(NamedTuple):
+    """Sizes of a causal convolution of each channel."""
+
+    width: int
+    channels: int
+    biased: bool
+
+
+def conv_update(shapes: Shapes, sizes: Convolution) -> Case:
+    """The convolution of a step."""
+    rows, tokens = shapes.rows, shapes.tokens
+    width, channels, biased = sizes
+
+    def make() -> Args:
+        x = shapes.normal(rows, tokens, channels + 64)[..., 32 : 32 + channels]  # between z and dt of the projection
+        state = shapes.normal(rows, width - 2 + tokens, channels)
+        weight, bias = shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels) if biased else None
+        return x, state, weight, bias, shapes.permutation(rows), shapes.ints(tokens, rows)
+
+    def count(args: Args) -> float:
+        x, state, weight, bias, *_ = args
+        return size(x, x, state, state[:, : width - 1], weight, bias)
+
+    return Case(causal_conv1d.causal_conv1d_update, shapes.step, make, count)
+
+
+def conv_varlen(shapes: Shapes, lens: tuple[int, ...], sizes: Convolution) -> Case:
+    """The convolution of prompts, each after a window."""
+    (width, channels, biased), rows = sizes, len(lens)
+
+    def make() -> Args:
+        x = shapes.normal(sum(lens), channels + 64)[:, 32 : 32 + channels]
+        weights = (shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels) if biased else None)
+        windows = shapes.normal(rows, width - 1, channels)
+        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows))
+        return x, *weights, starts_of(shapes, lens), windows, *places
+
+    return Case(
+        causal_conv1d.causal_conv1d_varlen,
+        f"{rows} x {lens[0]}",
+        make,
+        lambda args: size(args[0], args[0], args[4], args[4]),
+    )
