@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from mtpkit.config import LARGEST_COUNT, Balance, LossKind, MtpConfig
 from mtpkit.config.checked import checked, field_of, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
-from mtpkit.engine.options import Drafts, Rollback
+from mtpkit.engine.options import Count, Drafts, Rollback
 from mtpkit.engine.tree import parse_tree
+from mtpkit.training.config.settings import HeadAttention, HeadsConfig, ParallelConfig, TrainConfig
 
 MOST_RANDOM_TOKENS = 2**28
 """Most tokens of all random prompts together: as Python lists they take some 10 GB."""
@@ -24,6 +25,7 @@ Length = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 FromZero = Annotated[int, Field(ge=0)]
 Spread = Annotated[float, Field(ge=0, le=10)]
 Rate = Annotated[float, Field(ge=0, le=1)]
+FirstSeed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Counts = Annotated[tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")]
 StateDtype = Literal["float32", "bfloat16"]
 
@@ -38,12 +40,6 @@ def _with_plain(ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 def _sorted(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
-
-
-def _check_tree[T](tree: T) -> T:
-    if tree is not None:
-        parse_tree(tree)
-    return tree
 
 
 def asked_ks[K](ks: tuple[K, ...] | None, tree: object) -> tuple[K | int, ...] | None:
@@ -73,23 +69,25 @@ class SpeedupConfig:
     """Its seed, 0 if None, is the first prompt's; each further prompt has the next one."""
     block_size: int = field_of(EngineOptions, "block_size")
     max_model_len: int | None = field_of(EngineOptions, "max_model_len")
+    max_num_batched_tokens: int | None = field_of(EngineOptions, "max_num_batched_tokens")
     gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
-    draft_sampling: bool = False
-    """Draw drafts from the heads' distribution instead of taking their best tokens."""
-    draft_vocab: str | Path | None = field_of(EngineOptions, "draft_vocab")
+    draft_sampling: bool = field_of(EngineOptions, "draft_sampling")
+    draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = field_of(
+        EngineOptions, "draft_vocab"
+    )
+    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(EngineOptions, "draft_embedding_dtype")
     speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
-    speculative_eagle_topk: Positive | None = field_of(EngineOptions, "speculative_eagle_topk")
-    speculative_num_draft_tokens: Positive | None = field_of(EngineOptions, "speculative_num_draft_tokens")
-    enable_prefix_caching: bool = False
+    speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
+    speculative_num_draft_tokens: int | None = field_of(EngineOptions, "speculative_num_draft_tokens")
+    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
     """Let prompts go on from what earlier requests left. Off by default, since repeats would find their own prompts."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
-    tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
-    pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
+    tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
+    pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
     enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
-
-    _check_tree = field_validator("speculative_token_tree")(_check_tree)
+    disable_custom_all_reduce: bool = field_of(EngineOptions, "disable_custom_all_reduce")
 
     @property
     def asked_ks(self) -> tuple[int, ...] | None:
@@ -118,8 +116,8 @@ class DecodeConfig:
     """File of the tokens to draft among, or how many of the first ones. By default all tokens."""
     draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(EngineOptions, "draft_embedding_dtype")
     speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
-    speculative_eagle_topk: Positive | None = field_of(EngineOptions, "speculative_eagle_topk")
-    speculative_num_draft_tokens: Positive | None = field_of(EngineOptions, "speculative_num_draft_tokens")
+    speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
+    speculative_num_draft_tokens: int | None = field_of(EngineOptions, "speculative_num_draft_tokens")
     presence_penalty: float = field_of(SamplingParams, "presence_penalty")
     frequency_penalty: float = field_of(SamplingParams, "frequency_penalty")
     repetition_penalty: float = field_of(SamplingParams, "repetition_penalty")
@@ -128,24 +126,22 @@ class DecodeConfig:
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     block_size: int = field_of(EngineOptions, "block_size")
-    max_num_batched_tokens: Positive | None = 8192
-    """Most tokens of a prefill step."""
+    max_num_batched_tokens: int | None = field_of(EngineOptions, "max_num_batched_tokens", default=8192)
+    """Most tokens of a prefill step. More than an engine's 2048, since prompts are not timed."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
-    tensor_parallel_size: Length = field_of(EngineOptions, "tensor_parallel_size")
-    pipeline_parallel_size: Length = field_of(EngineOptions, "pipeline_parallel_size")
+    tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
+    pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
     enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
     disable_custom_all_reduce: bool = field_of(EngineOptions, "disable_custom_all_reduce")
     trace: bool = True
     """On a GPU, trace kernels when all is timed; without it there are no host gaps."""
-    seed: FromZero = 0
+    seed: FirstSeed = 0
     """Seed of the random prompts."""
 
     @property
     def asked_ks(self) -> tuple[int | Literal["auto"], ...] | None:
         """See `asked_ks`."""
         return asked_ks(self.ks, self.speculative_token_tree)
-
-    _check_tree = field_validator("speculative_token_tree")(_check_tree)
 
     def largest(self, k: int | Literal["auto"], heads: MtpConfig) -> int:
         """The largest K of a step."""
@@ -185,13 +181,13 @@ class PrefillConfig:
     """Prompts."""
     prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
     """Tokens of a prompt."""
-    max_num_batched_tokens: Positive = 8192
-    """Most tokens of a step."""
+    max_num_batched_tokens: Count = 8192
+    """Most tokens of a step. More than an engine's 2048, so that matrix products are large."""
     k: Drafts = Field(default=0, validation_alias="num_speculative_tokens")
     """Drafts made after each prompt."""
     repeats: Positive = 5
     """Measurements; the median counts."""
-    seed: FromZero = 0
+    seed: FirstSeed = 0
     """Seed of the random prompts."""
 
     def problems(self) -> Iterator[str]:
@@ -241,19 +237,19 @@ class LoadConfig:
     acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
     """Synthetic: rate at which each depth is accepted where all before it were; the last one holds for all further
     depths."""
-    max_num_seqs: Positive = 128
-    """Most requests that run at once."""
-    max_num_batched_tokens: Positive = 8192
-    """Most tokens of a step."""
-    max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = field_of(EngineOptions, "max_mixed_tokens")
-    max_inter_token_latency: Annotated[float, Field(gt=0)] | None = field_of(EngineOptions, "max_inter_token_latency")
+    max_num_seqs: int = field_of(EngineOptions, "max_num_seqs", default=128)
+    """Most requests that run at once. More than an engine's 64, since a load is measured for its throughput."""
+    max_num_batched_tokens: Count = 8192
+    """Most tokens of a step. More than an engine's 2048, for the same reason."""
+    max_mixed_tokens: int = field_of(EngineOptions, "max_mixed_tokens")
+    max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency")
     repeats: Positive = 3
     """Runs of each engine after its start; the first one is reported apart from the others."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
     """Keep what earlier requests left. Off by default, since the prompts of the load share nothing."""
-    prefix_cache_bytes: FromZero | None = field_of(EngineOptions, "prefix_cache_bytes")
+    prefix_cache_bytes: int | None = field_of(EngineOptions, "prefix_cache_bytes")
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "prefix_cache_dtype")
     prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
     block_size: int = field_of(EngineOptions, "block_size")
@@ -262,7 +258,7 @@ class LoadConfig:
     warm_up: bool = field_of(EngineOptions, "warm_up")
     trace: bool = True
     """On a GPU, trace kernels when all is timed; without it the GPU's idle share is not known."""
-    seed: FromZero = 7
+    seed: FirstSeed = 7
     """Seed of lengths, tokens and arrivals. The default makes 305,049 prompt and 124,407 output tokens."""
 
     def problems(self) -> Iterator[str]:
@@ -353,9 +349,8 @@ class TrainBenchConfig:
     pattern: str | None = None
     """Layers of one depth; by default those of the model's heads, or those that the trainer gives new heads."""
     distinct: bool = False
-    """A block for each depth; needs per_depth."""
-    attention: Literal["serving", "per_depth"] = "serving"
-    """What a depth attends to."""
+    """A block for each depth, with `per_depth` attention."""
+    attention: HeadAttention = field_of(HeadsConfig, "attention")
     dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "dtype")
     micro_batch_size: Positive = 1
     """Sequences of one forward and backward."""
@@ -371,31 +366,28 @@ class TrainBenchConfig:
     """Run each depth again in the backward."""
     cached: bool = False
     """Take the base's hidden states from the host's memory; no base."""
-    tensor_parallel: Positive = 1
-    """Ranks that split matrices, under torchrun."""
-    pipeline_parallel: Positive = 1
-    """Stages of the base, under torchrun."""
-    balance: Balance = "memory"
-    """Balance pipeline stages by memory or by time."""
-    expert_parallel: Positive = 1
-    """Ranks that split experts, under torchrun."""
-    backend: Literal["local", "te"] = "local"
-    """What the layers are built from: local, te."""
+    tensor_parallel_size: int = field_of(ParallelConfig, "tensor")
+    pipeline_parallel_size: int = field_of(ParallelConfig, "pipeline")
+    balance: Balance = field_of(ParallelConfig, "balance")
+    expert_parallel_size: int = field_of(ParallelConfig, "expert")
+    backend: Literal["auto", "local", "te"] = field_of(TrainConfig, "backend", default="local")
+    """Implementation of the layers, as in training. `local` by default, where training has `auto`: a command then
+    measures the same layers on every GPU, with Transformer Engine or without."""
     base_fp8: bool = False
     """The base multiplies in fp8."""
     steps: Positive = 5
     """Optimizer steps; the median counts."""
-    warm_up: FromZero = 3
+    warm_up_steps: FromZero = 3
     """Steps before them."""
-    seed: FromZero = 0
+    seed: FirstSeed = 0
     """Seed of the random tokens."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for each pair of settings that exclude each other."""
         if self.attention == "serving" and self.distinct:
             yield "serving attention is for one repeated head; take per_depth for distinct ones"
-        if self.offload and not self.warm_up:
-            yield "offload moves a step's update into the next step: take warm_up of 1 or more"
+        if self.offload and not self.warm_up_steps:
+            yield "offload moves a step's update into the next step: take warm_up_steps of 1 or more"
         if self.cached and self.base_fp8:
             yield "cached hidden states leave no base for base_fp8; take one of them"
 

@@ -211,6 +211,7 @@ def measure_speedup(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,
+        disable_custom_all_reduce=config.disable_custom_all_reduce,
         enable_prefix_caching=config.enable_prefix_caching,
         warm_up=False,
     )
@@ -293,6 +294,7 @@ class _Contender:
             max_model_len=min(longest, first.engine.config.max_model_len),
             max_num_seqs=batch_size,
             draft_vocab=config.draft_vocab if k else None,
+            draft_embedding_dtype=config.draft_embedding_dtype if k else "auto",
             tokenizer=first.tokenizer,
             warm_up=False,  # the first run, which is not timed, captures what the others need
             **tree_settings(k),

@@ -4,7 +4,7 @@ import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model import build_model
+from mtpkit.model.backends import resolve_backend
 from mtpkit.model.flops import step_flops
 from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
@@ -35,7 +36,7 @@ from mtpkit.training.config.settings import (
     ParallelConfig,
     TrainConfig,
 )
-from mtpkit.training.heads import default_pattern, freeze_base
+from mtpkit.training.heads import default_pattern, freeze_base, resolve_attention
 from mtpkit.training.metrics import find_peak, utilization
 from mtpkit.training.optimizer import HeadOptimizer
 from mtpkit.training.parallel import check_layout, has_results
@@ -95,8 +96,14 @@ def measure_training(
     pattern = config.pattern
     if pattern is None:
         pattern = default_pattern(model_config)
-    config = replace(config, dtype=cast(Any, resolve_dtype(config.dtype, default_device())), pattern=pattern)
     shape = with_pattern(model_config, pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct)
+    config = replace(
+        config,
+        dtype=resolve_dtype(config.dtype, default_device()),
+        pattern=pattern,
+        attention=resolve_attention(config.attention, shape),
+        backend=resolve_backend(config.backend),
+    )
     cases = [(length, loss) for length in config.sequence_lengths for loss in config.losses]
     check_layout(_parallel(config), shape)
     for case in cases:  # refuses settings that the trainer would refuse
@@ -143,7 +150,12 @@ def train_settings(config: TrainBenchConfig, sequence_length: int, loss: LossKin
 
 
 def _parallel(config: TrainBenchConfig) -> ParallelConfig:
-    return ParallelConfig(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.balance)
+    return ParallelConfig(*_sizes(config), config.balance)
+
+
+def _sizes(config: TrainBenchConfig) -> tuple[int, int, int]:
+    """Ranks that split matrices, layers and experts."""
+    return config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_parallel_size
 
 
 class _TimedOptimizer(HeadOptimizer):
@@ -163,7 +175,7 @@ class _Bench:
     """A model with its optimizer and stopwatch."""
 
     def __init__(self, shape: ModelConfig, config: TrainBenchConfig):
-        ranks = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+        ranks = _sizes(config)
         self.config = config
         ensure_distributed(*ranks)
         self.device = default_device()
@@ -177,7 +189,7 @@ class _Bench:
             config.seed,
             *ranks,
             init="device",
-            sequence_parallel=config.tensor_parallel > 1,
+            sequence_parallel=config.tensor_parallel_size > 1,
             base_layers=not config.cached,
             balance=config.balance,
         )
@@ -201,7 +213,7 @@ class _Bench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         steps: list[dict[str, float]] = []
-        progress = range(config.warm_up + config.steps)
+        progress = range(config.warm_up_steps + config.steps)
         for number in tqdm(progress, desc=f"{loss} {sequence_length}", disable=None if has_results() else True):
             dist.barrier()
             self.watch.take()
@@ -212,7 +224,7 @@ class _Bench:
         mean_loss = sum(weight * value for weight, value in zip(weights, sums.losses(), strict=True))
         if not sums.values.isfinite().all():
             raise MtpkitError(f"the loss {loss} is not finite: the times are of no worth until that is mended")
-        return self._row(sequence_length, loss, steps[config.warm_up :], mean_loss)
+        return self._row(sequence_length, loss, steps[config.warm_up_steps :], mean_loss)
 
     def _row(
         self, sequence_length: int, loss: LossKind, steps: Sequence[dict[str, float]], mean_loss: float

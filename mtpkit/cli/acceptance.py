@@ -2,19 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.command import Command, new_app
+from mtpkit.cli.command import OLD_NAMES, Command, new_app
 from mtpkit.cli.data import ColumnNames, Sources
-from mtpkit.training.config.settings import ParallelConfig
+from mtpkit.training.config.settings import HeadAttention, ParallelConfig
 
 app = new_app()
 
 
-@app.command(cls=Command)
+class AcceptanceCommand(Command):
+    """The command, with a former name of its own; `--json` of other commands is a flag."""
+
+    old_names: ClassVar = {**OLD_NAMES, "--json": ("--output",)}
+
+
+@app.command(cls=AcceptanceCommand)
 @options.takes_options
 def acceptance(
     model: options.Model,
@@ -23,7 +29,7 @@ def acceptance(
         int | None, typer.Option(min=1, help="K, drafts per step; by default what the heads were trained for.")
     ] = None,
     attention: Annotated[
-        Literal["auto", "serving", "per_depth"],
+        HeadAttention,
         typer.Option(help="What depths see; auto: what they see when this model decodes."),
     ] = "auto",
     sequence_length: Annotated[
@@ -35,10 +41,16 @@ def acceptance(
         int | None, typer.Option(min=1, help="Only so many sequences of each source, spread over it.")
     ] = None,
     dtype: options.Dtype = "auto",
-    backend: Annotated[Literal["auto", "local", "te"], typer.Option(help="What the layers are built from.")] = "local",
+    backend: Annotated[
+        Literal["auto", "local", "te"],
+        typer.Option(
+            help="Implementation of the layers, as in training. local by default, where training has auto, since the "
+            "engine decodes with those layers."
+        ),
+    ] = "local",
     *,
-    parallel: Annotated[ParallelConfig, options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel")],
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for the JSON object that is printed.")] = None,
+    parallel: Annotated[ParallelConfig, options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel_size")],
+    output: Annotated[Path | None, typer.Option(help="File for the JSON object that is printed.")] = None,
     columns: ColumnNames,
 ) -> None:
     """Print how often a base accepts its heads' drafts on held-out data, one row per source.
@@ -53,8 +65,8 @@ def acceptance(
     from mtpkit.files import check_writable, write_file
     from mtpkit.training.evaluation import evaluate_directory
 
-    if json_file is not None:
-        check_writable(json_file, file=True)
+    if output is not None:
+        check_writable(output, file=True)
     found = evaluate_directory(
         model,
         data,
@@ -71,8 +83,8 @@ def acceptance(
     if found is None:  # another process prints it
         return
     line = json.dumps(found)
-    if json_file is not None:
-        write_file(json_file, line + "\n")
+    if output is not None:
+        write_file(output, line + "\n")
     _show(found)
     print(line)
 

@@ -3,8 +3,9 @@
 import math
 import re
 import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from pydantic import ValidationError
@@ -26,6 +27,11 @@ OLD_NAMES = {
     "--prompt-len": ("--prompt-length",),
     "--context-len": ("--context-length",),
     "--document-len": ("--document-length",),
+    "--tensor-parallel": ("--tensor-parallel-size",),
+    "--pipeline-parallel": ("--pipeline-parallel-size",),
+    "--expert-parallel": ("--expert-parallel-size",),
+    "--data-parallel": ("--data-parallel-size",),
+    "--warm-up": ("--warm-up-steps",),
 }
 """Former names of options, each with its present names. They still work, but help does not list them."""
 
@@ -54,6 +60,9 @@ class Command(TyperCommand):
     Use it as `@app.command(cls=Command)`. Its list options take several values at once, up to the next option:
     `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`. Not so if it has positional arguments, which could follow a list.
     """
+
+    old_names: ClassVar[Mapping[str, Sequence[str]]] = OLD_NAMES
+    """Former names of its options, each with its present names; an option of a former name keeps it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as usual, with former names of options and lists of values as well, and look at all values."""
@@ -87,15 +96,15 @@ class Command(TyperCommand):
         known = {name for param in self.params for name in param.opts}
         line = args[: args.index("--")] if "--" in args else args
         typed = {arg.partition("=")[0] for arg in line}
-        for former in OLD_NAMES.keys() & typed - known:
-            for param in [one for one in self.params if set(one.opts) & set(OLD_NAMES[former])][:1]:
+        for former in self.old_names.keys() & typed - known:
+            for param in [one for one in self.params if set(one.opts) & set(self.old_names[former])][:1]:
                 param.opts = [former, *(name for name in param.opts if name in typed)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, in which options have their present names even if the command line has former ones."""
         for param in self.params:
             present = f"--{(param.name or '').replace('_', '-')}"
-            if present in OLD_NAMES.get(param.opts[0], ()):
+            if present in self.old_names.get(param.opts[0], ()):
                 param.opts = [present]
         super().format_help(ctx, formatter)
 

@@ -30,7 +30,8 @@ Sources = Annotated[
 ]
 ColumnNames = Annotated[Columns, options.Fields(suffix="_column")]
 ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")]
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", *_PENALTIES)
 _ENGINE = (
     "model",
     "num_speculative_tokens",
@@ -149,7 +150,8 @@ def regenerate(
     resolve_drafts(config_of(model), engine.num_speculative_tokens)  # refused before any data is read
     tokenizer = _tokenizer(find_companions(model), chat_template)
     prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit)
-    with Journal(output, journal_settings(model, prompts, sampling, seed, engine.dtype)) as journal:
+    settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _penalties(sampling)
+    with Journal(output, settings) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")
         llm = LLM(**vars(replace(engine, tokenizer=tokenizer)))
@@ -218,6 +220,12 @@ def draft_vocab(
     vocab = build_draft_vocab(data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns)
     write_file(output, vocab.to_json())
     print(f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover {vocab.coverage:.2%} of the data")
+
+
+def _penalties(sampling: SamplingParams) -> dict[str, object]:
+    """The penalties that are not the defaults; journals without them are those of earlier versions too."""
+    values = {name: getattr(sampling, name) for name in _PENALTIES}
+    return {name: value for name, value in values.items() if value != getattr(SamplingParams, name)}
 
 
 def _tokenizer(directory: Path, chat_template: Path | None = None) -> "Tokenizer":

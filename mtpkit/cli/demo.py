@@ -28,6 +28,7 @@ app = new_app()
 
 ROOT = Path(mtpkit.__file__).parent.parent
 CONFIG = Path("examples/train_tiny.yaml")
+OUTPUT = Path("outputs/demo")
 TRAINING_MODULES = 200
 """Modules of the standard library's 1,400: more text than the demo's training reads."""
 LEAST_LENGTH = 1.8
@@ -42,14 +43,17 @@ def demo(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help=f"Training settings that replace those of {CONFIG}."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Directory for everything; an earlier demo in it is removed.")] = (
-        ROOT / "outputs" / "demo"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Directory for everything; an earlier demo in it is removed. By default {OUTPUT} in the checkout."
+        ),
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 32,
 ) -> None:
     """Train MTP heads on the tiny base, convert them there and back, measure the speedup on held-out prompts."""
-    out = output.resolve()
+    out = (ROOT / OUTPUT if output is None else output).resolve()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)  # the examples name their files from here
     _check_place(out)

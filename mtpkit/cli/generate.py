@@ -70,7 +70,7 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(help="File for the outputs in place of stdout, written whole or not at all.")
     ] = None,
-    data_parallel: Annotated[
+    data_parallel_size: Annotated[
         int,
         typer.Option(min=1, help="Processes, each with the whole model and a GPU, that share out the prompts."),
     ] = 1,
@@ -83,7 +83,7 @@ def generate(
 
     Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed. A model is split over
     processes by: torchrun --standalone --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
-    Prompts of a file are shared out over processes with a whole model each by --data-parallel.
+    Prompts of a file are shared out over processes with a whole model each by --data-parallel-size.
     """
     from mtpkit.engine.loading import config_of, resolve_tree
     from mtpkit.engine.ranks import of_first_rank, reports
@@ -91,17 +91,17 @@ def generate(
     from mtpkit.files import check_writable
 
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    if data_parallel > 1:
-        gpus_of_replicas(engine, data_parallel)  # refused before anything is done
+    if data_parallel_size > 1:
+        gpus_of_replicas(engine, data_parallel_size)  # refused before anything is done
     if output is not None:
         check_writable(output, file=True)
     first = reports(engine.tensor_parallel_size, engine.pipeline_parallel_size)
     k = engine.num_speculative_tokens
     _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
     given = of_first_rank(ranks, lambda: _prompts(prompt, prompts))
-    if len(given) < data_parallel:
-        print(f"{counted(len(given), 'prompt')}: no more of {data_parallel} replicas are started", file=sys.stderr)
-    replicas = min(data_parallel, len(given))
+    if len(given) < data_parallel_size:
+        print(f"{counted(len(given), 'prompt')}: no more of {data_parallel_size} replicas are started", file=sys.stderr)
+    replicas = min(data_parallel_size, len(given))
     with _decoder(engine, replicas, len(given)) as llm, _destination(output if first else None) as file:
         stream = llm.stream(given, sampling)
         if memory_plan or llm.memory_plan.total:

@@ -1,6 +1,7 @@
 """The training benchmark drives the trainer's step, and its figures hang together."""
 
 import dataclasses
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mtpkit.bench.train import TrainBenchConfig, measure_training
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.kinds import KINDS
 
-CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm_up=1)
+CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm_up_steps=1)
 
 
 def measure(**changes):
@@ -72,6 +73,14 @@ def test_heads_have_layers_of_the_base_or_those_of_its_heads(config, pattern, mo
     assert settings[0].mtp.pattern == result.settings["pattern"] == pattern and f"heads {pattern} x 3" in result.title
 
 
+@pytest.mark.parametrize(("distinct", "attention"), [(False, "serving"), (True, "per_depth")])
+def test_auto_is_settled_as_in_training(distinct, attention):
+    config = dataclasses.replace(CONFIG, k=2, steps=1, distinct=distinct, backend="auto")
+    settings = measure_training(get_base("nemotron-h-tiny"), config, "tiny").settings
+    assert (CONFIG.attention, CONFIG.backend) == ("auto", "local")
+    assert (settings["attention"], settings["backend"]) == (attention, "local" if not torch.cuda.is_available() else ANY)
+
+
 def test_mfu_is_of_the_stated_peak_and_not_of_the_measured_rate(monkeypatch):
     monkeypatch.setattr(train, "find_peak", lambda device: (1e15, None))
     row = measure()
@@ -103,7 +112,9 @@ def test_settings_that_cannot_be_measured_are_all_named():
     with pytest.raises(UserError, match=r"micro_batches is 0.*; document_length is -1.*; steps is 0"):
         dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1)
     with pytest.raises(UserError, match=r"serving attention.*; offload moves .*; cached hidden states leave no base"):
-        dataclasses.replace(CONFIG, distinct=True, offload=True, warm_up=0, cached=True, base_fp8=True)
+        dataclasses.replace(
+            CONFIG, distinct=True, attention="serving", offload=True, warm_up_steps=0, cached=True, base_fp8=True
+        )
 
 
 def test_the_stopwatch_adds_up_spans(device):

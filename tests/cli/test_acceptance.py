@@ -17,7 +17,7 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
     data = [f"first={tmp_path / 'cats.txt'}", f"second={tmp_path / 'code.txt'}"]
     options = "--sequence-length 24 --batch-size 2 --num-sequences 3 --num-depths 3 --dtype float32"
     file = tmp_path / "found.json"
-    assert call(app, "--model", model_dir, "--data", *data, *options.split(), "--json", file) == 0
+    assert call(app, "--model", model_dir, "--data", *data, *options.split(), "--output", file) == 0
     *table, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert json.loads(file.read_text()) == found
@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(call, capsys, 
         (tmp_path, 2, f"{tmp_path} is a directory; name a file"),
         (tmp_path / "no" / "x.json", 2, "no/x.json must be a file in a directory that exists"),
     ):
-        assert call(app, "--model", tmp_path, "--data", tmp_path, "--json", file) == code
+        assert call(app, "--model", tmp_path, "--data", tmp_path, "--output", file) == code
         assert says in capsys.readouterr().err
 
 
@@ -52,7 +52,7 @@ def test_a_model_split_over_processes_is_evaluated_the_same(split, model_dir, ca
     options = ["--model", model_dir, "--data", tmp_path / "cats.txt", "--sequence-length", 24]
     assert call(app, *options) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    run_ranks(call_rank, [*map(str, options), f"--{split}-parallel=2", f"--json={tmp_path / 'found.json'}"])
+    run_ranks(call_rank, [*map(str, options), f"--{split}-parallel-size=2", f"--output={tmp_path / 'found.json'}"])
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["positions"] == alone["positions"] > 0
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
@@ -63,8 +63,8 @@ def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path
     (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
     options = ["--model", model_dir, "--data", tmp_path / "cats.txt"]
     for more, says in (
-        (["--tensor-parallel", 3], "cannot be split over tensor=3 ranks"),
-        (["--tensor-parallel", 2, "--sequence-length", 25], "25 tokens cannot be split over 2 ranks"),
+        (["--tensor-parallel-size", 3], "cannot be split over tensor=3 ranks"),
+        (["--tensor-parallel-size", 2, "--sequence-length", 25], "25 tokens cannot be split over 2 ranks"),
     ):
         assert call(app, *options, *more) == 2
         error = capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_a_model_of_weights_that_are_no_numbers_fails(model_dir, call, capsys, t
     monkeypatch.setattr("mtpkit.training.evaluation.load_model", load)
     (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
     file = tmp_path / "found.json"
-    data = ["--data", f"cats={tmp_path / 'cats.txt'}", "--sequence-length", 24, "--json", file]
+    data = ["--data", f"cats={tmp_path / 'cats.txt'}", "--sequence-length", 24, "--output", file]
     assert call(app, "--model", model_dir, *data) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("mtpkit: error: held-out data cats: NaN or infinity in the loss of depth 1, 2; ")

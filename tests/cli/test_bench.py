@@ -198,7 +198,7 @@ def test_train(call, capsys, tmp_path):
     options = (
         "--model nemotron-h-tiny --sequence-length 24 40 --loss kl tv ce --k 2 --pattern M* --distinct --recompute"
     )
-    options += " --attention per_depth --document-len 9 --micro-batches 2 --steps 1 --warm-up 0 --optimizer muon"
+    options += " --attention per_depth --document-len 9 --micro-batches 2 --steps 1 --warm-up-steps 0 --optimizer muon"
     assert call(app, "train", *options.split(), "--output", tmp_path) == 0
     found = last_line(capsys)
     cases = [(row["sequence_length"], row["loss"], row["tokens"]) for row in found["rows"]]
@@ -284,12 +284,12 @@ def test_large_shapes_are_those_of_billions_of_weights():
             "train --model nemotron-h-tiny --loss kl mse",
             "--loss is ['kl', 'mse'], must be a list of 'kl', 'tv' or 'ce'",
         ),
-        ("train --model nemotron-h-tiny --distinct", "serving attention is for one repeated head"),
+        ("train --model nemotron-h-tiny --distinct --attention serving", "serving attention is for one repeated head"),
         ("train --model nemotron-h-tiny --sequence-length 64 3", "data.sequence_length must be at least 5"),
-        ("train --model nemotron-h-tiny --cached --pipeline-parallel 2", "set parallel.pipeline=1"),
+        ("train --model nemotron-h-tiny --cached --pipeline-parallel-size 2", "set parallel.pipeline=1"),
         ("train --model nemotron-h-tiny --base-fp8 --dtype float32", "--base-fp8 needs dtype=bfloat16"),
         ("train --model nemotron-h-tiny --cached --base-fp8 --dtype bfloat16", "leave no base for --base-fp8"),
-        ("train --model nemotron-h-tiny --tensor-parallel 3", "set parallel.tensor to a divisor"),
+        ("train --model nemotron-h-tiny --tensor-parallel-size 3", "set parallel.tensor to a divisor"),
     ],
 )
 def test_what_cannot_be_measured(command, error, call, capsys):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from mtpkit.bench.sizes import SHAPES
 from mtpkit.cli.command import OLD_NAMES, Command, new_app
+from mtpkit.cli.demo import ROOT
 from mtpkit.cli.main import COMMANDS, OLD_COMMANDS
 from mtpkit.cli.main import app as mtpkit
 from mtpkit.cli.options import Fields, takes_options
@@ -105,14 +106,20 @@ def test_help_fits_80_columns_and_cuts_nothing(command: list[str], monkeypatch: 
     assert "\u2026" not in result.output and not re.search(r"\w\.\.\.$", result.output, re.MULTILINE)
     names = {name for param in find(command).params for name in param.opts if name.startswith("-")}
     assert "--help" in result.output and not [name for name in names if name not in result.output]
-    assert not [name for name in OLD_NAMES if re.search(rf"{name}\b(?!-)", result.output)]
+    formers = getattr(find(command), "old_names", OLD_NAMES).keys() - names
+    assert not [name for name in formers if re.search(rf"{name}\b(?!-)", result.output)]
+
+
+@pytest.mark.parametrize("command", words(), ids=" ".join)
+def test_help_has_no_path_of_this_machine(command: list[str]) -> None:
+    assert str(ROOT) not in "".join(CliRunner().invoke(mtpkit, [*command, "--help"], terminal_width=999).output)
 
 
 @pytest.mark.parametrize("command", words()[1:], ids=" ".join)
 def test_help_has_the_present_names_beside_a_former_one(command: list[str]) -> None:
     formers = [
         former
-        for former, present in OLD_NAMES.items()
+        for former, present in getattr(find(command), "old_names", OLD_NAMES).items()
         for param in find(command).params
         if set(param.opts) & set(present) and former not in param.opts
     ]
@@ -152,6 +159,15 @@ def test_a_single_option_takes_one_value() -> None:
         ("generate --model x --num-speculative-tokens many", "--num-speculative-tokens is 'many', must be"),
         ("data regenerate --model x --data y --output z --k many", "--k is 'many', must be a whole number or 'auto'"),
         ("data regenerate --model {model} --data y --output z.jsonl --k 3", "--k is 3, but the model has 2 distinct"),
+        ("speedup --model x --prompts y --speculative-num-draft-tokens 1", "tokens is 1, must be from 2 to"),
+        ("generate --model x --speculative-num-draft-tokens 1", "tokens is 1, must be from 2 to"),
+        ("generate --model x --data-parallel 0", "Invalid value for '--data-parallel': must be at least 1, not 0"),
+        ("acceptance --model x --data y --tensor-parallel 0", "--tensor-parallel is 0, must be from 1 to"),
+        ("acceptance --model x --data y --json=", "Invalid value for '--json': it is empty"),
+        (
+            "bench train --pipeline-parallel 0 --warm-up -1",
+            "--pipeline-parallel is 0, must be from 1 to 1048576; --warm-",
+        ),
         ("generate --model x --prompt-file=", "Invalid value for '--prompt-file': it is empty"),
         ("generate --model {model} --k 3 a", "--k is 3, but the model has 2 distinct MTP heads"),
         ("generate --model {model} --num-speculative-tokens 3 a", "--num-speculative-tokens is 3, but the model has 2"),

@@ -32,6 +32,19 @@ def arguments(model_dir, prompts):
     return ["regenerate", "--model", model_dir, "--data", prompts, *sampling, "--output"]
 
 
+def test_penalties_count_and_are_settings_of_the_journal(tmp_path, arguments, call, capsys, monkeypatch) -> None:
+    plain, penalised = tmp_path / "plain.jsonl", tmp_path / "penalised.jsonl"
+    assert call(app, *arguments, plain) == 0
+    assert call(app, *arguments, penalised, "--repetition-penalty", 1e6) == 0
+    assert answers(plain) != answers(penalised)
+    monkeypatch.setattr("mtpkit.data.regenerate.Journal.publish", lambda journal: None)
+    again = tmp_path / "again.jsonl"
+    assert call(app, *arguments, again) == 0
+    capsys.readouterr()
+    assert call(app, *arguments, again, "--repetition-penalty", 2) == 2
+    assert "again.jsonl.partial:1 must hold the settings" in capsys.readouterr().err
+
+
 def answers(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -207,7 +207,7 @@ def test_replicas_write_what_one_process_prints(options, model_dir, several, cal
     options = ["--model", model_dir, "--prompts", several, "--max-tokens", 8, "--no-enable-prefix-caching", *options]
     assert call(app, *options) == 0
     one = capsys.readouterr()
-    assert call(app, *options, "--data-parallel", 2, "--output", tmp_path / "out") == 0
+    assert call(app, *options, "--data-parallel-size", 2, "--output", tmp_path / "out") == 0
     two = capsys.readouterr()
     assert not two.out and (tmp_path / "out").read_text() == one.out
     assert f"2 replicas load {model_dir}\n40 tokens in " in two.err
@@ -216,7 +216,7 @@ def test_replicas_write_what_one_process_prints(options, model_dir, several, cal
 
 
 def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, call, capsys):
-    assert call(app, "--model", model_dir, "--max-tokens", 8, "--data-parallel", 3, PROMPT) == 0
+    assert call(app, "--model", model_dir, "--max-tokens", 8, "--data-parallel-size", 3, PROMPT) == 0
     printed = capsys.readouterr()
     assert printed.out == answer(PROMPT).text + "\n" and "1 prompt: no more of 3 replicas are started\n" in printed.err
 
@@ -224,13 +224,13 @@ def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--data-parallel", 2, "--tensor-parallel-size", 2), "--tensor-parallel-size 2 splits it: leave one out"),
+        (("--data-parallel-size", 2, "--tensor-parallel-size", 2), "--tensor-parallel-size 2 splits it: leave one out"),
         (
-            ("--data-parallel", 2, "--max-model-len", 1),
+            ("--data-parallel-size", 2, "--max-model-len", 1),
             "prompts.txt:1: 1 prompt tokens + --max-tokens 1 exceed --max-model-len 1",
         ),
         (("--max-model-len", 1), "prompts.txt:1: 1 prompt tokens + --max-tokens 1 exceed --max-model-len 1"),
-        (("--data-parallel", 0), "'--data-parallel': must be at least 1, not 0"),
+        (("--data-parallel-size", 0), "'--data-parallel-size': must be at least 1, not 0"),
         (("--output", "."), "is a directory; name a file"),
     ],
 )

@@ -85,7 +85,7 @@ PLACES = {
     "convert export destination": "out",
     "convert stitch destination": "out",
     "speedup --output": "out",
-    "acceptance --json": "out.json",
+    "acceptance --output": "out.json",
     **{f"bench {name} --output": "out" for name in ("decode", "prefill", "load", "train", "kernels", "roofline")},
     **dict.fromkeys(("bench convert --output", "bench convert --directory"), "out"),
     "bench load --save-requests": "out.json",
