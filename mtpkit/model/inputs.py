@@ -8,7 +8,7 @@ Shape legend: T tokens of a step, R rows (requests) of a step, s sequence, b bat
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -77,17 +77,32 @@ def _starts(lens: tuple[int, ...], device: torch.device) -> Tensor:
     return to_device([*accumulate(lens, initial=0)], torch.int64, device)
 
 
+class DepthStreams:
+    """What the depths of one forward pass leave for the later ones, by name, an entry for each depth: the one input
+    that layers write to."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[object]] = {}
+
+    def leave(self, name: str, depth: int, entry: object) -> None:
+        """Keep the entry of a depth, from 1; a second one of the same depth is not kept."""
+        entries = self._entries.setdefault(name, [])
+        if len(entries) < depth:
+            entries.append(entry)
+
+    def before(self, name: str, depth: int) -> list[object]:
+        """Entries of the depths before `depth`, in order."""
+        return self._entries.get(name, [])[: depth - 1]
+
+
 @dataclass(frozen=True)
 class DepthInput(SequenceInput):
     """Sequences at MTP depth `depth` under serving attention: a query at i sees depth 1's entries j <= i and the
-    entries of depths 2..depth of the same i.
-
-    `streams` maps a layer's name to what its earlier depths left there for the later ones; one fresh dict serves all
-    depths of a forward pass.
+    entries of depths 2..depth of the same i. All depths of a forward pass have the same `streams`.
     """
 
     depth: int = 1
-    streams: dict[str, list[Any]] = field(default_factory=dict)
+    streams: DepthStreams = field(default_factory=DepthStreams)
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
         return super().positions_in(batch, length, device) + self.depth - 1
@@ -99,14 +114,15 @@ class DepthInput(SequenceInput):
             Entries of depths 1..depth in order. A depth that runs again in the backward, because its activations were
             not kept, leaves nothing a second time and sees what it saw.
         """
-        entries = self.streams.setdefault(name, [])
-        if len(entries) < self.depth:
-            entries.append(entry)
-        return [*entries[: self.depth - 1], entry]
+        self.streams.leave(name, self.depth, entry)
+        return [*cast(list[T], self.streams.before(name, self.depth)), entry]
 
-    def left(self, name: str) -> list[Any]:
-        """Entries that depths 1..depth - 1 left under `name`, in order."""
-        return self.streams.get(name, [])[: self.depth - 1]
+    def left[T](self, name: str, kind: type[T], first: int = 1) -> list[T]:
+        """Entries that depths first..depth - 1 left under `name`, in order, all of one type."""
+        entries = self.streams.before(name, self.depth)[first - 1 :]
+        found = [entry for entry in entries if isinstance(entry, kind)]
+        assert len(found) == len(entries), f"{name} holds other entries than {kind.__name__}"
+        return found
 
 
 @dataclass(frozen=True)

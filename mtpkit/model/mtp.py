@@ -30,7 +30,7 @@ from mtpkit.kernels.integer_rows import IntegerRows
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import mtp_input
 from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks
-from mtpkit.model.inputs import DepthInput, LayerInput, SequenceInput, StepInput
+from mtpkit.model.inputs import DepthInput, DepthStreams, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.layers.base import keeping_inputs, linear_of
 from mtpkit.model.layers.embedding import IntegerEmbedding
@@ -324,7 +324,7 @@ def unroll_depths(
     serving = repeated if attention is None else attention == "serving"
     assert repeated or not serving, "distinct heads have a cache per depth: per_depth"
     rules = model.mtpkit_config.mtp
-    streams: dict = {}
+    streams = DepthStreams()
     base = normed_states(model, hidden) if mix is not None and rules.hands_on_normed(1) else hidden
     assert mix is None or rules.hands_on_normed(1) or not rules.hands_on_normed(0), "see `mix`"
     for depth in range(1, num_depths + 1):

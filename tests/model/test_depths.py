@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mtpkit.model import SequenceInput, base_forward, build_model, embed, mtp_forward, shift_tokens, unroll_depths
+from mtpkit.model.inputs import DepthInput, DepthStreams
 from mtpkit.model.layers import delta, mamba
 from tests.kernels.recurrence import relative
 from tests.model.toy import CONFIG, DELTA, packed, toy_model, toy_tokens
@@ -173,3 +174,14 @@ def test_gradients_reach_every_head_parameter_through_all_depths(mtp_pattern):
                 parameter.add_(directions[name], alpha=sign * 1e-3)
             ends.append(value().item())
     assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(slope, rel=2e-2)
+
+
+def test_depths_see_what_earlier_ones_left():
+    """A depth that runs again leaves nothing, and one type is asked for."""
+    streams = DepthStreams()
+    one, two, three = (DepthInput(depth=depth, streams=streams) for depth in (1, 2, 3))
+    assert one.leave("a", 1.0) == [1.0] and two.leave("a", 2.0) == [1.0, 2.0]
+    assert one.leave("a", 5.0) == [5.0] and three.left("a", float) == [1.0, 2.0]
+    assert three.left("a", float, first=2) == [2.0] and not one.left("a", float) and not three.left("b", float)
+    with pytest.raises(AssertionError, match="a holds other entries than str"):
+        two.left("a", str)

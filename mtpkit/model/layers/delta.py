@@ -183,7 +183,7 @@ class GatedDeltaNet(RecurrentMixer):
         rep = self.num_value_heads // self.num_key_heads
         log_decay = current.g  # from the depth at hand to depth k
         total = torch.zeros_like(held)
-        for entry, u in zip(reversed(later[:-1]), reversed(inputs.left(name)[1:]), strict=True):
+        for entry, u in zip(reversed(later[:-1]), reversed(inputs.left(name, Tensor, first=2)), strict=True):
             scores = (reads.float() * entry.k.float()[:, :, None]).sum(-1).repeat_interleave(rep, -1)
             total = total + (torch.exp(log_decay)[:, :, None] * scores)[..., None] * u[:, :, None]
             log_decay = log_decay + entry.g
