@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ warnings.filterwarnings("ignore", message="The argument order of load has been c
 # torch warns when a single process loads one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+Dtype = Literal["float32", "bfloat16"]
+"""Names of the dtypes that weights and activations have."""
 
 
 def _keep_megatron_eager() -> None:
@@ -76,6 +79,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+@overload
+def resolve_dtype(dtype: Dtype | Literal["auto"], device: torch.device) -> Dtype: ...
+@overload
+def resolve_dtype(dtype: str, device: torch.device) -> str: ...
 def resolve_dtype(dtype: str, device: torch.device) -> str:
     """The dtype that `auto` is for the weights of a model: bfloat16 on a GPU, float32 on a CPU; any other as it is."""
     if dtype != "auto":

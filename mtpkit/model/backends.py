@@ -5,6 +5,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -14,6 +15,7 @@ from mtpkit.model.layers.attention import CoreAttention
 from mtpkit.model.layers.linear import ColumnParallelLinear, CopiedLinear, NormColumnParallelLinear, RowParallelLinear
 from mtpkit.model.layers.norm import RMSNorm
 
+BackendName = Literal["local", "te"]
 _logger = logging.getLogger(__name__)
 
 
@@ -80,7 +82,7 @@ def get_backend(name: str) -> Backend:
     return BACKENDS[name]()
 
 
-def resolve_backend(name: str) -> str:
+def resolve_backend(name: BackendName | Literal["auto"]) -> BackendName:
     """`name`, or for `auto` the name of the backend that this machine has best: `te` with a GPU and Transformer Engine,
     else `local`; with a warning where Transformer Engine is there and does not work."""
     if name != "auto":

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
-from mtpkit.model.backends import resolve_backend
+from mtpkit.model.backends import BackendName, resolve_backend
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.mtp import DepthAttention
-from mtpkit.platform import default_device, device_name, ensure_distributed, resolve_dtype
+from mtpkit.platform import Dtype, default_device, device_name, ensure_distributed, resolve_dtype
 from mtpkit.training.config.settings import HeadAttention, LossConfig, ParallelConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
 from mtpkit.training.heads import resolve_attention
@@ -122,8 +123,8 @@ def evaluate_directory(
     attention: HeadAttention = "auto",
     batch_size: int = 1,
     max_sequences: int | None = None,
-    dtype: str = "auto",
-    backend: str = "local",
+    dtype: Dtype | Literal["auto"] = "auto",
+    backend: BackendName | Literal["auto"] = "local",
     parallel: ParallelConfig | None = None,
 ) -> dict[str, object] | None:
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,8 +81,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     attention = resolve_attention(heads.attention, model)
     init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
-    backend = cast(Any, resolve_backend(config.backend))
-    dtype = cast(Any, resolve_dtype(config.dtype, default_device()))
+    backend = resolve_backend(config.backend)
+    dtype = resolve_dtype(config.dtype, default_device())
     exact = dtype == "float32" and config.matmul_precision == "highest"
     if backend == "te" and exact and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         _logger.warning(
