@@ -1,11 +1,24 @@
 """Incremental detokenization, and the search for stop strings."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 _PROMPT_TAIL = 5
 """Prompt tokens that are decoded with the output, so that tokenizers that mark word starts join the two as one text."""
 _REPLACEMENT = "\ufffd"
 """Character that a decoder shows for the bytes of an unfinished character."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that an engine calls."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of a text, special tokens included."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+        ...
 
 
 class Detokenizer:
@@ -16,7 +29,7 @@ class Detokenizer:
     decoded until the text is read or the request ends.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
         self._token_ids = list(prompt_token_ids[-_PROMPT_TAIL:])
         self._window = 0

@@ -5,14 +5,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mtpkit.config.checked import are_whole, is_whole
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.detokenizer import Detokenizer
+from mtpkit.engine.detokenizer import Detokenizer, Tokenizer
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.executor import Executor, Launched, Verifier
 from mtpkit.engine.options import EngineConfig
@@ -52,7 +51,7 @@ class Engine:
         drafter: Drafter,
         vocab_size: int,
         device: torch.device,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         eos_token_ids: Sequence[int] = (),
         verifier: Verifier | None = None,
         ranks: Ranks | None = None,
@@ -143,6 +142,7 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise UserError(f"{where}: stop strings need a tokenizer, use stop_token_ids or give one")
         counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
+        text = None if self.tokenizer is None else Detokenizer(self.tokenizer, tokens, params.stop_strings)
         request = Request(
             request_id=name,
             prompt_token_ids=list(map(int, tokens)),
@@ -152,7 +152,7 @@ class Engine:
             stats=RequestStats(**vars(counts), state_bytes=self.layout.slot_bytes),
             processors=processors_of(params, self.vocab_size),
             prompt=prompt,
-            detokenizer=self.tokenizer and Detokenizer(self.tokenizer, tokens, params.stop_strings),
+            detokenizer=text,
             place=place,
             end_token_ids=frozenset(params.stop_token_ids or ())
             | (frozenset() if params.ignore_eos else self.scheduler.eos_token_ids),

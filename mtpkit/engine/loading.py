@@ -4,11 +4,12 @@ import functools
 import logging
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from mtpkit.config import ModelConfig, MtpConfig
+from mtpkit.engine.detokenizer import Tokenizer
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.memory import MemoryPlan
 from mtpkit.engine.options import EngineOptions
@@ -18,15 +19,16 @@ from mtpkit.kernels import MOST_TREE_TOKENS
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
 from mtpkit.kernels.integer_rows import IntegerBits
 from mtpkit.model import round_draft_embedding
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.stages import StageBalance
-from mtpkit.platform import default_device, resolve_dtype
+from mtpkit.platform import Dtype, default_device, resolve_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFT_EMBEDDING_BITS: dict[str, IntegerBits] = {"int8": 8, "int4": 4}
 _logger = logging.getLogger(__name__)
 
 
-def config_of(model: Any) -> ModelConfig:
+def config_of(model: HybridModel | str | Path) -> ModelConfig:
     """The config of a model, or of a model directory without reading its weights.
 
     Raises:
@@ -38,15 +40,15 @@ def config_of(model: Any) -> ModelConfig:
 
 
 def open_model(
-    model: Any,
-    dtype: str,
+    model: HybridModel | str | Path,
+    dtype: Dtype | Literal["auto"],
     device: torch.device | str | int | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer | str | Path | None,
     ranks: int = 1,
     whole_experts: bool = False,
     stages: int = 1,
     balance: StageBalance = "memory",
-) -> tuple[Any, Any, list[int]]:
+) -> tuple[HybridModel, Tokenizer | None, list[int]]:
     """Load model and tokenizer from directories, or take them as given.
 
     Args:
@@ -64,11 +66,10 @@ def open_model(
     Raises:
         UserError: a directory that cannot be loaded, a model of another dtype, a device that does not exist.
     """
-    place = _device(device)
-    if isinstance(tokenizer, str | Path):
-        from mtpkit.data.tokenizer import load_tokenizer
+    from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
-        tokenizer = load_tokenizer(tokenizer)
+    place = _device(device)
+    read: Tokenizer | None = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if not isinstance(model, str | Path):
         weight = next(model.parameters())
         own = weight.dtype
@@ -78,9 +79,8 @@ def open_model(
             )
         if dtype != "auto" and DTYPES[dtype] != own:
             raise UserError(f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert the model")
-        return (model if device is None else model.to(place)).eval(), tokenizer, sorted(_end_tokens(model, tokenizer))
+        return (model if device is None else model.to(place)).eval(), read, sorted(_end_tokens(model, read))
     from mtpkit.checkpoint import end_token_ids, find_companions, load_model
-    from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
     loaded = load_model(
         model,
@@ -94,10 +94,10 @@ def open_model(
         sequence_parallel=False,
     )
     beside = find_companions(model)
-    if tokenizer is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
-        tokenizer = load_tokenizer(beside)
+    if read is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
+        read = load_tokenizer(beside)
     vocab_size = loaded.mtpkit_config.vocab_size
-    return loaded, tokenizer, sorted(_end_tokens(loaded, tokenizer) | end_token_ids(beside, vocab_size))
+    return loaded, read, sorted(_end_tokens(loaded, read) | end_token_ids(beside, vocab_size))
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
@@ -119,7 +119,7 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     return place
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def _end_tokens(model: HybridModel, tokenizer: Tokenizer | None) -> frozenset[int]:
     own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(model.mtpkit_config.eos_token_ids) | ({own} if isinstance(own, int) else set())
 
@@ -197,7 +197,7 @@ def check_children(tree: Tree | None, tokens: int) -> None:
         )
 
 
-def round_embedding(model: Any, dtype: str, depths: int, stages: int) -> None:
+def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) -> None:
     """Give the embedding that a model's last pipeline stage has for drafts another type, or say why that has no effect.
 
     Args:
@@ -236,7 +236,7 @@ def warn_untrained(model: str, k: int, depths: int) -> None:
     )
 
 
-def check_trained(model: Any, heads: MtpConfig, k: int) -> None:
+def check_trained(model: HybridModel | str | Path, heads: MtpConfig, k: int) -> None:
     """Warn if a repeated head is to make more drafts than it has depths, where its file says how many it has."""
     if heads.repeated and heads.depths_known and k > heads.num_depths:
         warn_untrained(str(model) if isinstance(model, str | Path) else "the model given", k, heads.num_depths)

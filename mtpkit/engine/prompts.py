@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpkit.config.checked import are_whole, is_list, is_whole
+from mtpkit.engine.detokenizer import Tokenizer
 from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, listed, shown
 
@@ -69,7 +70,7 @@ def list_params(
     return list(sampling_params)
 
 
-def encode(prompt: Prompt, tokenizer: Any, name: str) -> tuple[str | None, Sequence[int]]:
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> tuple[str | None, Sequence[int]]:
     """Text (None if token ids were given) and token ids of a prompt.
 
     Args:
