@@ -11,9 +11,10 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import Field as DataclassField
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
+from typing import IO, Annotated, Any, ClassVar, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -27,15 +28,46 @@ from mtpkit.files import JsonObject, parse_json, staged_file
 logger = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    """The part of `mtpkit.engine.Engine` that is needed here."""
+class Sampling(Protocol):
+    """What is known here of `mtpkit.engine.SamplingParams`: a dataclass with a field `seed`."""
 
-    def add_request(self, prompt_token_ids: Sequence[int], params: Any, request_id: str) -> str:
+    __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]: ...
+
+
+class Completion(Protocol):
+    """The part of `mtpkit.engine.CompletionOutput` that is needed here."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+class Output(Protocol):
+    """The part of `mtpkit.engine.RequestOutput` that is needed here."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def outputs(self) -> Sequence[Completion]: ...
+
+
+class Engine[S: Sampling](Protocol):
+    """The part of `mtpkit.engine.Engine` that is needed here, with its sampling parameters S."""
+
+    def add_request(self, prompt_token_ids: Sequence[int], params: S, request_id: str) -> str:
         """Queue a request; UserError if it can never be served."""
         ...
 
-    def step(self, finished_only: bool) -> list[Any]:
-        """Run one step; return `RequestOutput`s of requests with new tokens, or only of those that are finished."""
+    def step(self, finished_only: bool) -> Sequence[Output]:
+        """Run one step; return the outputs of requests with new tokens, or only of those that are finished."""
         ...
 
 
@@ -69,7 +101,9 @@ class Answer:
         return json.dumps(values, ensure_ascii=False) + "\n"
 
 
-def journal_settings(model: Path, prompts: Sequence[Prompt], params: Any, seed: int, dtype: str) -> dict[str, object]:
+def journal_settings(
+    model: Path, prompts: Sequence[Prompt], params: Sampling, seed: int, dtype: str
+) -> dict[str, object]:
     """All settings that the answers depend on.
 
     Args:
@@ -187,10 +221,10 @@ class Journal:
         return offsets
 
 
-def regenerate(
-    engine: Engine,
+def regenerate[S: Sampling](
+    engine: Engine[S],
     prompts: Sequence[Prompt],
-    params: Any,
+    params: S,
     journal: Journal,
     tokenizer: str,
     seed: int,
@@ -264,6 +298,7 @@ def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokeni
         if completion.finish_reason == "error":
             failed.append(f"{prompt.name}: {completion.error}")
             continue
+        assert completion.finish_reason is not None, "steps return what is finished"
         messages = None
         if prompt.messages is not None:
             messages = [*prompt.messages, {"role": "assistant", "content": completion.text}]
