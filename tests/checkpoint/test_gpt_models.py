@@ -42,9 +42,10 @@ def save_part(rank, settings, sizes, path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
-@pytest.mark.parametrize("case", ["qkv bias", "experts everywhere", "some experts"])
+@pytest.mark.parametrize("case", ["qkv bias", "experts everywhere", "some experts", "latent attention"])
 def test_two_ranks_save_what_one_does(case, sizes, tmp_path):
     settings = CASES[case][0] | dict(num_layers=4)
+    settings |= dict(moe_layer_freq=[0, 1, 1, 0]) if case == "latent attention" else {}
     save_gpt(gpt_model(settings), settings, tmp_path / "one")
     run_ranks(save_part, settings, sizes, tmp_path / "two")
     one, two = (open_weights(tmp_path / name, fit_config=True) for name in ("one", "two"))

@@ -23,7 +23,14 @@ def load_and_save(rank: int, source: Path, out: Path, sizes: dict[str, int]) -> 
 
 @pytest.mark.parametrize(
     ("case", "sizes"),
-    [("tp1/moe", {"tensor_parallel": 2}), ("tp2/moe", {"expert_parallel": 2})],
+    [
+        ("tp1/moe", {"tensor_parallel": 2}),
+        ("tp2/moe", {"expert_parallel": 2}),
+        ("tp1/mla", {"tensor_parallel": 2}),
+        ("tp1/mla", {"expert_parallel": 2}),
+        ("tp1/gdn", {"tensor_parallel": 2}),
+        ("tp1/gated_rope", {"tensor_parallel": 2}),
+    ],
 )
 def test_two_processes(tmp_path, case, sizes):
     run_ranks(load_and_save, GOLDEN / case, tmp_path / "out", sizes)

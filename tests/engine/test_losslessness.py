@@ -28,7 +28,9 @@ def test_plain_decoding_equals_full_recomputation(pattern, mtp_pattern, rollback
 
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("heads, k", [*(("repeated", k) for k in (1, 2, 3, 5)), *(("distinct", k) for k in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "heads, k", [*(("repeated", k) for k in (1, 2, 3, 4, 5)), *(("distinct", k) for k in (1, 2, 3))]
+)
 @pytest.mark.parametrize("guided", [False, True])
 def test_speculation_changes_no_token(heads, k, rollback, guided):
     model = tiny_model(heads)
