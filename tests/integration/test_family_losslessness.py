@@ -1,4 +1,4 @@
-"""Directories of every family, as published: drafts change no token, and are those of whole sequences without caches."""
+"""Published directories of every family: drafts change no token, and are those of whole sequences without caches."""
 
 import pytest
 

@@ -9,10 +9,12 @@ import torch
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
-from mtpkit.model.layers import mamba
+from mtpkit.model.layers import delta, mamba
 from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.depths import DECODINGS, DepthSums, Selection, count_accepted, measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
+from tests.model.toy import MLA
+from tests.toy_config import DELTA
 from tests.training.toy import cut, toy_batch, toy_model
 
 ATTENTION = ["serving", "per_depth"]
@@ -168,9 +170,10 @@ def losses_and_grads(model, batch, attention, recompute=False):
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("mtp_pattern", ["*-", "M*"])
+@pytest.mark.parametrize("mtp_pattern", ["*-", "M*", "G*", "+-"])
 def test_a_packed_document_is_trained_as_if_alone(attention, mtp_pattern):
-    model, batch = toy_model(mtp_pattern=mtp_pattern), toy_batch([[7, 10, 3]])
+    sizes = {"G*": DELTA, "+-": MLA | dict(pattern="M+-")}.get(mtp_pattern, {})
+    model, batch = toy_model(mtp_pattern=mtp_pattern, **sizes), toy_batch([[7, 10, 3]])
     packed = losses_and_grads(model, batch, attention)
     parts = [losses_and_grads(model, cut(batch, 0, *ends), attention) for ends in ((0, 7), (7, 17), (17, 20))]
     torch.testing.assert_close(packed[0], sum(losses for losses, _ in parts), rtol=1e-5, atol=1e-6)
@@ -179,12 +182,19 @@ def test_a_packed_document_is_trained_as_if_alone(attention, mtp_pattern):
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_mamba_heads_train_through_the_kernels_as_through_plain_pytorch(attention, monkeypatch):
+@pytest.mark.parametrize(
+    ("letter", "layer", "kernels", "op"),
+    [("M", mamba, "ssd", "ssd_scan"), ("G", delta, "gated_delta_rule", "delta_rule")],
+)
+def test_recurrent_heads_train_through_the_kernels_as_through_plain_pytorch(
+    letter, layer, kernels, op, attention, monkeypatch
+):
     """Packed documents, depths that continue depth 1's state, and what runs again in the backward."""
-    model, batch = toy_model(mtp_pattern="M*"), toy_batch([[5, 4]])
+    model = toy_model(pattern=f"{letter}*-", mtp_pattern=f"{letter}*", **DELTA)
+    batch = toy_batch([[5, 4]])
     plain = losses_and_grads(model, batch, attention)
-    kernel, calls = importlib.import_module("mtpkit.kernels.ssd.triton").ssd_scan, []
-    monkeypatch.setattr(mamba, "ssd_scan", lambda *args, **named: calls.append(1) or kernel(*args, **named))
+    kernel, calls = getattr(importlib.import_module(f"mtpkit.kernels.{kernels}.triton"), op), []
+    monkeypatch.setattr(layer, op, lambda *args, **named: calls.append(1) or kernel(*args, **named))
     found = losses_and_grads(model, batch, attention, recompute=True)
     assert len(calls) == 1 + 2 * 3  # of the base, and of three depths twice
     torch.testing.assert_close(found[0], plain[0], rtol=1e-5, atol=1e-6)
