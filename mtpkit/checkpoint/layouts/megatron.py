@@ -11,7 +11,7 @@ calls the final norm `decoder.final_layernorm`, and an MTP depth `mtp.layers.0.t
 
 import itertools
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -20,16 +20,10 @@ from mtpkit.checkpoint.tensors import Shape, TensorSource
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import SECTIONS, ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
-from mtpkit.config.sections import (
-    AttentionConfig,
-    GatedDeltaNetConfig,
-    Mamba2Config,
-    MlaConfig,
-    MlpConfig,
-    MoeConfig,
-)
 from mtpkit.errors import UserError, listed, raise_problems, shown
-from mtpkit.model.kinds import KINDS
+from mtpkit.model.kinds import KINDS, kinds_in
+from mtpkit.model.kinds.base import LayerKind
+from mtpkit.model.kinds.settings import LayerMarks
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"
 
@@ -43,27 +37,14 @@ _SLICE = re.compile(r"(.+)\[(\d+)\]")
 _GPT_FINAL_NORM = "decoder.final_layernorm."
 _GPT_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,4})\.)?(.+)")
 _TRANSFORMER_LAYER = re.compile(r"(mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?!layers\.)(.+)")
-_FEED_FORWARD = ("mlp.", "pre_mlp_layernorm.")
-_ROUTER, _FUSED, _PLAIN = "mlp.router.weight", "layer_norm_weight", "pre_mlp_layernorm.weight"
-_LOCAL_NORMS = {f"mlp.linear_fc1.{_FUSED}": (_ROUTER, _PLAIN)} | {
-    local: (f"{linear}.weight", f"{linear}.{_FUSED}")
-    for local, linear in {
-        _PLAIN: "mlp.linear_fc1",
-        "input_layernorm.weight": "self_attention.linear_qkv",
-        "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj",
-        "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj",
-    }.items()
-}
-"""Norms of `GPTModel`'s modules without Transformer Engine, where another tensor is beside them: that one, and what
-the norm is called with Transformer Engine."""
 
 OTHER_NAMES = {
     "vocab_size": ("padded_vocab_size", "vocab_size"),
-    "num_moe_experts": ("num_moe_experts", "num_experts"),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "init_std": ("init_method_std",),
 }
-"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All others have the same name."""
+"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All others, but the `other_keys` of
+layer kinds, have the same name."""
 
 FIXED = {
     "add_bias_linear": False,
@@ -87,22 +68,13 @@ FIXED = {
     "heterogeneous_block_specs": False,
     "heterogeneous_layers_config_path": None,
 }
-"""Settings with one value that can be represented."""
-
-MLA_FIXED = {"rotary_percent": 1.0, "multi_latent_attention": True, "attention_output_gate": False}
-"""The same, for models with multi-head latent attention."""
-
-NO_MLA_FIXED = {"multi_latent_attention": False}
-"""The same, for models without."""
+"""Settings with one value that can be represented, whichever layers a model has."""
 
 _HYBRID = ("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern")
 """Settings that a `GPTModel` has not."""
 
 _ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 """The name in a `TransformerConfig`, and that of Megatron-LM's argument, which sets the former."""
-
-MAMBA_EXPAND = 2
-"""Inner width of a Mamba layer in hidden sizes, where the number of its heads is not given."""
 
 
 class WithoutPadding:
@@ -197,10 +169,11 @@ def hybrid_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, tuple[
 
 def _with_fused_norms(key: str, keys: Container[str]) -> str:
     """The key of a norm in checkpoints of Transformer Engine's modules, which mtpkit follows."""
-    for local, (beside, fused) in _LOCAL_NORMS.items():
-        prefix = key.removesuffix(local)
-        if prefix != key and prefix + beside in keys:
-            return prefix + fused
+    for kind in KINDS.values():
+        for norm in kind.unfused_norms:
+            prefix = key.removesuffix(norm.name)
+            if prefix != key and prefix + norm.beside in keys:
+                return prefix + norm.fused
     return key
 
 
@@ -231,7 +204,7 @@ def _layers(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _half(name: str) -> int:
     """Whether a tensor of a transformer layer belongs to its mixer, 0, or to what comes after that, 1."""
-    return int(name.startswith(_FEED_FORWARD))
+    return int(any(name.startswith(kind.feed_forward) for kind in KINDS.values()))
 
 
 def is_stacked(key: str) -> bool:
@@ -277,12 +250,10 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     file = Values(values, where)
     pattern, mtp_pattern, depths = _patterns(file)
     letters = pattern + mtp_pattern
-    latent = MLA_FIXED if MlaConfig.letter in letters else NO_MLA_FIXED
-    for key, value in (FIXED | latent).items():
-        file.require(key, value)
-    there = [kind for letter, kind in SECTIONS.items() if kind.in_every_file or letter in pattern + mtp_pattern]
-    same = [key for section in there for key in keys_of(section).values()]
-    names = {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES
+    for fixed in (FIXED, *(kind.fixed_settings(kind.letter in letters) for kind in KINDS.values())):
+        for key, value in fixed.items():
+            file.require(key, value)
+    names = _names(letters)
     keys = {field: file.first(*names[field]) for field in names}
     for field in ("vocab_size", "hidden_size"):
         if keys[field] is None:
@@ -290,15 +261,11 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     hidden, heads = file.typed("hidden_size", 0), file.typed("num_attention_heads", 0) or 1
     groups = file.typed("num_query_groups", 0) if file.typed("group_query_attention", True) else 0
     fields: dict[str, object] = {}
-    if MlaConfig.letter in letters:
-        normed = file.typed("qk_layernorm", False)
-        fields["q_proj_layernorm"] = normed and not file.typed("q_lora_rank", 0)
-    if Mamba2Config.letter in letters:  # as Megatron-LM derives it
-        width = max(1, file.typed("mamba_head_dim", Mamba2Config.head_dim))
-        fields["mamba_num_heads"] = MAMBA_EXPAND * hidden // width
+    for kind in kinds_in(letters):
+        fields |= kind.derived_settings(file, hidden)
     fields |= {field: file.get(key) for field, key in keys.items() if key is not None}
-    if file.get("moe_router_score_function", MoeConfig.router_score_function) == "sigmoid":
-        fields.pop("moe_router_pre_softmax", None)  # which Megatron then ignores
+    for ignored in itertools.chain.from_iterable(kind.ignored_settings(file) for kind in KINDS.values()):
+        fields.pop(ignored, None)
     fields |= dict(
         family="",
         pattern=pattern,
@@ -315,6 +282,14 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     shown_as = {field: key or names[field][0] for field, key in keys.items()}
     shown_as |= dict(pattern="hybrid_layer_pattern", mtp_num_depths="mtp_num_layers")
     return config_of_file(where, shown_as, fields)
+
+
+def _names(letters: str) -> dict[str, tuple[str, ...]]:
+    """Key of `ModelConfig` -> Megatron's names for it, with the keys of layer kinds that files of a model have."""
+    there = [section for letter, section in SECTIONS.items() if section.in_every_file or letter in letters]
+    same = [key for section in there for key in keys_of(section).values()]
+    others = {names[0]: names for kind in KINDS.values() for names in kind.other_keys if names[0] in same}
+    return {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES | others
 
 
 def _patterns(file: Values) -> tuple[str, str, int]:
@@ -346,28 +321,29 @@ def _gpt_pattern(file: Values) -> str:
     if problem:
         file.problems.append(problem)
         return ""
-    mixer = MlaConfig.letter if file.typed("multi_latent_attention", False) else AttentionConfig.letter
-    mixers, linears = [mixer] * layers, [MlpConfig.letter] * layers
-    variant = file.get("experimental_attention_variant")
-    if variant == "gated_delta_net":
-        linear = _marks(file, "linear_attention_freq", None, layers, lambda layer, every: (layer + 1) % every != 0)
-        mixers = [GatedDeltaNetConfig.letter if one else mixer for one in linear]
-    elif variant is not None:
-        file.problems.append(f"experimental_attention_variant {shown(variant)} is not supported, only gated_delta_net")
-    experts = file.first(*OTHER_NAMES["num_moe_experts"])
-    if experts and file.typed(experts, 0):
-        sparse = _marks(file, "moe_layer_freq", 1, layers, lambda layer, every: layer % every == 0)
-        linears = [MoeConfig.letter if one else MlpConfig.letter for one in sparse]
-    return "".join(itertools.chain.from_iterable(zip(mixers, linears, strict=True)))
+    mixers = _letters(file, layers, [kind for kind in KINDS.values() if kind.keeps_past])
+    known = [kind.attention_variant for kind in KINDS.values() if kind.attention_variant]
+    if (variant := file.get("experimental_attention_variant")) is not None and variant not in known:
+        file.problems.append(f"experimental_attention_variant {shown(variant)} is not supported, only {listed(known)}")
+    others = _letters(file, layers, [kind for kind in KINDS.values() if not kind.keeps_past])
+    return "".join(itertools.chain.from_iterable(zip(mixers, others, strict=True)))
 
 
-def _marks(
-    file: Values, key: str, default: int | None, layers: int, of_number: Callable[[int, int], bool]
-) -> Sequence[bool]:
+def _letters(file: Values, layers: int, kinds: Sequence[LayerKind]) -> list[str]:
+    """Letters of the mixers of a `GPTModel`'s layers, or of what comes after those."""
+    letters = [""] * layers
+    for kind in kinds:
+        marks = kind.gpt_layers(file)
+        own = _marked(file, marks, layers) if isinstance(marks, LayerMarks) else [marks] * layers
+        letters = [kind.letter if mark else letter for mark, letter in zip(own, letters, strict=True)]
+    return letters
+
+
+def _marked(file: Values, marks: LayerMarks, layers: int) -> Sequence[bool]:
     """Which layers a setting is about: a list of zeros and ones says it, or a number from which it follows."""
-    value = file.get(key, default)
+    key, value = marks.key, file.get(marks.key, marks.default)
     if type(value) is int and value > 0:
-        return [of_number(layer, value) for layer in range(layers)]
+        return [marks.of_number(layer, value) for layer in range(layers)]
     if isinstance(value, list) and len(value) == layers and all(one in (0, 1) for one in value):
         return [bool(one) for one in value]
     file.problems.append(f"{key} {shown(value)} is neither a number from 1 nor a list of {layers} zeros and ones")

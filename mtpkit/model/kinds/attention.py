@@ -13,6 +13,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.config.sections import AttentionConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
+from mtpkit.model.kinds.settings import Settings, UnfusedNorm
 from mtpkit.model.layers.attention import SelfAttention
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedKVSpec, StateSpec
@@ -20,6 +21,7 @@ from mtpkit.model.state import PagedKVSpec, StateSpec
 SCORES, OUTPUT = 3.5, 8.0
 """For `depend_on_context`: the standard deviation of scores, which leaves each query a few keys; and the factor of the
 output projection, as there are few such layers."""
+_INPUT = "self_attention.linear_qkv"
 
 
 class Attention(LayerKind):
@@ -29,6 +31,7 @@ class Attention(LayerKind):
     slot = Slot("*", "attention_layer")
     narrows = True
     writes_residual = ("linear_proj",)
+    unfused_norms = (UnfusedNorm("input_layernorm.weight", f"{_INPUT}.weight", f"{_INPUT}.layer_norm_weight"),)
     divided = ("num_attention_heads",)
     divided_or_shared = ("num_query_groups",)
 
@@ -46,6 +49,9 @@ class Attention(LayerKind):
 
     def settings(self, config: ModelConfig) -> dict[str, object]:
         return {name: getattr(config.attention, name) for name in ("attention_output_gate", "add_qkv_bias")}
+
+    def gpt_layers(self, settings: Settings) -> bool:
+        return True
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         sizes, hidden = config.attention, config.hidden_size

@@ -3,7 +3,7 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mtpkit.config import ModelConfig, Section
 from mtpkit.config.checked import keys_of
 from mtpkit.model.backends import Backend
+from mtpkit.model.kinds.settings import LayerMarks, Settings, UnfusedNorm
 from mtpkit.model.state import StateSpec
 
 Shape = tuple[int, ...]
@@ -153,6 +154,15 @@ class LayerKind(ABC):
     divided_or_shared: ClassVar[tuple[str, ...]] = ()
     """Fields that tensor-parallel ranks divide, or of which several ranks share one."""
 
+    other_keys: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Megatron's names of settings that have several, the section's key first; the first that is set wins."""
+    attention_variant: ClassVar[str] = ""
+    """Megatron's `experimental_attention_variant` of models with such layers."""
+    feed_forward: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of its tensors' names, if a layer of a `GPTModel` has it behind the mixer."""
+    unfused_norms: ClassVar[tuple[UnfusedNorm, ...]] = ()
+    """Norms that have other names in a `GPTModel` without Transformer Engine."""
+
     @property
     def letter(self) -> str:
         """The kind's letter in patterns."""
@@ -200,6 +210,27 @@ class LayerKind(ABC):
     def settings(self, config: ModelConfig) -> dict[str, object]:
         """Return fields of megatron-core's `TransformerConfig` that only models with such layers need."""
         return {}
+
+    def fixed_settings(self, there: bool) -> Mapping[str, object]:
+        """Return Megatron's settings with one value that can be represented.
+
+        Args:
+            there: whether the model has such layers.
+        """
+        return {}
+
+    def derived_settings(self, settings: Settings, hidden_size: int) -> Mapping[str, object]:
+        """Return values by keys in files that Megatron derives from other settings, where it has none of their own."""
+        return {}
+
+    def ignored_settings(self, settings: Settings) -> Collection[str]:
+        """Return the keys of settings that Megatron ignores beside these."""
+        return ()
+
+    def gpt_layers(self, settings: Settings) -> LayerMarks | bool:
+        """Return what says which layers of a `GPTModel` have this kind: a setting, or True for all and False for none.
+        Where several kinds of mixers, or of what follows them, have a layer, the last one in `KINDS` gets it."""
+        return False
 
     def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
         """Draw the initial values of the parameter `name` of a model; None: the parameter gets the usual ones."""

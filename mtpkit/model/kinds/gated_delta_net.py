@@ -13,6 +13,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.config.sections import GatedDeltaNetConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
+from mtpkit.model.kinds.settings import LayerMarks, Settings
 from mtpkit.model.layers.delta import GatedDeltaNet as Mixer
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
@@ -32,6 +33,7 @@ class GatedDeltaNet(LayerKind):
     name, section, mixer = "gated_delta_net", GatedDeltaNetConfig, "self_attention"
     slot = Slot("G", "gdn_layer")
     narrows = True
+    attention_variant = "gated_delta_net"
     writes_residual = ("out_proj",)
     divided = ("num_key_heads", "num_value_heads")
 
@@ -44,7 +46,12 @@ class GatedDeltaNet(LayerKind):
     def settings(self, config: ModelConfig) -> dict[str, object]:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         sizes = {f"linear_{name}": getattr(config.gated_delta_net, name) for name in names}
-        return dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=1, **sizes)
+        return dict(experimental_attention_variant=self.attention_variant, linear_attention_freq=1, **sizes)
+
+    def gpt_layers(self, settings: Settings) -> LayerMarks | bool:
+        if settings.get("experimental_attention_variant") != self.attention_variant:
+            return False
+        return LayerMarks("linear_attention_freq", None, lambda layer, every: (layer + 1) % every != 0)
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         sizes, hidden, rows = config.gated_delta_net, config.hidden_size, self._rows(config)

@@ -1,7 +1,7 @@
 """Mamba2 layers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.config.sections import Mamba2Config
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, GatedNorm, LayerKind, Linear, Memory, Shape, Slot
+from mtpkit.model.kinds.settings import Settings
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.residual import MambaLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
@@ -24,6 +25,8 @@ ROWS, CHANNELS = ("z", "x", "B", "C", "dt"), ("x", "B", "C")
 
 _DECAYS = (0.02, 0.2)
 """Range of -A for `depend_on_context`: with a step size of 0.01 a state forgets in some thousands of tokens."""
+_EXPAND = 2
+"""Inner width of a layer in hidden sizes, where Megatron's settings lack the number of its heads."""
 
 
 class Mamba2(LayerKind):
@@ -43,6 +46,11 @@ class Mamba2(LayerKind):
     def settings(self, config: ModelConfig) -> dict[str, object]:
         names = ("num_heads", "head_dim", "state_dim", "num_groups")
         return {f"mamba_{name}": getattr(config.mamba2, name) for name in names}
+
+    def derived_settings(self, settings: Settings, hidden_size: int) -> Mapping[str, object]:
+        """Derive the number of heads."""
+        width = max(1, settings.typed("mamba_head_dim", Mamba2Config.head_dim))
+        return {"mamba_num_heads": _EXPAND * hidden_size // width}
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         sizes, hidden, rows = config.mamba2, config.hidden_size, self._rows(config)

@@ -13,9 +13,12 @@ from mtpkit.config.sections import MlaConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.attention import OUTPUT, SCORES
 from mtpkit.model.kinds.base import Draw, LayerKind, Linear, Memory, Shape, Slot
+from mtpkit.model.kinds.settings import Settings, UnfusedNorm
 from mtpkit.model.layers.mla import LatentAttention
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedLatentSpec, StateSpec
+
+_QUERIES, _LATENT = "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj"
 
 
 class Mla(LayerKind):
@@ -25,6 +28,10 @@ class Mla(LayerKind):
     slot = Slot("+", "mla_layer")
     narrows = True
     writes_residual = ("linear_proj",)
+    unfused_norms = (
+        UnfusedNorm("self_attention.q_layernorm.weight", f"{_QUERIES}.weight", f"{_QUERIES}.layer_norm_weight"),
+        UnfusedNorm("self_attention.kv_layernorm.weight", f"{_LATENT}.weight", f"{_LATENT}.layer_norm_weight"),
+    )
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
         attention = ModuleSpec(LatentAttention, params={"backend": backend})
@@ -35,6 +42,19 @@ class Mla(LayerKind):
 
     def settings(self, config: ModelConfig) -> dict[str, object]:
         return {"num_query_groups": config.attention.num_attention_heads}
+
+    def fixed_settings(self, there: bool) -> Mapping[str, object]:
+        if not there:
+            return {"multi_latent_attention": False}
+        return {"rotary_percent": 1.0, "multi_latent_attention": True, "attention_output_gate": False}
+
+    def derived_settings(self, settings: Settings, hidden_size: int) -> Mapping[str, object]:
+        """Derive whether whole projections of queries are normed."""
+        normed = settings.typed("qk_layernorm", False)
+        return {"q_proj_layernorm": normed and not settings.typed("q_lora_rank", 0)}
+
+    def gpt_layers(self, settings: Settings) -> bool:
+        return settings.typed("multi_latent_attention", False)
 
     def divided_sizes(self, config: ModelConfig, whole_experts: bool = False) -> Mapping[str, int]:
         return {"num_attention_heads": config.attention.num_attention_heads}

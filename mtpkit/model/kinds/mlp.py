@@ -13,6 +13,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlpConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import LayerKind, Linear, Shape, Slot
+from mtpkit.model.kinds.settings import Settings, UnfusedNorm
 from mtpkit.model.layers.residual import MLP, MLPLayer
 
 
@@ -20,6 +21,7 @@ class FeedForward(LayerKind):
     """Base of kinds whose layers consist of feed-forward networks."""
 
     writes_residual = ("linear_fc2",)
+    feed_forward = ("mlp.", "pre_mlp_layernorm.")
 
     def network(self, config: ModelConfig, name: str, outer: int, inner: int) -> dict[str, Shape]:
         """Shapes of both matrices of a network, `name` with their numbers in it. A gated network has the rows of its
@@ -36,11 +38,17 @@ class Mlp(FeedForward):
     name, section = "mlp", MlpConfig
     slot = Slot("-", "mlp_layer")
     divided = ("ffn_hidden_size",)
+    unfused_norms = (
+        UnfusedNorm("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight"),
+    )
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
         linears = MLPSubmodules(linear_fc1=backend.norm_column_linear, linear_fc2=backend.row_linear)
         mlp = partial(MLP.as_mlp_submodule, submodules=linears)
         return ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add))
+
+    def gpt_layers(self, settings: Settings) -> bool:
+        return True
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         hidden = config.hidden_size

@@ -1,6 +1,6 @@
 """Mixtures of experts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -13,9 +13,11 @@ from mtpkit.config.sections import MoeConfig
 from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Experts, Linear, Shape, Slot
 from mtpkit.model.kinds.mlp import FeedForward
+from mtpkit.model.kinds.settings import LayerMarks, Settings, UnfusedNorm
 from mtpkit.model.layers.moe import MoELayer
 from mtpkit.model.layers.residual import MixtureLayer
 
+_COUNTS = ("num_moe_experts", "num_experts")
 _EXPERTS = "mlp.experts.experts.linear_fc{}.weight"
 
 
@@ -25,6 +27,8 @@ class Moe(FeedForward):
     name, section = "moe", MoeConfig
     slot = Slot("E", "moe_layer")
     fp8_products = False
+    other_keys = (_COUNTS,)
+    unfused_norms = (UnfusedNorm("mlp.linear_fc1.layer_norm_weight", "mlp.router.weight", "pre_mlp_layernorm.weight"),)
     divided = ("ffn_hidden_size", "shared_expert_intermediate_size")
     divided_experts = ("ffn_hidden_size",)
 
@@ -52,6 +56,16 @@ class Moe(FeedForward):
             moe_router_topk_scaling_factor=sizes.router_topk_scaling_factor,
             moe_token_dispatcher_type="allgather",
         )
+
+    def ignored_settings(self, settings: Settings) -> Collection[str]:
+        score = settings.get("moe_router_score_function", MoeConfig.router_score_function)
+        return ("moe_router_pre_softmax",) if score == "sigmoid" else ()
+
+    def gpt_layers(self, settings: Settings) -> LayerMarks | bool:
+        count = settings.first(*_COUNTS)
+        if count is None or not settings.typed(count, 0):
+            return False
+        return LayerMarks("moe_layer_freq", 1, lambda layer, every: layer % every == 0)
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         hidden, sizes = config.hidden_size, config.moe
