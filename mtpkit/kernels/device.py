@@ -48,7 +48,7 @@ class Tile(NamedTuple):
         return dict(num_stages=self.num_stages, num_warps=self.num_warps, **sizes)
 
 
-def early_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
+def early_launch(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """Keyword arguments of a launch whose programs may be placed before the kernel before it has ended, if that is
     wanted and the GPU can do it (programmatic dependent launch, CUDA C++ programming guide). The kernel has a constant
     EARLY, and every program of it calls `wait_for_previous`, also those that return at once: a kernel waits for the one

@@ -1,5 +1,8 @@
 """Activations in Triton, computed in fp32 and rounded once; the backwards need only the input."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -69,14 +72,14 @@ def _run_swiglu(x: Tensor, grad: Tensor | None = None) -> Tensor:
 
 class _Activation(Function):
     @staticmethod
-    def forward(ctx, x, run):
+    def forward(ctx: Any, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.run = run
         return run(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.run(*ctx.saved_tensors, grad), None
 
 
@@ -131,13 +134,13 @@ def _run_gate(x: Tensor, gate: Tensor, grad: Tensor | None = None) -> tuple[Tens
 
 class _Gate(Function):
     @staticmethod
-    def forward(ctx, x, gate):
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
         return _run_gate(x, gate)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, gate = ctx.saved_tensors
         x_grad, gate_grad = _run_gate(x, gate, grad)
         assert gate_grad is not None

@@ -7,6 +7,8 @@ blocks outside the documents of a query block are skipped. torch's own flash ker
 their backward is not deterministic.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -143,7 +145,7 @@ def _attend_forward(inputs: Inputs, bounds: Bounds | None, scale: float | None) 
 
 class _DepthAttention(Function):
     @staticmethod
-    def forward(ctx, bounds, scale, *tensors):
+    def forward(ctx: Any, bounds: Bounds | None, scale: float | None, *tensors: Tensor) -> Tensor:
         tensors = tuple(with_rows(tensor) for tensor in tensors)
         out, lse = _attend_forward(Inputs.of(tensors), bounds, scale)
         ctx.save_for_backward(out, lse, *(bounds or ()), *tensors)
@@ -152,7 +154,7 @@ class _DepthAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, *rest = ctx.saved_tensors
         bounds, tensors = (Bounds(*rest[:2]), rest[2:]) if ctx.packed else (None, rest)
         grads = attend_backward(with_rows(grad_out), Inputs.of(tensors), out, lse, bounds, ctx.scale)

@@ -1,7 +1,5 @@
 """What ranks exchange, in Triton: one launch each, in which each program uses one channel of the windows."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -191,7 +189,7 @@ def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) 
     return best, token
 
 
-def _constants(windows: Windows, device: torch.device) -> dict[str, Any]:
+def _constants(windows: Windows, device: torch.device) -> dict[str, object]:
     """Keyword arguments that all kernels here have."""
     return dict(
         RANK=windows.rank,

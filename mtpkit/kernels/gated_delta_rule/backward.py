@@ -212,8 +212,8 @@ def gradients(
     u, y, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(3))
     walk(q, k, v, beta, starts, chunks, kept=(state, u))
     low, block = narrow(q, k, v), walk_block(q, v, rows)
-    sizes: Any = dict(HEADS=heads, WIDTH=width, GROUPS=groups, STATE=state_dim, READS=reads, SIZE=chunks.size)
-    sizes |= dict(BLOCK_N=padded(state_dim), NARROW=low)
+    sizes: dict[str, object] = dict(HEADS=heads, WIDTH=width, GROUPS=groups, STATE=state_dim, READS=reads)
+    sizes |= dict(SIZE=chunks.size, BLOCK_N=padded(state_dim), NARROW=low)
     common = (strided(q), strided(k))
     tensors = (*common, beta, chunks.inverses, chunks.since, tokens, starts, dout, dstate, y)
     _back_kernel[(heads * triton.cdiv(width, block), rows)](

@@ -12,7 +12,6 @@ Sizes: L tokens of a chunk, P channels of a head at a time, N state width.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -355,7 +354,7 @@ def gradients(
     decay = decays(dt, A_log, dt_bias, dt_limit, starts, None, tiles.chunk, narrow)
     made = tuple(torch.empty(2, count, heads, width, state_dim, dtype=x.dtype, device=x.device))
     ends = None if states is None else (states, torch.empty_like(states))
-    sizes: Any = dict(HEADS=heads, WIDTH=width, GROUPS=groups, STATE=state_dim, SIZE=tiles.chunk)
+    sizes: dict[str, object] = dict(HEADS=heads, WIDTH=width, GROUPS=groups, STATE=state_dim, SIZE=tiles.chunk)
     sizes |= dict(BLOCK_N=padded(state_dim), NARROW=NARROW if narrow else None)
     stages, given = (2 if narrow else 1), (strided(x), strided(B), C, dy)
     _states_kernel[(heads * triton.cdiv(width, tiles.walk), rows, 2)](

@@ -35,17 +35,34 @@ class Scan(torch.autograd.Function):
     ) -> Tensor:
         ctx.dt_limit = dt_limit
         ctx.save_for_backward(x, dt, A_log, B, C, D, dt_bias, starts, states)
-        places: Any = ()
+        slots, context_lens = None, None
         if states is not None:
-            rows = torch.arange(len(states), device=states.device)
-            # What `ssd_varlen` leaves the states after the rows in is a copy.
-            places = states.clone(), rows, torch.full_like(rows, _CHUNK)
-        return ssd_varlen(x, dt, A_log, B, C, D, dt_bias, dt_limit, starts, _CHUNK, *places, wide=wide)
+            slots = torch.arange(len(states), device=states.device)
+            context_lens = torch.full_like(slots, _CHUNK)
+            states = states.clone()  # `ssd_varlen` leaves the states after the rows in it
+        return ssd_varlen(
+            x,
+            dt,
+            A_log,
+            B,
+            C,
+            D,
+            dt_bias,
+            dt_limit=dt_limit,
+            starts=starts,
+            chunk_size=_CHUNK,
+            states=states,
+            slots=slots,
+            context_lens=context_lens,
+            wide=wide,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        given: Any = (*ctx.saved_tensors, ctx.dt_limit, *grads)
-        *of_tokens, of_states = gradients(*given)
+        x, dt, A_log, B, C, D, dt_bias, starts, states = ctx.saved_tensors
+        *of_tokens, of_states = gradients(
+            x, dt, A_log, B, C, D, dt_bias, starts=starts, states=states, dt_limit=ctx.dt_limit, dy=grads[0]
+        )
         return *of_tokens, None, of_states, None, None
 
 
