@@ -4,6 +4,7 @@ import pytest
 
 from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.layouts.megatron import parameters
+from mtpkit.errors import UserError
 
 AIR = dict(
     model_type="glm4_moe",
@@ -197,3 +198,36 @@ def test_published_models_have_as_many_tensors_as_are_expected(hf, prefix, heads
     inner, again = (values.get("text_config", values) for values in (hf, written))
     assert {key: again[key] for key in inner} == inner
     assert ("rope_parameters" in again) == ("rope_parameters" in inner)
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+REFUSED = [
+    *((AIR, change) for change in (dict(rope_scaling=YARN), dict(scoring_func="softmax"), dict(topk_method="greedy"))),
+    *((AIR, change) for change in (dict(tie_word_embeddings=True), dict(n_shared_experts=0), dict(hidden_act="gelu"))),
+    *((MIMO_7B, change) for change in (dict(rope_scaling=YARN), dict(attention_bias=False), dict(hidden_act="gelu"))),
+    (MIMO_7B, dict(use_sliding_window=True)),
+    *((NEXT_80B, change) for change in (dict(rope_scaling=YARN), dict(attention_bias=True), dict(hidden_act="gelu"))),
+    *((QWEN_4B, change) for change in (dict(rope_parameters=YARN), dict(attention_bias=True), dict(hidden_act="gelu"))),
+    (QWEN_4B, dict(output_gate_type="sigmoid")),
+    (QWEN_35B, dict(attn_output_gate=False)),
+    (QWEN_35B, dict(mtp_use_dedicated_embeddings=True)),
+    (DEEPSEEK, dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
+    (DEEPSEEK, dict(rope_scaling=YARN | dict(attention_factor=1.2))),
+    (DEEPSEEK, dict(rope_scaling=YARN | dict(truncate=False))),
+    *((DEEPSEEK, {key: True}) for key in ("attention_bias", "tie_word_embeddings")),
+    *((DEEPSEEK, {key: 2}) for key in ("num_key_value_heads", "moe_layer_freq")),
+    *((DEEPSEEK, {key: "x"}) for key in ("scoring_func", "topk_method", "hidden_act")),
+    (DEEPSEEK, dict(rope_interleave=False)),
+    *((SUPER, {key: True}) for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
+    *((SUPER, {key: "gelu"}) for key in ("mlp_hidden_act", "mamba_hidden_act")),
+    *((SUPER, change) for change in (dict(use_conv_bias=False), dict(sliding_window=128))),
+    *((SUPER, change) for change in (dict(tie_word_embeddings=True), dict(n_shared_experts=0))),
+]
+
+
+@pytest.mark.parametrize(("hf", "change"), REFUSED, ids=lambda value: value.get("model_type") or "-".join(value))
+def test_what_is_refused_is_named(hf, change):
+    """See docs/families.md."""
+    changed = {**hf, "text_config": {**hf["text_config"], **change}} if "text_config" in hf else {**hf, **change}
+    with pytest.raises(UserError, match="|".join(change)):
+        get_family(hf["model_type"]).config_from_hf(changed)
