@@ -40,13 +40,15 @@ from mtpkit.engine.tree import DynamicTree, parse_tree
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import StepInput, build, build_model
 from mtpkit.model.stages import Decoding
-from tests.engine.rank_cases import MIXED, PROMPTS, VOCAB, Case, config, decode, names, one_rank, split_model
+from tests.engine.rank_cases import CACHED, MIXED, PROMPTS, VOCAB, Case, config, decode, names, one_rank, split_model
 from tests.engine.replayed import TruthOnDevice, replay_on_cpu
+from tests.engine.test_trees import FIXED, GROWN
 from tests.engine.tiny import held_bytes, make_llm, record_drafts, tiny_model
 from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
 
 PREEMPTED = dict(block_size=2, num_blocks=24)
+GROWN_SHAPE = {key: value for key, value in GROWN.items() if key != "num_speculative_tokens"}
 SETTINGS = {0: {}, 1: dict(state_rollback="snapshot"), 2: MIXED, 3: PREEMPTED}
 TESTED = [Case(base, k, settings=SETTINGS[k]) for base in ("mamba2", "delta", "latent", "attention") for k in SETTINGS]
 TESTED += [
@@ -61,6 +63,10 @@ FOUR = [
     (Case("latent", 2, True, settings=MIXED), 2, 2),
     (Case("delta", 3, settings=PREEMPTED), 1, 4),
     (Case("delta", 1), 1, 4),
+    (Case("mamba2", 3, settings=PREEMPTED), 2, 2),
+    (Case("attention", 3, settings=CACHED), 2, 2),
+    (Case("mamba2", 3, guided=False, settings=FIXED | CACHED), 2, 2),
+    (Case("latent", 3, True, guided=False, settings=GROWN_SHAPE | CACHED), 2, 2),
 ]
 """For four processes: tensor-parallel ranks of each stage, and stages."""
 GRAPHS = [
@@ -370,7 +376,8 @@ def test_four_ranks_decode_what_one_does(tmp_path):
     for rank in range(4):
         found = read(tmp_path / f"{rank}.json")
         assert [one["tokens"] for one in found] == wanted
-        assert found[2]["preemptions"] > 0 and found[3]["opened"] == (0 if rank == 3 else 4)
+        assert [one["preemptions"] > 0 for one in found] == ["num_blocks" in case.settings for case, *_ in FOUR]
+        assert found[3]["opened"] == (0 if rank == 3 else 4)
 
 
 def stage_of(rank: int, stages: int) -> PipelineStage:
