@@ -159,7 +159,7 @@ def rms(x, weight, eps=1e-6):
 
 
 def mimo_depth(tensors, ids, hidden, heads, groups, width, base=640000.0):
-    """The first depth of MiMo's heads in fp64, by the published names: row t joins hidden t with token t + 1."""
+    """A depth of MiMo's head in fp64, by the published names: row t joins hidden t with token t + 1 of `ids`."""
     w = {n.removeprefix("model.mtp_layers.0."): t.double() for n, t in tensors.items()}
     embedded = rms(w["model.embed_tokens.weight"][ids[:, 1:]], w["token_layernorm.weight"])
     x = torch.cat([rms(hidden[:, :-1], w["hidden_layernorm.weight"]), embedded], -1) @ w["input_proj.weight"].t()
@@ -187,17 +187,21 @@ def mimo_depth(tensors, ids, hidden, heads, groups, width, base=640000.0):
 
 
 @torch.no_grad()
-def test_the_depth_of_mimo_is_that_of_its_definition(mimo):
+def test_the_depths_of_mimo_are_those_of_its_definition(mimo):
+    """The head is repeated: depth k reads the state of depth k - 1 after its final norm."""
     from transformers import Qwen2ForCausalLM
 
     model, tensors = load_model(mimo), load_file(mimo / "model.safetensors")
-    (state,) = unroll_depths(model, base_forward(model, IDS, SequenceInput()), IDS, 1, attention="per_depth")
-    have, seen = state.transpose(0, 1)[:, :-1], []
+    states = list(unroll_depths(model, base_forward(model, IDS, SequenceInput()), IDS, 3, attention="per_depth"))
+    have, seen = states[0].transpose(0, 1)[:, :-1], []
     theirs = Qwen2ForCausalLM.from_pretrained(mimo, dtype=torch.float64)
     theirs.model.norm.register_forward_hook(lambda _, given, normed: seen.extend([given[0], normed]))
     theirs(IDS)
     reads, normed = seen  # what vLLM feeds the heads is the state before the final norm
-    assert relative(have, mimo_depth(tensors, IDS, reads, 6, 1, 8)) < 1e-5
+    want = reads
+    for depth, state in enumerate(states, 1):
+        want = mimo_depth(tensors, IDS[:, depth - 1 :], want, 6, 1, 8)
+        assert relative(state.transpose(0, 1)[:, :-depth], want) < 1e-5, depth
     name = "model.mtp_layers.0."
     halves = tensors[f"{name}input_proj.weight"].chunk(2, 1)
     queries = tensors[f"{name}self_attn.q_proj.bias"]
