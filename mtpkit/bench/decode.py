@@ -58,7 +58,7 @@ def measure_decode(
     """Decode at every batch size and K, with one engine after another around the same weights.
 
     Before an engine is timed it decodes once: kernels are compiled and graphs captured, every output must have its
-    length, and tokens that the base chose must be those of a plain forward pass, but for near ties (one request of each
+    length, and tokens that the base chose must be those of a plain forward pass, except near ties (one request of each
     batch is compared). Synthetic acceptance must come out as it was asked for, and with real acceptance the outputs in
     fp32 must be those of K = 0, if that is among `ks`. Kernels are traced when all is timed: see `trace_kernels`.
 

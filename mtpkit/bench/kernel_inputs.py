@@ -101,7 +101,7 @@ class Shapes:
 
     @property
     def recurrent_kinds(self) -> list[LayerKind]:
-        """Those that keep a recurrent state."""
+        """Kinds of layers that keep a recurrent state."""
         return [
             kind for kind in self.kinds if any(isinstance(state, RecurrentSpec) for state in kind.states(self.config))
         ]

@@ -96,7 +96,7 @@ def measure_load(
     """Serve the load at every rate with every K, each with an engine of its own around the same weights.
 
     All outputs must have their length, synthetic acceptance must come out as it was asked for, and tokens that the base
-    chose must be those of a plain forward pass, but for near ties (one request of each first run is compared). Kernels
+    chose must be those of a plain forward pass, except near ties (one request of each first run is compared). Kernels
     are traced when all is timed: see `trace_kernels`.
 
     Args:

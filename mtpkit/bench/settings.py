@@ -406,7 +406,7 @@ class KernelConfig:
     """Only these."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     draft_vocab_size: Positive | None = None
-    """Draft among the first so many tokens."""
+    """Draft among this many of the first tokens."""
     repeats: Positive = 20
     """Timings; the median counts."""
 
@@ -432,7 +432,7 @@ class RooflineConfig:
     ring_entries: Positive | None = None
     """Committed entries that a replay ring holds; by default as the engine's for K."""
     draft_vocab_size: Positive | None = None
-    """Draft among the first so many tokens."""
+    """Draft among this many of the first tokens."""
     bandwidth: Annotated[float, Field(ge=0.001)] = 4.3
     """TB/s; a copy reaches the default on an H200."""
     matrix_rate: Annotated[float, Field(ge=0.001)] = 790.0

@@ -166,7 +166,7 @@ class _TimedOptimizer(HeadOptimizer):
         self._watch = watch
 
     def step(self, lr: float) -> float:
-        """As `HeadOptimizer.step`."""
+        """See `HeadOptimizer.step`."""
         with self._watch.span("optimizer"):
             return super().step(lr)
 

@@ -1,4 +1,4 @@
-"""Conversations of several turns without and with the prefix cache: time to first token, and what is computed anew."""
+"""Conversations of several turns without and with the prefix cache: time to first token, and what is computed again."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace

@@ -38,7 +38,7 @@ def import_checkpoint(
 ) -> list[str]:
     """Convert a Hugging Face directory to a Megatron one, holding few tensors at a time in memory.
 
-    Weights keep their dtypes, but for those in fp8. The config, every file beside the weights and the tensors that are
+    Weights keep their dtypes, except those in fp8. The config, every file beside the weights and the tensors that are
     not the text model's go along, so `export_checkpoint` gives the same directory back.
 
     Args:

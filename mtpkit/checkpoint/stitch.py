@@ -64,7 +64,7 @@ class Stitched:
     """Names of the tensors that were written."""
     head_bytes: int
     files: tuple[str, ...]
-    """The files that were written anew, without the index."""
+    """The rewritten files, without the index."""
     kept_files: tuple[str, ...]
     """The files that were linked or copied."""
     kept: int
@@ -79,7 +79,7 @@ def stitch(
 ) -> Stitched:
     """Write a Hugging Face checkpoint with the heads of another model directory.
 
-    Only the files that hold heads and the index are written anew. Of `config.json` only the keys that count heads
+    Only the files that hold heads and the index are rewritten. Of `config.json` only the keys that count heads
     change. Every other tensor is proved unchanged: by its SHA-256 after writing, or because its file is the same one.
 
     Args:

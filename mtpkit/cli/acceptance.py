@@ -38,7 +38,7 @@ def acceptance(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward pass.")] = 1,
     num_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Only so many sequences of each source, spread over it.")
+        int | None, typer.Option(min=1, help="Only this many sequences of each source, spread over it.")
     ] = None,
     dtype: options.Dtype = "auto",
     backend: Annotated[

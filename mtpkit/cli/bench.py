@@ -67,7 +67,7 @@ def decode(
             "further depths."
         ),
     ] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Draft among the first so many tokens.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Number of first tokens to draft among.")] = None,
     draft_vocab: Annotated[Path | None, typer.Option(help="File of the tokens to draft among.")] = None,
     *,
     config: Annotated[DecodeConfig, options.Fields()],

@@ -80,12 +80,12 @@ def stitch_(
         ),
     ] = False,
 ) -> None:
-    """Put trained heads into a Hugging Face checkpoint; only files with heads, and the index, are written anew."""
+    """Put trained heads into a Hugging Face checkpoint; only files with heads, and the index, are rewritten."""
     from mtpkit.checkpoint.stitch import stitch
 
     done = stitch(source, trained, destination, link, force)
     print(f"wrote {counted(len(done.heads), 'tensor')} of heads, {done.head_bytes / 1e9:.3g} GB: {listed(done.heads)}")
-    print(f"files written anew: {listed(done.files, most=40)}")
+    print(f"files rewritten: {listed(done.files, most=40)}")
     linked = done.kept - done.hashed
     print(
         f"{counted(done.kept, 'tensor')} unchanged: {done.hashed} by their SHA-256, {linked} in files that are the "

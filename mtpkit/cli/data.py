@@ -115,9 +115,9 @@ def regenerate(
     prompt_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt that is cut from a text; only for texts.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts, spread over all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only this many prompts, spread over all.")] = None,
     turns: Annotated[
-        Literal["last", "all"], typer.Option(help="Answers of a conversation that are written anew, each by itself.")
+        Literal["last", "all"], typer.Option(help="Answers of a conversation that are written again, each by itself.")
     ] = "last",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")] = 0,
     *,

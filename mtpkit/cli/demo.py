@@ -97,7 +97,7 @@ def _require_learnt(rows: "list[SpeedupRow]") -> None:
     """Refuse heads that learnt less than the same settings teach elsewhere.
 
     Raises:
-        MtpkitError: training or decoding is at fault.
+        MtpkitError: training or decoding fails.
     """
     reached = max(row.acceptance_length for row in rows)
     if reached < LEAST_LENGTH:
@@ -119,7 +119,7 @@ def _check_place(out: Path) -> None:
 
 
 def _start_over(out: Path) -> None:
-    """Make `out` anew."""
+    """Make `out`, without what was there."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / MARK).touch()

@@ -31,7 +31,7 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None = None) -> NoReturn:
     """Run a command or a function of no arguments, and exit.
 
-    Exit codes: 0; 2 for a wrong command line or other input at fault (`UserError`); 1 for any other failure; 130 when
+    Exit codes: 0; 2 for a wrong command line or other wrong input (`UserError`); 1 for any other failure; 130 when
     interrupted. A failure is reported as one line; `MTPKIT_TRACEBACK=1` adds its traceback. An exception that is
     neither `MtpkitError` nor `OSError` is a bug and keeps its traceback.
 

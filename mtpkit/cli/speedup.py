@@ -27,7 +27,7 @@ def speedup(
         Path,
         typer.Option(callback=options.writable_directory, help="Directory for report.json, report.md, report.png."),
     ] = Path("outputs/speedup"),
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread over the file.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only this many, evenly spread over the file.")] = None,
     dtype: options.Dtype = "auto",
     *,
     config: Annotated[SpeedupConfig, options.Fields(without=("sampling",))],

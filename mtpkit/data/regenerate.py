@@ -176,7 +176,7 @@ class Journal:
         self.path.unlink()
 
     def _recover(self, settings: Mapping[str, object]) -> dict[int, int]:
-        """Byte offset of each answer. An incomplete last line is cut off; a journal without answers starts anew."""
+        """Byte offset of each answer. An incomplete last line is cut off; a journal without answers is begun again."""
         self._file.seek(0)
         whole = 0
         offsets: dict[int, int] = {}
@@ -200,7 +200,7 @@ class Journal:
                         raise UserError(f"{where} has the index {shown(index)}, which is on an earlier line too")
                     offsets[index] = whole
             except UserError as error:
-                raise UserError(f"{error}; remove the line, or the file to start anew") from error
+                raise UserError(f"{error}; remove the line, or the file to start again") from error
             whole += len(line)
         changed = [
             f"{key} was {before.get(key)!s:.80}, is {now!s:.80}"
@@ -255,7 +255,7 @@ def regenerate[S: Sampling](
     if beyond := [index for index in done if index >= len(prompts)]:
         raise UserError(
             f"{journal.path} answers prompt {shown(max(beyond) + 1)}, but there are {len(prompts)}; "
-            "remove it to start anew"
+            "remove it to start again"
         )
     left_out = list(refused)
     waiting = iter([index for index in range(len(prompts)) if index not in done])

@@ -144,7 +144,7 @@ class BatchBuilder:
         return np.concatenate([slots, ends, contexts, lookahead.ravel(), token_ids])
 
     def null_numbers(self, shape: StepShape, slots: Sequence[int] = ()) -> np.ndarray:
-        """`numbers` of a step of null rows, but for decode rows at `slots`."""
+        """`numbers` of a step of null rows, except for decode rows at `slots`."""
         numbers = self.numbers(Plan((), 0, 0, 0), shape)
         numbers[: len(slots)] = slots
         return numbers

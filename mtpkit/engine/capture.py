@@ -26,7 +26,7 @@ class Capture:
         self._stream: torch.cuda.Stream | None = None
 
     def graph[R](self, function: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
-        """The graph of a function, and what the function returned, which each replay writes anew.
+        """The graph of a function, and what the function returned, which each replay writes again.
 
         Args:
             function: runs without a host-device sync; it is called before the capture, too.

@@ -118,10 +118,10 @@ class StepGraphs:
         self.chunk_sizes = _sizes(chunk_bucket, most_chunk_tokens(config))
         """The captured numbers of tokens of chunks, ascending."""
         self.mixed_sizes = _sizes(lambda tokens: mixed_bucket(1, tokens)[1], _most_mixed(config))
-        """Those of chunks that run together with decode rows."""
+        """The captured numbers of tokens of chunks that run together with decode rows."""
         beside = [size for size in self.chunk_sizes if size > config.max_mixed_tokens]
         self.sizes_beside = [size for size in self.mixed_sizes if size <= config.max_mixed_tokens] + beside
-        """Those of chunks in steps that have decode rows too, together or apart."""
+        """The captured numbers of tokens of chunks in steps that have decode rows too, together or apart."""
         rows, tokens = mixed_bucket(config.max_num_seqs, self.chunk_sizes[-1])
         largest, device = StepShape(rows, config.max_num_seqs + 1, tokens), builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
@@ -170,7 +170,7 @@ class StepGraphs:
         return StepShape(rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens)
 
     def capture_all(self, execute: Execute, shapes: Sequence[DraftShape]) -> None:
-        """Capture what requests may need, with progress, but for penalties and many prompts of fewer than
+        """Capture what requests may need, with progress, except for penalties and many prompts of fewer than
         `_TOKENS_PER_CHUNK` tokens. The largest steps come first, so that the others share their memory.
 
         Args:

@@ -22,7 +22,7 @@ _CHECKPOINTS = 2
 _LEAST_CHECKPOINTS = 16
 """With fewer of them, what one request leaves would push out what the next one could use."""
 _CHECKPOINTS_SHARE = 10
-"""They may take one part in so many of the memory that requests of full length could use, and all that these leave."""
+"""Checkpoints may take a tenth of the memory that requests of full length could use, and all that these leave."""
 _LIVE_COPIES = 3
 """Number of the widest layer's activations that are live at once."""
 
@@ -240,7 +240,7 @@ def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier:
 
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logits: int, ranks: int) -> int:
-    """Estimate: `_LIVE_COPIES` of the widest layer's activations, divided by the ranks but for hidden states, and this
+    """Estimate: `_LIVE_COPIES` of the widest layer's activations, divided by the ranks except hidden states, and this
     rank's logits in the model's dtype and in fp32."""
     widest = max(kind.activations(model) for kind in kinds_in(model.letters)) // ranks
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize

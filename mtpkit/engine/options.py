@@ -105,7 +105,7 @@ class EngineOptions:
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
     prefix_cache_interval: Count = 2048
-    """A long prompt leaves a checkpoint at every multiple of so many tokens."""
+    """A long prompt leaves a checkpoint at every multiple of this many tokens."""
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
     speculative_token_tree: Annotated[str | list | tuple | None, AfterValidator(_check_tree)] = Field(

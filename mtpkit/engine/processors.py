@@ -150,7 +150,7 @@ class Penalties(Processor):
 def _entries(
     requests: Sequence[Request], token_ids: Sequence[Sequence[int]], device: torch.device, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """[n] slots and [n] columns, one pair for each token in `token_ids`, which has one list per request, but for those
+    """[n] slots and [n] columns, one pair for each token in `token_ids`, which has one list per request, except those
     that another rank holds."""
     slots = np.repeat([request.slot for request in requests], [len(tokens) for tokens in token_ids])
     columns = np.fromiter(chain(*token_ids), np.int64) - vocabulary.first

@@ -110,7 +110,7 @@ class Replicas:
             self.close()
             raise
         self.memory_plan = loaded[0].memory_plan
-        """That of replica 0."""
+        """The memory plan of replica 0."""
         self.has_tokenizer = loaded[0].has_tokenizer
 
     def _start(self, options: EngineOptions, index: int, count: int, gpu: str | None) -> None:

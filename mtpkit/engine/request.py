@@ -138,7 +138,7 @@ class EngineStats:
     prompt_tokens: int = 0
     """Tokens of the prompts that were admitted, each once."""
     cached_tokens: int = 0
-    """Those of them that the prefix cache had."""
+    """Tokens of the prompts that the prefix cache had."""
     prefilled_tokens: int = 0
     """Tokens that chunks computed, those of preempted requests included."""
     returned_bytes: float = 0.0

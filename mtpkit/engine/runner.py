@@ -53,7 +53,7 @@ class Runner:
         self._received = buffer(0 if stage.first else most_tokens)
         """Hidden states of the stage before."""
         self._handed_on = buffer(0 if stage.last else most_tokens)
-        """Those for the next stage; each graph would keep its own otherwise."""
+        """Hidden states for the next stage; each graph would keep its own otherwise."""
 
     def receive(self, tokens: int) -> None:
         """Take the hidden states of a step from the pipeline stage before, if there is one; `run` reads them."""

@@ -125,7 +125,7 @@ class Split:
 
 @checked("manifest of a cache")
 class Manifest:
-    """The origin and sizes of a cache. Caches with equal manifests, but for names and files, hold the same numbers."""
+    """The origin and sizes of a cache. Caches with equal manifests, except names and files, hold the same numbers."""
 
     format: int
     base: str
@@ -206,7 +206,7 @@ def read_manifest(directory: Path) -> Manifest | None:
                 f"cache {directory} holds something else than hidden states; set cache to another directory"
             )
         return None
-    return from_json(Manifest, path, f"remove {directory}, it is written anew", version=FORMAT)
+    return from_json(Manifest, path, f"remove {directory}, and it is written again", version=FORMAT)
 
 
 class HiddenReader:
@@ -230,7 +230,7 @@ class HiddenReader:
                 if (found, tensor.dtype) != (wanted, dtype):
                     raise UserError(
                         f"{directory / name} has shape {found} in {tensor.dtype}, not {wanted} in {dtype}; "
-                        "remove it, it is written anew"
+                        "remove it, and it is written again"
                     )
                 self._shards[key].append(tensor)
         self._pin = torch.cuda.is_available()
@@ -251,7 +251,7 @@ class HiddenReader:
             gathered.append(whole)
         states = HiddenStates(*gathered)
         if bad := [self._files[shard] for good, (shard, _) in zip(states.finite(), places, strict=True) if not good]:
-            raise UserError(f"{bad[0]} holds hidden states of NaN or infinity; remove it, it is written anew")
+            raise UserError(f"{bad[0]} holds hidden states of NaN or infinity; remove it, and it is written again")
         return states
 
 
@@ -264,4 +264,4 @@ def _map_tensor(path: Path, name: str) -> Tensor:
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; write it with mtpkit data cache") from error
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it, it is written anew") from error
+        raise UserError(f"{path} is damaged ({error}); remove it, and it is written again") from error

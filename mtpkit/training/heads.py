@@ -55,7 +55,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             number = "" if base.mtp.repeated else f" and heads.num_depths={base.mtp.num_depths}"
             raise UserError(
                 f"{config.model} has heads of pattern {base.mtp.pattern!r} ({base.mtp.num_layers} physical), which "
-                f"heads.init={heads.init} can start anew but not change; set heads.pattern=auto, "
+                f"heads.init={heads.init} can start from new weights but not change; set heads.pattern=auto, "
                 f"heads.repeated={str(base.mtp.repeated).lower()}{number}"
             )
     elif base.mtp.repeated:

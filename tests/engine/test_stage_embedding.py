@@ -48,7 +48,7 @@ def two_stages(rank: int, wanted: dict, out: Path) -> None:
             plan=str(llm.memory_plan),
         )
     if rank == 1:
-        with pytest.raises(UserError, match="given has an embedding of int4 for drafts, not int8: load it anew"):
+        with pytest.raises(UserError, match="given has an embedding of int4 for drafts, not int8: load it again"):
             round_embedding(model, "int8", 3, 2)
     model = split_model(TIED, ranks=1, stages=2)
     tokens, llm = decode(model, Case("mamba2", 3, settings=dict(draft_embedding_dtype="int8")), wanted["tied"])

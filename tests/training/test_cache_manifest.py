@@ -66,5 +66,5 @@ def test_shards_of_other_shapes_and_dtypes(tmp_path, damage):
     save_file(
         {key: tensor for key, tensor in (tensors | damage).items() if tensor is not None}, tmp_path / split.files[0]
     )
-    with pytest.raises(UserError, match=r"eval-00000-of-00001\.safetensors .*it is written anew"):
+    with pytest.raises(UserError, match=r"eval-00000-of-00001\.safetensors .*it is written again"):
         HiddenReader(tmp_path, MANIFEST, split)

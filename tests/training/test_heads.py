@@ -187,6 +187,6 @@ def advised(message):
 def test_heads_that_are_there_may_start_anew(make_base, own):
     base = make_base("M*-", mtp_num_depths=3, **own)
     assert settle(base)[0].heads.init == "checkpoint"
-    with pytest.raises(UserError, match=r"can start anew but not change; set heads\.pattern=auto") as error:
+    with pytest.raises(UserError, match=r"can start from new weights but not change; set heads\.pattern=auto") as error:
         settle(base, init="fresh", pattern="*", num_depths=2)
     assert settle(base, init="fresh", **advised(str(error.value)))[1].mtp.pattern == own["mtp_pattern"]

@@ -33,7 +33,7 @@ def exchanges(shapes: Shapes) -> Iterator[Case]:
 
 
 def windows(shapes: Shapes) -> Windows:
-    """Those of one rank."""
+    """Windows of a group of one rank."""
     window = torch.zeros(Windows.nbytes(_LIMIT), dtype=torch.uint8, device=shapes.device)
     return Windows(0, (window,), torch.zeros(CHANNELS, dtype=torch.int64, device=shapes.device), _LIMIT)
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 with experts: as the dense models, but for the second half of each layer."""
+"""Qwen3.5 and Qwen3.6 with experts: as the dense models, except for the second half of each layer."""
 
 from mtpkit.checkpoint.families import qwen3_5, qwen3_next, qwen_serving
 from mtpkit.checkpoint.families.family import Family

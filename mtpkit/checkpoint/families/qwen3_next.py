@@ -1,7 +1,7 @@
 """Qwen3-Next: config keys and weight names, and what Qwen3.5 shares with it: layers, gated attention, heads.
 
 Each layer is a gated delta net or attention, then experts or an MLP. All norms multiply by 1 + their weights in both
-layouts, but for the output norm of a gated delta net, see `Centered`.
+layouts, except for the output norm of a gated delta net, see `Centered`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

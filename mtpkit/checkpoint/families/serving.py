@@ -41,7 +41,7 @@ class Subject:
     found: Mapping[str, TensorInfo]
     """The tensors of its files, without those that the family carries."""
     expected: Mapping[str, Shape]
-    """Those that its config calls for."""
+    """Tensors that its config calls for."""
     heads: frozenset[str]
     """The names of `expected` that belong to the heads."""
     quantized: Mapping[str, frozenset[str]]

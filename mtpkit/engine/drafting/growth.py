@@ -85,7 +85,7 @@ class Growth:
 
     def __init__(self) -> None:
         self.levels: list[Level] = []
-        """Those that are there to be run."""
+        """The levels that the heads can be run on."""
         self._best: list[Tensor] = []
 
     def add(self, tokens: Tensor, log_probs: Tensor) -> None:

@@ -67,13 +67,13 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """What was found for a request that may have to wait, which is looked up anew before each step."""
+    """What was found for a request that may have to wait, which is looked up again before each step."""
 
     request: Request
     prefill_end: int
     hit: Hit | None
     hashes: frozenset[bytes]
-    """Those of its full blocks, after which checkpoints would be found."""
+    """Keys of its full blocks, after which checkpoints would be found."""
 
 
 class PrefixCache:
@@ -83,7 +83,7 @@ class PrefixCache:
         blocks: the allocator of the engine's blocks.
         num_checkpoints: room of the store; 0: nothing is ever found.
         ahead: tokens after a position that the heads' entries for it depend on; 0 without heads.
-        interval: a long prompt leaves a checkpoint at every multiple of so many tokens.
+        interval: a long prompt leaves a checkpoint at every multiple of this many tokens.
         successors: whether the heads keep recurrent state. It depends on the token after a checkpoint, so that only
             requests in which that is the same go on from there, and the heads need not be run before that.
     """

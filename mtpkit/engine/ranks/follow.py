@@ -1,7 +1,7 @@
 """Rank 0 decides, the others follow.
 
 Every rank has the whole host side of an engine: requests, scheduler, allocators. What these do follows from the
-requests and from the results of steps, which are the same everywhere, but for what a rank takes from its clock and its
+requests and from the results of steps, which are the same everywhere, except what a rank takes from its clock and its
 memory: K, the prompt tokens of a step, the number of blocks, a seed. Rank 0 chooses these and says so before each step,
 in a few integers. It also says what it plans. A rank that comes to another plan stops with an error: its next sum over
 ranks would mix different steps, or wait for ever.

@@ -114,7 +114,7 @@ def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
 
 
 def _sizes_of(options: EngineOptions) -> tuple[int, int, bool]:
-    """Those of a model that is given."""
+    """The sizes of a model that is given."""
     config = options.model.config
     size, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     experts = config.expert_model_parallel_size

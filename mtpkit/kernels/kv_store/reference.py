@@ -10,7 +10,7 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         key: [T, kv_heads, d], value: [T, kv_heads, e], of any strides; views of a fused projection, for example.
         key_cache: [num_blocks, block_size, kv_heads, d], value_cache: [num_blocks, block_size, kv_heads, e], updated in
             place; dense, or side by side in rows of one tensor with one kv head.
-        slots: [T] int64, the slot mapping; distinct but for -1.
+        slots: [T] int64, the slot mapping; distinct except for -1.
     """
     written = slots >= 0
     places = slots[written]

@@ -33,7 +33,7 @@ def weight_from(row, floor, TILE, STAGES):
 
 @triton.jit
 def _guess(row, low, high, floor, target, most, BY_WEIGHT, ROOM):
-    """An interval that contains t but for a few cases in a thousand, from a sample of ROOM tokens across the row.
+    """An interval that contains t except for a few cases in a thousand, from a sample of ROOM tokens across the row.
 
     The sample estimates the weight below t, which it does well because many tokens of little weight make it up.
     """

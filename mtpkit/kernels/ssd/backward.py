@@ -155,7 +155,7 @@ def _finish_rates(dt_in, parameters, rates_ptr, rates, head, tokens, token, live
     """Store what a chunk's tokens [L] give for dt, A_log and D of a head, in [3, h, T].
 
     Args:
-        rates: gradients of the log decays; of the step sizes, but for those through log decays, times the step sizes;
+        rates: gradients of the log decays; of the step sizes, except those through log decays, times the step sizes;
             and of D.
     """
     dlog, dgain, skipped = rates

@@ -23,7 +23,7 @@ _keeps = ContextVar("mtpkit_keeps_inputs", default=False)
 
 class NoExtraState:
     """Mixin of modules whose checkpoints have the key that Transformer Engine's modules write, without a value. The fp8
-    scales that Transformer Engine keeps there are made anew from the tensors themselves."""
+    scales that Transformer Engine keeps there are made again from the tensors themselves."""
 
     def get_extra_state(self) -> None:
         """Return nothing."""

@@ -180,7 +180,7 @@ class State:
 
     def settling(self, committed: Committed) -> tuple[Tensor, Tensor] | None:
         """The places in each of `of_tokens` that hold what is committed of R rows, [R, P] int64, and those where a
-        chunk would have left it, [P] int64; see `States.settle`. None: a chunk would have left it where it is, but for
+        chunk would have left it, [P] int64; see `States.settle`. None: a chunk would have left it where it is, except
         rings, which only the layer can fold.
 
         Args:

@@ -70,7 +70,7 @@ class States:
             move_entries(sources, targets, *group.entries)
 
     def settle(self, slots: Tensor, committed: Committed) -> None:
-        """Bring what is committed of requests to where a chunk would have left it, but for rings, which only layers can
+        """Bring what is committed of requests to where a chunk would have left it, except rings, which only layers can
         fold. Does not wait for the device.
 
         Args:

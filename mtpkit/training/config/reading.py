@@ -1,4 +1,4 @@
-"""Settings from a YAML file with `key=value` overrides on top; each error names the file or the override at fault."""
+"""Settings from a YAML file with `key=value` overrides on top; each error names the wrong file or override."""
 
 import dataclasses
 import io
