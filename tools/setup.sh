@@ -55,3 +55,4 @@ if ! "$venv/bin/python" -m pip install --disable-pip-version-check --editable '.
     exit 1
 fi
 touch "$stamp"
+echo "setup: done, the commands are in $venv/bin" >&2

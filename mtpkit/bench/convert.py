@@ -67,10 +67,12 @@ def measure_conversion(config: ConvertBenchConfig, directory: Path) -> Result[Co
         directory: place on the disk to measure.
 
     Raises:
-        UserError: there is too little room.
+        UserError: the place is no directory, or has too little room.
         MtpkitError: an exported tensor differs from the original.
     """
     wanted = int(config.gigabytes * 1e9)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory: make it, or name another place on the disk by --directory")
     free = shutil.disk_usage(directory).free
     if free < 2 * _SPARE * wanted:
         raise UserError(f"{directory} has {free / 1e9:.1f} GB free, too little for twice {config.gigabytes} GB")

@@ -1,5 +1,6 @@
 """Models and prompts of the benchmarks: published sizes with random ones, or a checkpoint with real ones."""
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.prompts import encode, list_prompts
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import JsonObject, parse_json, read_text
 from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
@@ -169,13 +170,14 @@ def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
     file and line, which messages call them by. Lines of whitespace are skipped.
 
     A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers), and if wanted
-    `checkpoint_at`, see `Prompt`; any other file is plain text.
+    `checkpoint_at`, see `Prompt`; other keys are left out. Any other file is plain text.
 
     Args:
         limit: only so many, evenly spread over the file.
 
     Raises:
-        UserError: a file that cannot be read, a line of another form, or no prompt at all.
+        UserError: a file that cannot be read, a line of another form, a key that is almost `checkpoint_at`, or no
+            prompt at all.
     """
     try:
         lines = read_text(path).split("\n")  # other ends of lines may stand in a text
@@ -194,6 +196,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
 def _parse(line: str, where: str) -> JsonObject:
     parsed = parse_json(line, where)
     record = parsed if isinstance(parsed, dict) else {}
+    if misspelt := difflib.get_close_matches("checkpoint_at", record.keys() - {"checkpoint_at"}, 1, cutoff=0.85):
+        raise UserError(f"{where} has the key {shown(misspelt[0])}; did you mean checkpoint_at?")
     text, token_ids = record.get("prompt"), record.get("prompt_token_ids")
     at = {"checkpoint_at": record["checkpoint_at"]} if record.get("checkpoint_at") is not None else {}
     if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):

@@ -61,14 +61,20 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; by default stdin is read.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
+        typer.Option(
+            help='Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}; '
+            '"checkpoint_at" beside it: tokens after which the prefix cache keeps a checkpoint.'
+        ),
     ] = None,
     *,
     sampling: Annotated[SamplingParams, options.Fields(without=("n", "stop_token_ids"), defaults=COMMAND_DEFAULTS)],
     engine: Annotated[EngineOptions, options.Fields(only=("model", *_ENGINE))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")] = False,
     output: Annotated[
-        Path | None, typer.Option(help="File for the outputs in place of stdout, written whole or not at all.")
+        Path | None,
+        typer.Option(
+            help="File for the outputs in place of stdout, written whole or not at all, in place of what is there."
+        ),
     ] = None,
     data_parallel_size: Annotated[
         int,

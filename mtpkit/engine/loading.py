@@ -229,9 +229,11 @@ def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) ->
 def warn_untrained(model: str, k: int, depths: int) -> None:
     """Warn once per process that a repeated head is unrolled further than it was trained."""
     _logger.warning(
-        "num_speculative_tokens is %d, but the head of %s has %d depths: later drafts were not trained",
+        "num_speculative_tokens is %d, but the head of %s has %d depths: later drafts were not trained; take at most "
+        "%d, or train more depths",
         k,
         model,
+        depths,
         depths,
     )
 

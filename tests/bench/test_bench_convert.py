@@ -48,3 +48,8 @@ def test_a_small_disk_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"0\.0 GB free, too little"):
         measure_conversion(ConvertBenchConfig(gigabytes=1), tmp_path)
+
+
+def test_a_place_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="disk is no directory: make it, or name another place on the disk by --direct"):
+        measure_conversion(ConvertBenchConfig(gigabytes=0.01), tmp_path / "disk")

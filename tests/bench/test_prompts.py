@@ -67,6 +67,10 @@ def test_a_line_ends_with_a_line_feed_alone(write, end):
         ('{"prompt": "a"}\n{"prompt"\n', "prompts.jsonl:2 cannot be read as JSON"),
         ('{"prompt": "a"}\n' + "[" * 100_000, "prompts.jsonl:2 cannot be read as JSON: it is nested too deeply"),
         ('{"prompt": ' + "1" * 5000 + "}", "prompts.jsonl:1 cannot be read as JSON"),
+        (
+            '{"prompt": "a", "checkpont_at": 1}\n',
+            "prompts.jsonl:1 has the key 'checkpont_at'; did you mean checkpoint_at",
+        ),
         ('{"text": "a"}\n', 'prompts.jsonl:1 must be an object with "prompt"'),
         ('"a"\n', "prompts.jsonl:1 must be an object"),
         ('{"prompt_token_ids": [1, "2"]}\n', "prompts.jsonl:1 must be an object"),

@@ -179,6 +179,7 @@ def test_more_drafts_than_depths_are_warned_of_once(caplog, extra):
     assert len(said) == extra
     if said:
         assert f"num_speculative_tokens is {depths + 1}, but the head of the model given has {depths} depths" in said[0]
+        assert f"take at most {depths}, or train more depths" in said[0]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
