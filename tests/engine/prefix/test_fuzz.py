@@ -18,7 +18,7 @@ OPERATIONS = 2000
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories(seed):
-    counts = fuzz.run(OPERATIONS, seed)
+    counts = fuzz.run(3 * OPERATIONS, seed)
     assert len(counts) == 7 and all(counts.values()), counts
 
 
