@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs what only a GPU can tell, several parts at once, and prints a short table; whole outputs go to DIRECTORY.
 # Usage: tools/gpu_checks.sh DIRECTORY [tests] [memory] [speed]     (all three by default)
-#   tests    pytest -m gpu; with two GPUs those of two GPUs, too
+#   tests    pytest -m gpu
 #   memory   compute-sanitizer over the kernels, at tiny and at published sizes
 #   speed    benchmarks, when all else has ended, one to a GPU
 # $PYTHON is the interpreter, by default .venv/bin/python; $LIMIT the seconds that a part may take (600).
@@ -40,7 +40,8 @@ if wanted tests; then
     tests kernels "$last" -n "$workers" tests/kernels tests/bench &
     tests engine 0 -n "$workers" --dist worksteal tests --ignore tests/kernels --ignore tests/bench \
         --ignore tests/engine/test_two_gpus.py --ignore tests/engine/test_rank_failures.py --ignore tests/training &
-    [ "$gpus" -gt 1 ] && tests two_gpus 0,1 -n 4 tests/engine/test_two_gpus.py tests/engine/test_rank_failures.py \
+    # Those of two GPUs are skipped where there is one.
+    tests ranks "$(seq -s , 0 "$last")" -n 4 tests/engine/test_two_gpus.py tests/engine/test_rank_failures.py \
         tests/training &
 fi
 if wanted memory; then

@@ -72,9 +72,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="File for the outputs in place of stdout, written whole or not at all, in place of what is there."
-        ),
+        typer.Option(help="File for the outputs instead of stdout, written whole or not at all; it may exist."),
     ] = None,
     data_parallel_size: Annotated[
         int,

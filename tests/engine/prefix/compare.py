@@ -70,10 +70,7 @@ class Pair:
 
     def check(self, tolerance: float = TOLERANCE) -> None:
         """What was seen of both is the same: logits and states of the heads within the tolerance of the largest,
-        log-probs within that of the largest logit, drafts and what was accepted of them exactly.
-
-        Logits of 24 have log-probs that are 1.5e-5 apart in fp32, and each 1.8e-5 to 2.8e-5 away from those in fp64.
-        """
+        log-probs within the tolerance itself, drafts and what was accepted of them exactly."""
         off, on = self.seen
         for have, want in ((on.logits, off.logits), (on.states, off.states)):
             assert have.keys() <= want.keys()
@@ -82,8 +79,7 @@ class Pair:
             assert worst <= tolerance * scale, f"logits or states differ by {worst} of {scale}"
         differences = (on.logits[known].log_softmax(-1) - off.logits[known].log_softmax(-1) for known in on.logits)
         worst = max((float(one.abs().max()) for one in differences), default=0)
-        scale = max((float(one.abs().max()) for one in off.logits.values()), default=0)
-        assert worst <= tolerance * max(1, scale), f"log-probs differ by {worst} where logits reach {scale}"
+        assert worst <= tolerance, f"log-probs differ by {worst}"
         acceptance = [llm.stats().acceptance for llm in (self.off, self.on)]
         assert acceptance[0] == acceptance[1], acceptance
         wrong = [known for known in on.drafts if on.drafts[known] != off.drafts[known]]

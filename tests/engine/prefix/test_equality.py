@@ -83,7 +83,10 @@ PUBLISHED = {
 @pytest.mark.parametrize(("heads", "k"), [("repeated", 3), ("distinct", 4)])
 @pytest.mark.parametrize("rules", PUBLISHED)
 def test_heads_that_read_by_other_rules(rules, heads, k):
-    pair = Pair(ruled_model(heads, **PUBLISHED[rules]), k)
+    model = ruled_model(heads, **PUBLISHED[rules])
+    with torch.no_grad():  # in fp32 log-probs of logits of 24 are 2e-5 away from those in fp64, whoever computes them
+        model.output_layer.weight.mul_(0.1)
+    pair = Pair(model, k)
     multi_turn(pair, START, 4, greedy(6))
     pair.check()
     assert pair.hits > 60
