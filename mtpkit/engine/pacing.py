@@ -1,5 +1,6 @@
 """How many prompt tokens a step carries: as many as the requests that decode beside them can wait for."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,9 @@ _ENOUGH = 4096
 """Prompt tokens of a step beyond which a token costs no less: decoding requests would wait for nothing."""
 _WEIGHT = 0.2
 """Weight of the newest time in a running mean."""
+_DRIFT = 0.003
+"""Part of the way that one kind's seconds of a token fall to the other's with each step of that: a kind that was timed
+too high, and is not chosen for it, is tried again."""
 _LATE = 2.0
 """A time of more than so many times the mean counts as that: a pause of the host says nothing about the device."""
 _LONG = 256
@@ -29,23 +33,29 @@ class Pacing:
     """Chooses the prompt tokens of a step from the times of earlier steps.
 
     A step with n prompt tokens takes d + c n seconds, with d the time of decoding alone, and c that of one token; both
-    are running means, d for each power of two of decoding requests. Nothing is bounded while no request decodes.
+    are running means, d for each power of two of decoding requests. A token that shares a forward pass with decode rows
+    has a c of its own: it takes less, since the weights are read for the others anyway. Nothing is bounded while no
+    request decodes.
 
     Args:
         bound: seconds that a step may take while requests decode; None: a multiple of d.
         alone, beside: the numbers of prompt tokens that are captured without decode rows, and for steps that have
             decode rows too, both ascending; a step is filled up to one of them.
+        most_mixed: most prompt tokens that share a forward pass with decode rows.
     """
 
-    def __init__(self, bound: float | None, alone: Sequence[int] = (), beside: Sequence[int] = ()) -> None:
+    def __init__(
+        self, bound: float | None, alone: Sequence[int] = (), beside: Sequence[int] = (), most_mixed: int = 0
+    ) -> None:
         self.bound = bound
-        self.alone, self.beside = alone, beside
+        self.alone, self.beside, self.most_mixed = alone, beside, most_mixed
         self.chosen: int | None = None
         """What `most_tokens` chose last."""
         self.told: int | None = None
         """What another rank chose for the next step: it is chosen here, too."""
         self._decode: dict[int, float] = {}
-        self._token: float | None = None
+        self._token: dict[bool, float] = {}
+        """c by whether the token shares a forward pass with decode rows."""
 
     def most_tokens(
         self, budget: int, num_decoding: int, num_waiting: int, crowded: bool = False, elsewhere: int = 0
@@ -68,17 +78,26 @@ class Pacing:
     def _most(self, budget: int, num_decoding: int, num_waiting: int, crowded: bool, elsewhere: int) -> int:
         if delayed := num_decoding or elsewhere:
             share = 1.0 if crowded else min(1.0, (num_waiting - 1) / delayed)
-            budget = min(budget, self._bounded(delayed, max(_PATIENCE, share * _MOST_PATIENCE)))
+            most_mixed = self.most_mixed if num_decoding else 0
+            budget = min(budget, self._bounded(delayed, max(_PATIENCE, share * _MOST_PATIENCE), most_mixed))
         sizes = self.beside if num_decoding else self.alone
         return max((size for size in sizes if size <= budget), default=budget)
 
-    def _bounded(self, num_decoding: int, patience: float) -> int:
-        decode = self._decode_seconds(num_decoding)
-        if decode is None or not self._token:
+    def _bounded(self, num_decoding: int, patience: float, most_mixed: int) -> int:
+        decode, mixed, apart = self._decode_seconds(num_decoding), self._token_seconds(True), self._token_seconds(False)
+        if decode is None or not mixed or not apart:
             return _FIRST
-        if self.bound is not None:
-            return max(_LEAST, int((self.bound - decode) / self._token))
-        return max(_LEAST, min(_ENOUGH, int((patience - 1) * decode / self._token)))
+        room, most = (self.bound - decode, math.inf) if self.bound else ((patience - 1) * decode, _ENOUGH)
+        choices = [(min(most, room / apart), apart)]
+        if most_mixed:
+            choices = [(min(most_mixed, room / mixed), mixed), *(one for one in choices if one[0] > most_mixed)]
+        # More tokens in a pass of their own may take so much longer that fewer are computed in a second.
+        tokens, _ = max(choices, key=lambda choice: choice[0] / (decode + choice[0] * choice[1]))
+        return max(_LEAST, int(tokens))
+
+    def _token_seconds(self, mixed: bool) -> float | None:
+        """c, or that of the other kind of steps where none of this kind was timed."""
+        return self._token.get(mixed, self._token.get(not mixed))
 
     def _decode_seconds(self, num_decoding: int) -> float | None:
         """d for the nearest number of requests that was timed."""
@@ -90,19 +109,22 @@ class Pacing:
         """Record the time of a step: from the previous results, of whichever batch, to its own."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
-        level = decoding.bit_length()
+        level, mixed = decoding.bit_length(), any(plan.num_decode_rows and plan.num_chunk_tokens for plan in plans)
+        known = self._token_seconds(mixed)
         if not tokens:
             self._decode[level] = _mean(self._decode.get(level), seconds)
             return
         if decoding and level not in self._decode:  # while prompts wait, no step may ever decode alone
             fed = sum(row.length for plan in plans for row in plan.decode_rows)
-            left = 0.0 if self._token is None else seconds - tokens * self._token
+            left = 0.0 if known is None else seconds - tokens * known
             self._decode[level] = max(left, seconds * fed / (fed + tokens))
         elif decoding and seconds < self._decode[level]:  # it may have been timed too high, or the host was late
             self._decode[level] = _mean(self._decode[level], seconds)
         token = max(0.0, seconds - (self._decode[level] if decoding else 0.0)) / tokens
-        if tokens >= _LONG or (self._token is not None and token < self._token):
-            self._token = _mean(self._token, token)
+        if tokens >= _LONG or (known is not None and token < known):
+            self._token[mixed] = _mean(self._token.get(mixed), token)
+        if mixed in self._token and (other := self._token.get(not mixed, 0.0)) > self._token[mixed]:
+            self._token[not mixed] = other + _DRIFT * (self._token[mixed] - other)
 
 
 def pacing_for(config: EngineConfig, device: torch.device, *sizes: Sequence[int]) -> Pacing | None:
@@ -114,7 +136,9 @@ def pacing_for(config: EngineConfig, device: torch.device, *sizes: Sequence[int]
     bound = config.max_inter_token_latency
     if bound is not None:
         bound /= config.num_batches
-    return Pacing(bound, *sizes) if device.type == "cuda" or config.graphs or bound is not None else None
+    if device.type != "cuda" and not config.graphs and bound is None:
+        return None
+    return Pacing(bound, *sizes, most_mixed=config.max_mixed_tokens)
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -103,6 +103,49 @@ def test_a_late_step_is_forgotten(bound, every, lost):
     assert load(warmed(bound), every=every, late={40: lost, 41: lost, 90: lost})[-1] == steady
 
 
+def mixed_steps(pacing: Pacing, steps: int, *told, late: int = 0) -> list[tuple[int, float]]:
+    """Prompt tokens and seconds of steps in which up to 512 prompt tokens share a pass with 16 decode rows, 16 us each,
+    and more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late` ones take 0.3 s more."""
+    taken = []
+    for step in range(steps):
+        tokens = pacing.most_tokens(8192, 16, 1, *told)
+        plans = [plan(16, tokens)] if tokens <= 512 else [plan(16), plan(0, tokens)]
+        seconds = 6.5e-3 + (16e-6 * tokens if tokens <= 512 else 2e-3 + 23e-6 * tokens)
+        pacing.observe(plans, seconds + 0.3 * (step < late))
+        pacing.observe([plan(16)], 6.5e-3)
+        taken.append((tokens, seconds))
+    return taken
+
+
+def test_tokens_that_share_a_pass_have_a_time_of_their_own():
+    """Seconds of a token in one kind of steps do not lead to steps of the other kind that take too long."""
+    taken = mixed_steps(Pacing(None, SIZES, SIZES, most_mixed=512), 2000)[100:]
+    assert sum(tokens == 512 for tokens, _ in taken) > 0.99 * len(taken)
+    assert all(seconds < 2.75 * 6.5e-3 for tokens, seconds in taken if tokens == 512)
+    apart = mixed_steps(Pacing(None, SIZES, SIZES, most_mixed=512), 300, True)  # others wait, so that long steps pay
+    assert apart[-1][0] == 2048
+
+
+@pytest.mark.parametrize("bound, tokens", [(0.02, 512), (0.03, 512), (0.25, 8192)])
+def test_the_kind_of_step_that_computes_more_is_chosen(bound, tokens):
+    assert mixed_steps(Pacing(bound, SIZES, SIZES, most_mixed=512), 300)[-1][0] == tokens
+
+
+@pytest.mark.parametrize("late", [1, 5, 10])
+def test_a_kind_of_step_that_was_late_is_tried_again(late):
+    pacing = Pacing(0.25, SIZES, SIZES, most_mixed=512)
+    mixed_steps(pacing, 50)
+    assert mixed_steps(pacing, 1000, late=late)[-1][0] == 8192
+
+
+@pytest.mark.parametrize("most_mixed", [0, 512])
+def test_a_step_without_decode_rows_beside_other_batches_is_one_of_its_own(most_mixed):
+    pacing = Pacing(0.03, SIZES, SIZES, most_mixed=most_mixed)
+    pacing._decode, pacing._token = {5: 0.01}, {False: 0.02 / 400, True: 0.02 / 300}
+    assert pacing.most_tokens(8192, 0, 1, False, 16) == 384
+    assert pacing.most_tokens(8192, 16, 1) == (256 if most_mixed else 384)
+
+
 @pytest.mark.parametrize("bound, tokens", [(None, 512), (0.03, 768), (0.25, 8192)])
 def test_a_load_that_never_decodes_alone_is_paced_too(bound, tokens):
     """From the first step on prompts wait in every one: what decoding takes is what the prompts leave of the time."""
@@ -160,7 +203,7 @@ def test_the_scheduler_keeps_to_it(num_batches):
     step."""
     settings = dict(max_inter_token_latency=5.0 * num_batches, num_batches=num_batches)
     engine = fake_engine(MODEL, num_blocks=400, max_num_batched_tokens=200, **settings)
-    engine.pacing._decode, engine.pacing._token = {1: 1.0}, 0.1  # 40 tokens fit
+    engine.pacing._decode, engine.pacing._token = {1: 1.0}, {False: 0.1}  # 40 tokens fit
     engine.pacing.observe = lambda plans, seconds: None
     seen, plan_step = [], engine.scheduler.plan
 
