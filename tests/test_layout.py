@@ -256,6 +256,9 @@ SECTION_READERS = {
 LETTER_READERS = {"checkpoint/families/blocks.py": "the number of layers before the first mixture of experts is a key"}
 """Files outside that may name letters, and why."""
 
+ABOUT_KINDS = ("pattern", "letter", "layer", "KINDS", "SECTIONS")
+"""Words of which a source has one where it means a letter of a pattern, not any text."""
+
 
 def _are_letters(node: ast.AST) -> bool:
     """Whether a node is a text of letters of kinds, or several of them."""
@@ -290,8 +293,8 @@ def kinds_named(source: str) -> Iterator[str]:
                 tested, alone = [first], True
             case ast.Tuple() | ast.List() | ast.Set() if len(node.elts) > 1:
                 tested, alone = [node], True
-        about = any(word in ast.unparse(node) for word in ("pattern", "letter", "layer", "KINDS", "SECTIONS"))
-        if ((alone or about) and any(map(_are_letters, tested))) or MIXERS & {*_named(node)}:
+        named = any(map(_are_letters, tested)) and (alone or any(word in ast.unparse(node) for word in ABOUT_KINDS))
+        if named or MIXERS & {*_named(node)}:
             yield f"{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 

@@ -16,7 +16,7 @@ limit=${LIMIT:-600}
 gpus=$(nvidia-smi --list-gpus | wc -l)
 [ "$gpus" -gt 0 ] || { echo "gpu_checks: nvidia-smi lists no GPU" >&2; exit 2; }
 last=$((gpus - 1))
-workers=$(($(nproc) / 3))
+workers=$(($(nproc) / 4))  # each takes some GB of a GPU
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 began=$SECONDS
 
@@ -43,16 +43,17 @@ if wanted tests; then
     # Those of two GPUs are skipped where there is one.
     tests ranks "$(seq -s , 0 "$last")" -n 4 tests/engine/test_two_gpus.py tests/engine/test_rank_failures.py \
         tests/training &
+    wait
 fi
 if wanted memory; then
     for model in nemotron-h-tiny nemotron-3-tiny qwen3-next-tiny deepseek-v3-tiny; do
         memory "memory_$model" "$last" --model "$model" --rows 1 5 &
     done
-    for model in qwen3.5-slice qwen3-next-slice deepseek-v3-slice; do
-        memory "memory_$model" 0 --model "$model" --rows 1 --num-speculative-tokens 0 &
+    for model in qwen3.5-slice qwen3-next-slice deepseek-v3-slice; do  # one after another: they fill a GPU
+        memory "memory_$model" 0 --model "$model" --rows 1 --num-speculative-tokens 0
     done
+    wait
 fi
-wait
 if wanted speed; then
     decode=(decode --batch-size 1 16 64 --num-speculative-tokens 0 3 --max-tokens 160 --no-trace)
     (

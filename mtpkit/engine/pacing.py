@@ -122,12 +122,15 @@ class Pacing:
             self._decode[level] = _mean(self._decode[level], seconds)
         token = max(0.0, seconds - (self._decode[level] if decoding else 0.0)) / tokens
         if tokens >= _LONG or (known is not None and token < known):
-            self._token[mixed] = _mean(self._token.get(mixed), token)
-        if mixed in self._token and (other := self._token.get(not mixed, 0.0)) > self._token[mixed]:
-            self._token[not mixed] = other + _DRIFT * (self._token[mixed] - other)
+            self._token[mixed] = _mean(self._token.get(mixed, None if tokens >= _LONG else known), token)
+        this, other = self._token.get(mixed, 0.0), self._token.get(not mixed, 0.0)
+        if 0.0 < this < other:
+            self._token[not mixed] = other + _DRIFT * (this - other)
 
 
-def pacing_for(config: EngineConfig, device: torch.device, *sizes: Sequence[int]) -> Pacing | None:
+def pacing_for(
+    config: EngineConfig, device: torch.device, alone: Sequence[int] = (), beside: Sequence[int] = ()
+) -> Pacing | None:
     """The pacing of an engine, given the captured sizes that `Pacing` takes, if there are any.
 
     None on a CPU without a bound from the user: steps as plans have them, which do not depend on times. A request waits
@@ -138,7 +141,7 @@ def pacing_for(config: EngineConfig, device: torch.device, *sizes: Sequence[int]
         bound /= config.num_batches
     if device.type != "cuda" and not config.graphs and bound is None:
         return None
-    return Pacing(bound, *sizes, most_mixed=config.max_mixed_tokens)
+    return Pacing(bound, alone, beside, config.max_mixed_tokens)
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -251,6 +251,21 @@ def test_not_a_number_is_refused():
         check(spoiled, right.make())
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_large_tensors_are_compared_in_parts(place, monkeypatch):
+    right = case("rms_norm")
+    args = right.make()
+    want = right.twin(*args)
+    monkeypatch.setattr("mtpkit.bench.kernels._PART", want.numel() // 3)
+
+    def near(*args):
+        found = right.twin(*args)
+        found.view(-1)[place] += want.float().norm() * 1e-3
+        return found
+
+    assert check(broken(right, near), args) == pytest.approx(1e-3, rel=1e-2)
+
+
 def test_ties_may_be_broken_either_way():
     right = case("argmax")
     logits = torch.zeros(2, 8)

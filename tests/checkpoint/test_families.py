@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,7 @@ def test_a_base_that_families_share_names_none(tmp_path):
     assert find_family(config, "glm4_moe").model_type == "glm4_moe"
 
 
+@cache
 def family_words() -> list[str]:
     """Names of families, and parts of their tensors' names that Megatron's names lack."""
     experts = dict(num_moe_experts=2, moe_ffn_hidden_size=8, moe_shared_expert_intermediate_size=8, moe_latent_size=8)

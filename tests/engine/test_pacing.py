@@ -105,7 +105,8 @@ def test_a_late_step_is_forgotten(bound, every, lost):
 
 def mixed_steps(pacing: Pacing, steps: int, *told, late: int = 0) -> list[tuple[int, float]]:
     """Prompt tokens and seconds of steps in which up to 512 prompt tokens share a pass with 16 decode rows, 16 us each,
-    and more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late` ones take 0.3 s more."""
+    and more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late` ones last 0.3 s more.
+    """
     taken = []
     for step in range(steps):
         tokens = pacing.most_tokens(8192, 16, 1, *told)
@@ -136,6 +137,22 @@ def test_a_kind_of_step_that_was_late_is_tried_again(late):
     pacing = Pacing(0.25, SIZES, SIZES, most_mixed=512)
     mixed_steps(pacing, 50)
     assert mixed_steps(pacing, 1000, late=late)[-1][0] == 8192
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_a_first_mixed_step_that_seems_to_take_no_time_says_little(tokens):
+    """Its result came together with the one before, since the host was late; short ones follow, which say no more."""
+    pacing = Pacing(None, SIZES, SIZES, most_mixed=512)
+    for _ in range(60):
+        pacing.observe([plan(16)], 6.5e-3)
+        pacing.observe([plan(16), plan(0, 1024)], 30e-3)
+    apart = pacing._token[False]
+    pacing.observe([plan(16, tokens)], 1e-4)
+    for _ in range(1000):
+        pacing.observe([plan(16)], 6.5e-3)
+        pacing.observe([plan(16, 16)], 9e-3)
+    assert pacing._token[False] > 0.6 * apart
+    assert mixed_steps(pacing, 100)[-1][0] == 512
 
 
 @pytest.mark.parametrize("most_mixed", [0, 512])

@@ -65,6 +65,7 @@ def run_settings(base, text_files):
     """Settings of short runs at a constant learning rate, so that more steps can continue them."""
     values = {
         "model": base,
+        "dtype": "float32",  # in bf16, a GPU's own, sums in other orders are not the same within any tolerance
         "data.train": f"[{text_files[0]}]",
         "data.eval": f"[{text_files[1]}]",
         "data.sequence_length": 32,
@@ -221,7 +222,8 @@ def assert_equal_runs(have, want, tolerance):
             assert lines[step]["loss"] == pytest.approx(line["loss"], rel=tolerance)
             assert lines[step]["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
             if kind == "train":
-                assert lines[step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+                # On a GPU sums have other orders, after which a token may go to another expert.
+                assert lines[step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=max(1e-3, 3 * tolerance))
     trained, expected = (load_model(path).state_dict() for path in (have, want))
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
