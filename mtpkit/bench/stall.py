@@ -12,7 +12,7 @@ from mtpkit.bench.report import Column, Result
 from mtpkit.bench.serving import Clock, Stream, WallClock, percentiles_ms, take
 from mtpkit.bench.settings import LOAD_DRAFTS, LoadConfig, StallConfig, engine_settings
 from mtpkit.bench.shapes import choose_drafts, random_prompts
-from mtpkit.bench.timing import release_memory
+from mtpkit.bench.timing import release_memory, synchronize
 from mtpkit.engine import LLM
 from mtpkit.errors import UserError
 from mtpkit.model.hybrid import HybridModel
@@ -97,6 +97,7 @@ class _Bench:
         self, model: HybridModel, config: LoadConfig, stall: StallConfig, k: int | Literal["auto"], clock: Clock
     ) -> None:
         self.config, self.stall, self.k, self.clock = config, stall, k, clock
+        self.device = next(model.parameters()).device
         depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
         longest = max(stall.arriving_length, *stall.lone_lengths)
         # Decoding requests have room for all tokens that they can make in the steps which the measurement takes.
@@ -145,7 +146,9 @@ class _Bench:
         return StallRow(self.k, quiet[0], quiet[1], stalled[0], stalled[1], ratio, lone)
 
     def _lone(self, length: int) -> float:
-        """Seconds to the first token of a prompt, while nothing else runs."""
+        """Seconds to the first token of a prompt, while nothing else runs: neither does the step that was launched
+        ahead of the end of the last request."""
+        synchronize(self.device)
         stream = self.streams[self._add(length, _LONE_TOKENS)]
         while self.llm.engine.has_unfinished:
             self._step()

@@ -30,7 +30,7 @@ class StepClock:
 
 @pytest.fixture
 def short(monkeypatch):
-    for name, value in {"_PROMPT_LEN": 40, "_QUIET_STEPS": 6, "_SETTLING_STEPS": 2, "_LONE_REPEATS": 3}.items():
+    for name, value in {"_PROMPT_LEN": 40, "_QUIET_STEPS": 6, "_SETTLING_STEPS": 2}.items():
         monkeypatch.setattr(stall, name, value)
 
 
@@ -73,6 +73,21 @@ def test_gaps_with_and_without_prompts(clock):
         assert row.lone_ms == pytest.approx([1800, 7000])
     assert "2 requests decode while 2 prompts of 64 tokens arrive" in result.title
     assert result.name == "load_stall" and result.settings["arriving_length"] == 64
+
+
+def test_nothing_runs_when_a_lone_prompt_arrives(clock, monkeypatch):
+    """A step launched ahead may outlast the request that it was for: it is waited for."""
+    idle, add, arrived = [], stall._Bench._add, []
+
+    def added(bench, length, tokens):
+        if tokens == stall._LONE_TOKENS:
+            arrived.append(clock.time)
+        return add(bench, length, tokens)
+
+    monkeypatch.setattr(stall, "synchronize", lambda device: idle.append(clock.time))
+    monkeypatch.setattr(stall._Bench, "_add", added)
+    measure_stall(open_model("nemotron-h-tiny", torch.device("cpu")), CONFIG, STALL, "tiny", clock=clock)
+    assert idle == arrived and len(idle) == 2 * (1 + 5) * 2  # two K, a warm-up and five repeats of two lengths
 
 
 def test_requests_that_end_too_early_are_told(short, monkeypatch):
