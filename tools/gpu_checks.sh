@@ -49,6 +49,7 @@ if wanted memory; then
     for model in nemotron-h-tiny nemotron-3-tiny qwen3-next-tiny deepseek-v3-tiny; do
         memory "memory_$model" "$last" --model "$model" --rows 1 5 &
     done
+    ((gpus > 1)) || wait
     for model in qwen3.5-slice qwen3-next-slice deepseek-v3-slice; do  # one after another: they fill a GPU
         memory "memory_$model" 0 --model "$model" --rows 1 --num-speculative-tokens 0
     done

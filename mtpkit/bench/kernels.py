@@ -196,7 +196,9 @@ def check(case: Case, args: Args) -> float:
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of `expected`; of integers, the share that differs."""
+    """Norm of the difference over that of `expected`; of integers, the share that differs; inf if shapes differ."""
+    if found.shape != expected.shape:
+        return math.inf
     if not found.is_floating_point():
         return float((found != expected).sum() / max(1, found.numel()))
     squares = [(0.0, 0.0)]

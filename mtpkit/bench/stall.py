@@ -146,8 +146,8 @@ class _Bench:
         return StallRow(self.k, quiet[0], quiet[1], stalled[0], stalled[1], ratio, lone)
 
     def _lone(self, length: int) -> float:
-        """Seconds to the first token of a prompt, while nothing else runs: neither does the step that was launched
-        ahead of the end of the last request."""
+        """Seconds to the first token of a prompt, while nothing else runs. The step that was launched before the last
+        request had ended is waited for."""
         synchronize(self.device)
         stream = self.streams[self._add(length, _LONE_TOKENS)]
         while self.llm.engine.has_unfinished:

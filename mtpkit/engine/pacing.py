@@ -1,6 +1,5 @@
-"""How many prompt tokens a step carries: as many as the requests that decode beside them can wait for."""
+"""How many prompt tokens a step carries: at most as many as the requests that decode beside them can wait for."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,9 +19,9 @@ _ENOUGH = 4096
 """Prompt tokens of a step beyond which a token costs no less: decoding requests would wait for nothing."""
 _WEIGHT = 0.2
 """Weight of the newest time in a running mean."""
-_DRIFT = 0.003
-"""Part of the way that one kind's seconds of a token fall to the other's with each step of that: a kind that was timed
-too high, and is not chosen for it, is tried again."""
+_DRIFT = 0.0003
+"""Share of the gap by which the slower kind's seconds of a token fall towards the faster kind's, at each long step of
+the faster kind: a kind that was timed too high, and is not chosen for it, is tried again after some thousand steps."""
 _LATE = 2.0
 """A time of more than so many times the mean counts as that: a pause of the host says nothing about the device."""
 _LONG = 256
@@ -79,21 +78,25 @@ class Pacing:
         if delayed := num_decoding or elsewhere:
             share = 1.0 if crowded else min(1.0, (num_waiting - 1) / delayed)
             most_mixed = self.most_mixed if num_decoding else 0
-            budget = min(budget, self._bounded(delayed, max(_PATIENCE, share * _MOST_PATIENCE), most_mixed))
+            budget = self._bounded(budget, delayed, max(_PATIENCE, share * _MOST_PATIENCE), most_mixed)
         sizes = self.beside if num_decoding else self.alone
         return max((size for size in sizes if size <= budget), default=budget)
 
-    def _bounded(self, num_decoding: int, patience: float, most_mixed: int) -> int:
+    def _bounded(self, budget: int, num_decoding: int, patience: float, most_mixed: int) -> int:
         decode, mixed, apart = self._decode_seconds(num_decoding), self._token_seconds(True), self._token_seconds(False)
-        if decode is None or not mixed or not apart:
-            return _FIRST
-        room, most = (self.bound - decode, math.inf) if self.bound else ((patience - 1) * decode, _ENOUGH)
+        if not decode or not mixed or not apart:
+            return min(budget, _FIRST)
+        bound = patience * decode if self.bound is None else self.bound
+        room = max(0.0, bound - decode)
+        most = budget if self.bound is not None else min(budget, _ENOUGH)
         choices = [(min(most, room / apart), apart)]
         if most_mixed:
-            choices = [(min(most_mixed, room / mixed), mixed), *(one for one in choices if one[0] > most_mixed)]
+            choices = [(min(most, most_mixed, room / mixed), mixed), *(one for one in choices if one[0] > most_mixed)]
+        if most_mixed >= _LONG and True not in self._token:
+            choices = choices[:1]  # to be timed
         # More tokens in a pass of their own may take so much longer that fewer are computed in a second.
         tokens, _ = max(choices, key=lambda choice: choice[0] / (decode + choice[0] * choice[1]))
-        return max(_LEAST, int(tokens))
+        return min(budget, max(_LEAST, int(tokens)))
 
     def _token_seconds(self, mixed: bool) -> float | None:
         """c, or that of the other kind of steps where none of this kind was timed."""
@@ -120,12 +123,18 @@ class Pacing:
             self._decode[level] = max(left, seconds * fed / (fed + tokens))
         elif decoding and seconds < self._decode[level]:  # it may have been timed too high, or the host was late
             self._decode[level] = _mean(self._decode[level], seconds)
-        token = max(0.0, seconds - (self._decode[level] if decoding else 0.0)) / tokens
-        if tokens >= _LONG or (known is not None and token < known):
-            self._token[mixed] = _mean(self._token.get(mixed, None if tokens >= _LONG else known), token)
-        this, other = self._token.get(mixed, 0.0), self._token.get(not mixed, 0.0)
-        if 0.0 < this < other:
-            self._token[not mixed] = other + _DRIFT * (this - other)
+        token = (seconds - (self._decode[level] if decoding else 0.0)) / tokens
+        if token <= 0.0:  # results of two steps came together
+            return
+        if tokens >= _LONG:
+            if mixed not in self._token and known:
+                token = min(max(token, known / _LATE), known * _LATE)
+            self._token[mixed] = _mean(self._token.get(mixed), token)
+            this, other = self._token[mixed], self._token.get(not mixed, 0.0)
+            if this < other:
+                self._token[not mixed] = other + _DRIFT * (this - other)
+        elif known is not None and token < known:
+            self._token[mixed] = _mean(known, token)
 
 
 def pacing_for(

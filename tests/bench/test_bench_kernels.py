@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 import pkgutil
 import sys
 from dataclasses import replace
@@ -264,6 +265,16 @@ def test_large_tensors_are_compared_in_parts(place, monkeypatch):
         return found
 
     assert check(broken(right, near), args) == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (5, 1, 8), (8,)])
+def test_another_shape_is_refused(shape):
+    right = case("rms_norm")
+    x, *rest = right.make()
+    other = broken(right, lambda *args: right.twin(*args)[:5, :8].reshape(-1)[: math.prod(shape)].view(shape))
+    same = broken(right, lambda *args: right.twin(*args)[:5, :8])
+    with pytest.raises(MtpkitError, match="differs from the reference's by inf"):
+        check(replace(other, reference=same.call), (x, *rest))
 
 
 def test_ties_may_be_broken_either_way():

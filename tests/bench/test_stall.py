@@ -77,17 +77,19 @@ def test_gaps_with_and_without_prompts(clock):
 
 def test_nothing_runs_when_a_lone_prompt_arrives(clock, monkeypatch):
     """A step launched ahead may outlast the request that it was for: it is waited for."""
-    idle, add, arrived = [], stall._Bench._add, []
+    events, add = [], stall._Bench._add
 
     def added(bench, length, tokens):
         if tokens == stall._LONE_TOKENS:
-            arrived.append(clock.time)
+            events.append(("arrives", clock.time))
         return add(bench, length, tokens)
 
-    monkeypatch.setattr(stall, "synchronize", lambda device: idle.append(clock.time))
+    monkeypatch.setattr(stall, "synchronize", lambda device: events.append(("idle", clock.time)))
     monkeypatch.setattr(stall._Bench, "_add", added)
     measure_stall(open_model("nemotron-h-tiny", torch.device("cpu")), CONFIG, STALL, "tiny", clock=clock)
-    assert idle == arrived and len(idle) == 2 * (1 + 5) * 2  # two K, a warm-up and five repeats of two lengths
+    waits, arrivals = events[::2], events[1::2]
+    assert len(waits) == 2 * (1 + 5) * 2  # two K, a warm-up and five repeats of two lengths
+    assert [("arrives", time) for what, time in waits if what == "idle"] == arrivals
 
 
 def test_requests_that_end_too_early_are_told(short, monkeypatch):

@@ -103,56 +103,129 @@ def test_a_late_step_is_forgotten(bound, every, lost):
     assert load(warmed(bound), every=every, late={40: lost, 41: lost, 90: lost})[-1] == steady
 
 
-def mixed_steps(pacing: Pacing, steps: int, *told, late: int = 0) -> list[tuple[int, float]]:
-    """Prompt tokens and seconds of steps in which up to 512 prompt tokens share a pass with 16 decode rows, 16 us each,
+def mixed_steps(
+    pacing: Pacing, steps: int, waiting: int = 1, late: int = 0, most_mixed: int = 512
+) -> list[tuple[int, float]]:
+    """Prompt tokens and seconds of steps. Up to `most_mixed` tokens of them share a pass with 16 decode rows, 16 us each,
     and more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late` ones last 0.3 s more.
     """
     taken = []
     for step in range(steps):
-        tokens = pacing.most_tokens(8192, 16, 1, *told)
-        plans = [plan(16, tokens)] if tokens <= 512 else [plan(16), plan(0, tokens)]
-        seconds = 6.5e-3 + (16e-6 * tokens if tokens <= 512 else 2e-3 + 23e-6 * tokens)
+        tokens = pacing.most_tokens(8192, 16, waiting)
+        plans = [plan(16, tokens)] if tokens <= most_mixed else [plan(16), plan(0, tokens)]
+        seconds = 6.5e-3 + (16e-6 * tokens if tokens <= most_mixed else 2e-3 + 23e-6 * tokens)
         pacing.observe(plans, seconds + 0.3 * (step < late))
         pacing.observe([plan(16)], 6.5e-3)
         taken.append((tokens, seconds))
     return taken
 
 
-def test_tokens_that_share_a_pass_have_a_time_of_their_own():
+def begun(bound: float | None) -> Pacing:
+    """A prompt of 2,048 tokens has been computed alone, and requests have decoded since."""
+    pacing = Pacing(bound, SIZES, SIZES, most_mixed=512)
+    pacing.observe([plan(0, 2048)], 2e-3 + 2048 * 23e-6)
+    pacing.observe([plan(16)], 6.5e-3)
+    return pacing
+
+
+@pytest.mark.parametrize("bound, tokens", [(None, 512), (0.012, 320), (0.02, 512), (0.025, 512), (0.03, 512)])
+def test_tokens_that_share_a_pass_have_a_time_of_their_own(bound, tokens):
     """Seconds of a token in one kind of steps do not lead to steps of the other kind that take too long."""
-    taken = mixed_steps(Pacing(None, SIZES, SIZES, most_mixed=512), 2000)[100:]
-    assert sum(tokens == 512 for tokens, _ in taken) > 0.99 * len(taken)
-    assert all(seconds < 2.75 * 6.5e-3 for tokens, seconds in taken if tokens == 512)
-    apart = mixed_steps(Pacing(None, SIZES, SIZES, most_mixed=512), 300, True)  # others wait, so that long steps pay
-    assert apart[-1][0] == 2048
+    taken = mixed_steps(begun(bound), 5000)
+    most = 2.75 * 6.5e-3 if bound is None else bound
+    assert sum(seconds > most for _, seconds in taken) <= 0.005 * len(taken)
+    assert sum(chosen == tokens for chosen, _ in taken) >= 0.98 * len(taken)
 
 
-@pytest.mark.parametrize("bound, tokens", [(0.02, 512), (0.03, 512), (0.25, 8192)])
-def test_the_kind_of_step_that_computes_more_is_chosen(bound, tokens):
-    assert mixed_steps(Pacing(bound, SIZES, SIZES, most_mixed=512), 300)[-1][0] == tokens
+@pytest.mark.parametrize("bound, waiting, tokens", [(0.25, 1, 8192), (None, 1000, 2048)])
+def test_long_chunks_are_chosen_where_they_compute_more(bound, waiting, tokens):
+    assert mixed_steps(begun(bound), 300, waiting=waiting)[-1][0] == tokens
+
+
+def test_kinds_are_compared_at_what_a_step_may_have():
+    """1,024 tokens take 32 ms in a pass of their own, 512 that share one 14.7."""
+    pacing = begun(0.25)
+    pacing.observe([plan(16, 512)], 6.5e-3 + 512 * 16e-6)
+    assert pacing.most_tokens(1024, 16, 1) == 512 and pacing.most_tokens(2048, 16, 1) == 2048
+
+
+def test_mixed_steps_have_their_most_tokens_too():
+    pacing = Pacing(None, most_mixed=8192)
+    timed(pacing, decode=1.0)
+    assert pacing.most_tokens(8192, 16, 1000, crowded=True) == 4096
 
 
 @pytest.mark.parametrize("late", [1, 5, 10])
 def test_a_kind_of_step_that_was_late_is_tried_again(late):
     pacing = Pacing(0.25, SIZES, SIZES, most_mixed=512)
     mixed_steps(pacing, 50)
-    assert mixed_steps(pacing, 1000, late=late)[-1][0] == 8192
+    taken = mixed_steps(pacing, 8000, late=late)
+    assert taken[-1][0] == 8192
+    assert late < 10 or taken[100][0] == 512
 
 
-@pytest.mark.parametrize("tokens", [16, 300])
-def test_a_first_mixed_step_that_seems_to_take_no_time_says_little(tokens):
-    """Its result came together with the one before, since the host was late; short ones follow, which say no more."""
+@pytest.mark.parametrize(
+    "bound, waiting, most, tokens",
+    [(0.25, 1, 512, 8192), (None, 1000, 512, 2048), (0.03, 1, 512, 512), (0.012, 1, 300, 256)],
+)
+@pytest.mark.parametrize("seconds", [1e-4, 6.51e-3, 7e-3])
+def test_a_first_time_that_is_too_short_says_little(bound, waiting, most, tokens, seconds):
+    """Its result came together with the one before, since the host was late."""
+    pacing = Pacing(bound, SIZES, SIZES, most_mixed=most)
+    for _ in range(60):
+        pacing.observe([plan(16)], 6.5e-3)
+        pacing.observe([plan(16, 512)] if bound != 0.012 else [plan(16), plan(0, 512)], 6.5e-3 + 512 * 16e-6)
+    pacing.observe([plan(16), plan(0, 8192)] if bound != 0.012 else [plan(16, 300)], seconds)
+    taken = mixed_steps(pacing, 100, waiting=waiting, most_mixed=most)
+    assert taken[-1][0] == tokens
+    assert max(chosen for chosen, _ in taken) <= max(2048, 2 * tokens)
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 6.51e-3])
+def test_short_steps_that_seem_to_take_no_time_say_little_of_long_ones(seconds):
     pacing = Pacing(None, SIZES, SIZES, most_mixed=512)
     for _ in range(60):
         pacing.observe([plan(16)], 6.5e-3)
         pacing.observe([plan(16), plan(0, 1024)], 30e-3)
     apart = pacing._token[False]
-    pacing.observe([plan(16, tokens)], 1e-4)
+    pacing.observe([plan(16, 16)], seconds)
+    assert pacing._token.get(True, apart) > 0.7 * apart
     for _ in range(1000):
         pacing.observe([plan(16)], 6.5e-3)
-        pacing.observe([plan(16, 16)], 9e-3)
-    assert pacing._token[False] > 0.6 * apart
+        pacing.observe([plan(16, 16)], 6.6e-3)
+    assert pacing._token[False] == apart
     assert mixed_steps(pacing, 100)[-1][0] == 512
+
+
+def test_slow_steps_of_one_kind_do_not_make_the_other_slow():
+    pacing = begun(None)
+    apart = pacing._token[False]
+    for _ in range(100):
+        pacing.observe([plan(16, 512)], 6.5e-3 + 512 * 40e-6)
+    assert pacing._token == {False: apart, True: pytest.approx(40e-6)}
+
+
+@pytest.mark.parametrize("bound", [1e-20, 1e300])
+@pytest.mark.parametrize("most_mixed", [0, 512])
+def test_bounds_of_any_size(bound, most_mixed):
+    pacing = Pacing(bound, most_mixed=most_mixed)
+    timed(pacing)
+    pacing.observe([plan(16, 512)], 0.07)
+    for _ in range(5000):
+        pacing.observe([plan(16, 8)], 0.010001)
+    assert pacing.most_tokens(8192, 16, 1) == (16 if bound < 1 else most_mixed or 8192)
+
+
+def test_mixed_steps_are_tried_once_where_longer_chunks_keep_to_the_bound():
+    """Also if each prompt is so long that none of its chunks is short."""
+    chosen = [tokens for tokens, _ in mixed_steps(begun(0.03), 3)]
+    assert chosen == [512, 512, 512]
+    pacing = begun(0.25)
+    assert [tokens for tokens, _ in mixed_steps(pacing, 3)] == [512, 8192, 8192]
+    short = Pacing(0.03, SIZES, SIZES, most_mixed=128)  # too short to be timed
+    short.observe([plan(0, 2048)], 2e-3 + 2048 * 23e-6)
+    short.observe([plan(16)], 6.5e-3)
+    assert [tokens for tokens, _ in mixed_steps(short, 2, most_mixed=128)] == [896, 896]
 
 
 @pytest.mark.parametrize("most_mixed", [0, 512])
@@ -198,7 +271,8 @@ def test_steps_on_a_gpu_are_paced_whether_or_not_graphs_run_them(device, bound, 
     pacing = pacing_for(config, torch.device(device), *[SIZES, SIZES] * graphs)
     assert (pacing is None) == (device == "cpu" and bound is None and not graphs)
     if pacing:
-        assert timed(pacing).bound == bound and pacing.most_tokens(8192, 16, 1) < 8192
+        assert pacing.bound == bound and pacing.most_mixed == config.max_mixed_tokens == 512
+        assert timed(pacing).most_tokens(8192, 16, 1) < 8192
 
 
 def test_each_batch_has_its_part_of_the_bound():

@@ -65,7 +65,7 @@ def run_settings(base, text_files):
     """Settings of short runs at a constant learning rate, so that more steps can continue them."""
     values = {
         "model": base,
-        "dtype": "float32",  # in bf16, a GPU's own, sums in other orders are not the same within any tolerance
+        "dtype": "float32",  # on a GPU the default is bf16, in which sums of another order differ by more
         "data.train": f"[{text_files[0]}]",
         "data.eval": f"[{text_files[1]}]",
         "data.sequence_length": 32,
