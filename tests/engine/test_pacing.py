@@ -106,8 +106,9 @@ def test_a_late_step_is_forgotten(bound, every, lost):
 def mixed_steps(
     pacing: Pacing, steps: int, waiting: int = 1, late: int = 0, most_mixed: int = 512
 ) -> list[tuple[int, float]]:
-    """Prompt tokens and seconds of steps. Up to `most_mixed` tokens of them share a pass with 16 decode rows, 16 us each,
-    and more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late` ones last 0.3 s more.
+    """Prompt tokens and seconds of steps. Up to `most_mixed` tokens of prompts share a pass with 16 decode rows, 16 us
+    each, and more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late` ones last 0.3 s
+    more.
     """
     taken = []
     for step in range(steps):
