@@ -1,5 +1,6 @@
 """How many prompt tokens a step carries: at most as many as the requests that decode beside them can wait for."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,9 +33,11 @@ class Pacing:
     """Chooses the prompt tokens of a step from the times of earlier steps.
 
     A step with n prompt tokens takes d + c n seconds, with d the time of decoding alone, and c that of one token; both
-    are running means, d for each power of two of decoding requests. A token that shares a forward pass with decode rows
-    has a c of its own: it takes less, since the weights are read for the others anyway. Nothing is bounded while no
-    request decodes.
+    are running means, d for numbers of decoding requests within a fifth of each other. A token that shares a forward
+    pass with decode rows has a c of its own: it takes less where they leave the device room, since the weights are read
+    for them anyway, and more where they do not. While requests wait for others to end, the smaller c is chosen: those
+    that run have few prompts left, and more of their tokens a second would bring nothing forward. Otherwise it is the
+    kind of which a second computes more. Nothing is bounded while no request decodes.
 
     Args:
         bound: seconds that a step may take while requests decode; None: a multiple of d.
@@ -78,11 +81,11 @@ class Pacing:
         if delayed := num_decoding or elsewhere:
             share = 1.0 if crowded else min(1.0, (num_waiting - 1) / delayed)
             most_mixed = self.most_mixed if num_decoding else 0
-            budget = self._bounded(budget, delayed, max(_PATIENCE, share * _MOST_PATIENCE), most_mixed)
+            budget = self._bounded(budget, delayed, max(_PATIENCE, share * _MOST_PATIENCE), most_mixed, crowded)
         sizes = self.beside if num_decoding else self.alone
         return max((size for size in sizes if size <= budget), default=budget)
 
-    def _bounded(self, budget: int, num_decoding: int, patience: float, most_mixed: int) -> int:
+    def _bounded(self, budget: int, num_decoding: int, patience: float, most_mixed: int, crowded: bool) -> int:
         decode, mixed, apart = self._decode_seconds(num_decoding), self._token_seconds(True), self._token_seconds(False)
         if not decode or not mixed or not apart:
             return min(budget, _FIRST)
@@ -92,8 +95,9 @@ class Pacing:
         choices = [(min(most, room / apart), apart)]
         if most_mixed:
             choices = [(min(most, most_mixed, room / mixed), mixed), *(one for one in choices if one[0] > most_mixed)]
-        if most_mixed >= _LONG and True not in self._token:
-            choices = choices[:1]  # to be timed
+        untimed = True not in self._token  # then these are tried
+        if most_mixed >= _LONG and (untimed or (crowded and mixed < apart)):
+            choices = choices[:1]
         # More tokens in a pass of their own may take so much longer that fewer are computed in a second.
         tokens, _ = max(choices, key=lambda choice: choice[0] / (decode + choice[0] * choice[1]))
         return min(budget, max(_LEAST, int(tokens)))
@@ -106,13 +110,13 @@ class Pacing:
         """d for the nearest number of requests that was timed."""
         if not self._decode:
             return None
-        return self._decode[min(self._decode, key=lambda known: abs(known - num_decoding.bit_length()))]
+        return self._decode[min(self._decode, key=lambda known: abs(known - _level(num_decoding)))]
 
     def observe(self, plans: Sequence[Plan], seconds: float) -> None:
         """Record the time of a step: from the previous results, of whichever batch, to its own."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
-        level, mixed = decoding.bit_length(), any(plan.num_decode_rows and plan.num_chunk_tokens for plan in plans)
+        level, mixed = _level(decoding), any(plan.num_decode_rows and plan.num_chunk_tokens for plan in plans)
         known = self._token_seconds(mixed)
         if not tokens:
             self._decode[level] = _mean(self._decode.get(level), seconds)
@@ -151,6 +155,11 @@ def pacing_for(
     if device.type != "cuda" and not config.graphs and bound is None:
         return None
     return Pacing(bound, alone, beside, config.max_mixed_tokens)
+
+
+def _level(num_decoding: int) -> int:
+    """Which numbers of requests decode at the same d: four levels for each doubling."""
+    return round(4 * math.log2(num_decoding)) if num_decoding else 0
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -36,15 +36,13 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """Approximately U V^T of a matrix U S V^T [m, n] fp32.
+def orthogonalize(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Approximately U V^T of a matrix U S V^T [m, n] fp32, also fp32; computed in `dtype`.
 
-    Its singular values are 0.7 to 1.2, except for those below a hundredth of the largest. Computed in bf16 on a GPU,
-    and in fp32 on a CPU, which may take twenty times as long in bf16.
+    Its singular values are 0.7 to 1.2, except for those below a hundredth of the largest.
     """
     a, b, c = COEFFICIENTS
-    x = matrix / matrix.norm().clamp(min=1e-7)
-    x = x.bfloat16() if x.is_cuda else x
+    x = (matrix / matrix.norm().clamp(min=1e-7)).to(dtype)
     x = x.t() if x.shape[0] > x.shape[1] else x
     for _ in range(ITERATIONS):
         gram = x @ x.t()
@@ -75,14 +73,18 @@ def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -
 
 
 def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the step at a learning rate of 1, given its part of the gradient."""
+    """This rank's part of the step at a learning rate of 1, given its part of the gradient.
+
+    Computed in the weight's dtype, or in fp32 on a CPU, which may take twenty times as long in bf16.
+    """
     split = getattr(parameter, "tensor_model_parallel", False) and group.size() > 1
     whole = grad
     if split:
         parts = [torch.empty_like(grad) for _ in range(group.size())]
         dist.all_gather(parts, grad.contiguous(), group=group)
         whole = torch.cat(parts, parameter.partition_dim)  # type: ignore[attr-defined]
-    step = orthogonalize(whole) * (RMS_OF_ADAMW * max(whole.shape) ** 0.5)
+    dtype = parameter.dtype if whole.is_cuda else torch.float32
+    step = orthogonalize(whole, dtype) * (RMS_OF_ADAMW * max(whole.shape) ** 0.5)
     return step.chunk(group.size(), parameter.partition_dim)[group.rank()] if split else step  # type: ignore[attr-defined]
 
 

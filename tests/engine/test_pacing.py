@@ -48,6 +48,11 @@ def test_times_follow_the_number_of_requests():
     assert pacing.most_tokens(8192, 20, 1) == pytest.approx(175, abs=2)
 
 
+def test_requests_that_are_nearly_twice_as_many_have_a_time_of_their_own():
+    pacing = timed(timed(Pacing(None), 0.009, rows=70), 0.012, rows=125)
+    assert [pacing.most_tokens(8192, rows, 1) for rows in (70, 125)] == pytest.approx([157, 210], abs=3)
+
+
 def test_a_time_that_says_nothing_of_a_token_is_not_taken_up():
     pacing = timed(Pacing(None))
     before = pacing.most_tokens(8192, 16, 1)
@@ -104,17 +109,23 @@ def test_a_late_step_is_forgotten(bound, every, lost):
 
 
 def mixed_steps(
-    pacing: Pacing, steps: int, waiting: int = 1, late: int = 0, most_mixed: int = 512
+    pacing: Pacing,
+    steps: int,
+    waiting: int = 1,
+    late: int = 0,
+    most_mixed: int = 512,
+    token: float = 16e-6,
+    crowded: bool = False,
 ) -> list[tuple[int, float]]:
-    """Prompt tokens and seconds of steps. Up to `most_mixed` tokens of prompts share a pass with 16 decode rows, 16 us
-    each, and more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late` ones last 0.3 s
-    more.
+    """Prompt tokens and seconds of steps. Up to `most_mixed` tokens of prompts share a pass with 16 decode rows, and
+    take `token` seconds each; more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late`
+    ones last 0.3 s more.
     """
     taken = []
     for step in range(steps):
-        tokens = pacing.most_tokens(8192, 16, waiting)
+        tokens = pacing.most_tokens(8192, 16, waiting, crowded)
         plans = [plan(16, tokens)] if tokens <= most_mixed else [plan(16), plan(0, tokens)]
-        seconds = 6.5e-3 + (16e-6 * tokens if tokens <= most_mixed else 2e-3 + 23e-6 * tokens)
+        seconds = 6.5e-3 + (token * tokens if tokens <= most_mixed else 2e-3 + 23e-6 * tokens)
         pacing.observe(plans, seconds + 0.3 * (step < late))
         pacing.observe([plan(16)], 6.5e-3)
         taken.append((tokens, seconds))
@@ -141,6 +152,13 @@ def test_tokens_that_share_a_pass_have_a_time_of_their_own(bound, tokens):
 @pytest.mark.parametrize("bound, waiting, tokens", [(0.25, 1, 8192), (None, 1000, 2048)])
 def test_long_chunks_are_chosen_where_they_compute_more(bound, waiting, tokens):
     assert mixed_steps(begun(bound), 300, waiting=waiting)[-1][0] == tokens
+
+
+@pytest.mark.parametrize("token, crowded, tokens", [(16e-6, False, 2048), (16e-6, True, 512), (30e-6, True, 2048)])
+def test_while_requests_wait_for_others_to_end_the_cheaper_tokens_are_chosen(token, crowded, tokens):
+    """Those of long chunks take 24 us, and a second computes more of them than of any that share a pass."""
+    taken = mixed_steps(begun(None), 300, waiting=1000, token=token, crowded=crowded)
+    assert {chosen for chosen, _ in taken[-100:]} == {tokens}
 
 
 def test_kinds_are_compared_at_what_a_step_may_have():
